@@ -116,7 +116,7 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
             assert newest.with_name(f"{newest.name}.damaged").exists()
         wait_until(has_reached_step(directory, step_of(before) + 5), "it goes on")
         said = stop_gracefully(process)
-    assert said.count("is damaged and was set aside") == len(events_of_kind(directory, "checkpoint_quarantined")) == 3
+    assert said.count("is damaged and was quarantined") == len(events_of_kind(directory, "checkpoint_quarantined")) == 3
     learned = recorded_losses(directory)
     assert learned == single_process_losses(tmp_path, changes, len(learned))
 

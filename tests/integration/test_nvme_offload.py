@@ -151,9 +151,9 @@ def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Pat
     assert begun.returncode == 2
     assert "failed after step 2" in said
     assert f"{offload}" in said
-    assert "has no room for" in said
-    assert "GB are free" in said
-    assert "the last checkpoint stands" in said
+    assert "has no space for" in said
+    assert "GB free" in said
+    assert "the last checkpoint is valid" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
     assert find_damage(checkpoint) is None
     with mounted_tmpfs(offload, 2 * in_files):

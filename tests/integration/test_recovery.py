@@ -197,5 +197,5 @@ def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) 
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
     assert "starting again" not in said
-    assert said.count("going back to step 0") == 1  # nothing is saved of a streak
+    assert said.count("rolling back to step 0") == 1  # nothing is saved of a streak
     assert said.count("not finite") == 2

@@ -77,7 +77,7 @@ def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(coordina
     weights = coordinator_directory / "model" / "base.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-40])
-    with pytest.raises(UserError, match=r"does not hold the weights of the model in run\.toml"):
+    with pytest.raises(UserError, match=r"does not contain the weights of the model in run\.toml"):
         load_trained_model(coordinator_directory)
     weights.write_bytes(whole)
     load_trained_model(coordinator_directory)

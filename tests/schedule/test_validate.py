@@ -82,15 +82,15 @@ def test_validate_names_each_kind_of_violation() -> None:
 
     assert problems("0F0,0B0", "1F0,1B0") == []
     assert problems("0F0,0B0", "1B0,1F0") == [
-        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
-        "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
+        "rank 0: 0B0 (number 2 in its row) waits forever for 1B0",
+        "rank 1: 1B0 (number 1 in its row) waits forever for 1F0",
     ]
     assert problems("0F0,0F1,0B0,0B1", "1F0,1B0") == ["rank 1: 1F1 is missing", "rank 1: 1B1 is missing"]
-    assert problems("0F0,0F0,0B0") == ["rank 0: 0F0 is done 2 times"]
+    assert problems("0F0,0F0,0B0") == ["rank 0: 0F0 runs 2 times"]
     assert problems("0F0,0I0") == ["rank 0: 0W0 is missing"]
-    assert problems("0F0,0B0,0I0,0W0") == ["rank 0: 0B0 is done beside its halves"]
-    assert problems("0F0,0B0", "0F1,0B1") == ["rank 1: 0F1 is of a stage that rank 0 has"]
-    assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 (number 2 in its row) waits for ever for 0I0"]
+    assert problems("0F0,0B0,0I0,0W0") == ["rank 0: 0B0 runs in addition to its halves"]
+    assert problems("0F0,0B0", "0F1,0B1") == ["rank 1: 0F1 belongs to a stage of rank 0"]
+    assert problems("0F0,0W0,0I0") == ["rank 0: 0W0 (number 2 in its row) waits forever for 0I0"]
     with pytest.raises(UserError, match="1 violations: rank 0: 0W0 is missing"):
         simulate(Schedule.from_rows(read_csv("0F0,0I0")))
 
@@ -98,17 +98,17 @@ def test_validate_names_each_kind_of_violation() -> None:
 def test_validate_reports_deadlocked_schedule() -> None:
     found = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
     assert [str(violation) for violation in found] == [
-        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
-        "rank 1: 1F1 (number 1 in its row) waits for ever for 0F1",
+        "rank 0: 0B0 (number 2 in its row) waits forever for 1B0",
+        "rank 1: 1F1 (number 1 in its row) waits forever for 0F1",
     ]
     stuck, _ = violations(Schedule.from_rows(read_csv("0F0,0I0,0W0\n1I0,1F0,1W0")))
-    assert str(stuck).endswith("waits for ever for 1I0")
+    assert str(stuck).endswith("waits forever for 1I0")
 
 
 def test_read_csv_rejects_cells_that_are_not_actions() -> None:
     with pytest.raises(UserError, match="schedule, rank 1 = '1X0'"):
         read_csv("0F0\n1X0")
-    with pytest.raises(UserError, match="holds no action"):
+    with pytest.raises(UserError, match="contains no actions"):
         read_csv("\n,,\n")
 
 

@@ -20,33 +20,35 @@ from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.model import ModelSpec, is_flash_head_dim
 
-# Devices whose fused kernels take grouped heads together with a mask. On CUDA flash takes no mask and the efficient
-# kernel no groups, which leaves the one that holds all T x T scores.
+# Devices whose fused kernels support grouped heads together with a mask. On CUDA flash supports no mask and the
+# efficient kernel no groups, so only the kernel with all T x T scores in memory remains.
 GQA_MASK_DEVICES = ("cpu",)
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# From torch 2.12 on it must be told of grouped heads, which 2.11 takes as they are.
+# From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
 
 
 class Documents(NamedTuple):
-    """The documents of a batch. Whoever loads it knows N: a device that counted them would keep the host waiting."""
+    """The documents of a batch.
+
+    The data loader counts them: counting on the device would block the host."""
 
     starts: Tensor
-    """For each token, [B, T], the index in its row at which its document begins."""
+    """For each token, [B, T], the index in its row at which its document starts."""
     bounds: Tensor
-    """Where each document begins in the batch's B x T tokens, and their number, int32 [N + 1]."""
+    """Start of each document in the batch's B x T tokens, and their total number, int32 [N + 1]."""
 
     @classmethod
     def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return documents of a row each."""
+        """Return one document per row."""
         starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
         return cls(starts, torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens)
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, then a projection back to D."""
+    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -64,6 +66,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
+        """Return the output of the layer, [B, T, D]."""
         q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -77,18 +80,19 @@ class Attention(nn.Module):
         return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask).flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, their heads side by side."""
+        """Return queries, keys and values, with the heads concatenated."""
         return self.wq(x_BTD), self.wk(x_BTD), self.wv(x_BTD)
 
     def project_out(self, heads_BTQ: Tensor) -> Tensor:
-        """What the heads say, in the residual stream's width."""
+        """Project the outputs of the heads to the width of the residual stream."""
         return self.wo(heads_BTQ)
 
     @staticmethod
     def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
-        """Return each query's mean of the values, [B, T, H, K], over earlier tokens that `mask` lets it see: that of
-        `attention_mask`; None: all of its row."""
-        q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have lifted them to fp32
+        """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
+
+        `mask` is a result of `attention_mask`; None: all earlier tokens of the row are visible."""
+        q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
         if mask is not None and mask.ndim == 1:
             return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
@@ -112,28 +116,31 @@ class Attention(nn.Module):
 
 
 def attention_mask(documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """Return what attention in `dtype` is told of documents: their bounds where it has a kernel for them, and otherwise
-    their mask."""
+    """Return the mask argument of attention in `dtype`.
+
+    It is the bounds of the documents if there is a kernel for them, otherwise their dense mask."""
     if has_flash_kernel(documents.bounds.device, dtype, head_dim):
         return documents.bounds
     return document_mask(documents.starts)
 
 
 def document_mask(starts_BT: Tensor) -> Tensor:
-    """Return which token sees which, [B, 1, T, T] bool: earlier ones of the same document."""
+    """Return the mask of visible tokens, [B, 1, T, T] bool: earlier ones of the same document."""
     same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
     return same.tril()
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention within documents has a kernel that needs no mask: flash attention, on CUDA."""
+    """Return whether attention within documents has a kernel without a mask: flash attention, on CUDA."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and is_half and is_flash_head_dim(head_dim)
 
 
 def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, bounds: Tensor) -> Tensor:
-    """Return causal attention, [B, T, H, K], of documents that lie one after the other: on an H100 in 3.5 ms where a
-    dense mask takes 62 (16,384 tokens in rows of 8,192, docs/benchmarks/gpu-attention.md)."""
+    """Return causal attention, [B, T, H, K], within consecutive documents.
+
+    On an H100 it takes 3.5 ms where a dense mask takes 62 (16,384 tokens in rows of 8,192,
+    docs/benchmarks/gpu-attention.md)."""
     packed = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
     row = q_BTHK.shape[1]  # no document is longer
     out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(-1, 0))

@@ -1,4 +1,4 @@
-"""A model with more tokens than the weights that it starts from."""
+"""Models with more tokens than their initial weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Weights = Callable[[str, torch.Size], Tensor]
 def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weights:
     """Return initial weights by name for `vocab` tokens from those for `source_vocab`.
 
-    Rows of new tokens are the mean of the others, which leaves the probabilities of these nearly as they are
-    (nlp.stanford.edu/~johnhew/vocab-expansion.html). Raises UserError if tokens would be lost.
+    Rows of new tokens are the mean of the source rows, which leaves the probabilities of the source tokens nearly
+    unchanged (nlp.stanford.edu/~johnhew/vocab-expansion.html).
+
+    Raises:
+        UserError: `vocab` is less than `source_vocab`.
     """
     require(
         vocab >= source_vocab,

@@ -1,4 +1,4 @@
-"""Counts of tokens that the host reads from the device, once also where a block is computed twice."""
+"""Token counts that the host reads from the device, only once for a block that is recomputed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from torch.utils.checkpoint import checkpoint
 Counts = list[list[int]]
 
 _saved_counts: ContextVar[list[Counts] | Iterator[Counts] | None] = ContextVar("saved_counts", default=None)
-"""In a checkpointed forward pass the list to append to, in its recomputation an iterator over that list."""
+"""In a checkpointed forward pass, the list to append to; in its recomputation, its iterator."""
 
 
 def to_host_lists(counts: Tensor, total: int) -> Counts:
-    """Return the numbers in the rows of a matrix, [K, n]. Each row adds up to `total` where experts are balanced.
+    """Return the rows of an integer matrix [K, n] as lists.
 
-    The host waits for the device, once for all rows. A recomputation under `checkpoint_with_saved_counts` does not: it
-    takes the numbers of the forward pass.
+    The host waits for the device, once for all rows. A recomputation under `checkpoint_with_saved_counts` does not
+    wait: it uses the counts of the forward pass.
+
+    Args:
+        counts: Matrix of counts; without values in a traced step.
+        total: Sum of each row if experts are balanced.
     """
     saved = _saved_counts.get()
     if isinstance(saved, Iterator):
@@ -32,8 +36,9 @@ def to_host_lists(counts: Tensor, total: int) -> Counts:
 
 
 def read_counts(counts: Tensor, total: int) -> Counts:
-    """Return the numbers in the rows of a matrix. In a step that is traced without numbers (`phalanx.verify`) its
-    tensors have none, and experts are balanced."""
+    """Return the rows of an integer matrix as lists.
+
+    In a step that is traced without values (`phalanx.verify`), the counts are those of balanced experts."""
     if isinstance(counts, FakeTensor):
         quotient, remainder = divmod(total, counts.shape[1])
         balanced = [quotient + (index < remainder) for index in range(counts.shape[1])]
@@ -42,11 +47,10 @@ def read_counts(counts: Tensor, total: int) -> Counts:
 
 
 def checkpoint_with_saved_counts(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a block and drop its activations; the backward pass computes them again with the counts of this call.
+    """Call a block and drop its activations; backward recomputes them with the counts of this call.
 
     Every call saves its own counts, so any number of micro-batches may be in flight, in any order. Recomputed tokens
-    choose the same experts: activation checkpointing requires that shapes do not change.
-    """
+    choose the same experts: activation checkpointing requires that shapes do not change."""
     saved: list[Counts] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:

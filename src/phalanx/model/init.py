@@ -1,5 +1,6 @@
-"""Initial weights as a pure function of seed, parameter name and row: no layout can change them, and a rank draws its
-own rows only."""
+"""Initial weights as a pure function of seed, parameter name and row.
+
+They do not depend on the layout, and a rank draws only its own rows."""
 
 from __future__ import annotations
 
@@ -16,31 +17,37 @@ RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "experts.down", "s
 
 
 BLOCK_NUMBERS = 2**20
-"""About so many numbers of a matrix are drawn from one seed, in whole rows."""
+"""Approximate number of values that are drawn from one seed, in complete rows."""
 
 
 @dataclass(frozen=True)
 class DrawnWeights:
-    """The initial weights of a model that starts from nothing."""
+    """The initial weights of a model that is trained from scratch."""
 
     spec: ModelSpec
     seed: int
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
-        """Return a whole parameter."""
+        """Return a full parameter."""
         return initial_weight(self.spec, name, shape, seed=self.seed)
 
     def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
-        """Return a parameter of which only some rows are wanted: see `initial_weight`."""
+        """Return a parameter with only the given rows initialized; see `initial_weight`."""
         return initial_weight(self.spec, name, shape, seed=self.seed, rows=rows)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:
-    """Return the initial value of one parameter, fp32 on the CPU. Where only some `rows` of a matrix are wanted, the
-    others are not written: they have no meaning, and take no memory.
+    """Return the initial value of one parameter, fp32 on the CPU.
 
-    Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895), those that write into
-    the residual stream divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
+    Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
+    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
+
+    Args:
+        spec: Model of the parameter.
+        name: Name of the parameter.
+        shape: Full shape of the parameter.
+        seed: Seed of the run.
+        rows: Rows to draw; None: all. Other rows are uninitialized and use no memory.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -58,6 +65,6 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
 
 
 def named_generator(seed: int, name: str, block: int = 0) -> torch.Generator:
-    """Return what draws for a part of a name, on the CPU: the same wherever it is asked for."""
-    # Of a seed torch's CPU generator takes 32 bits, so seed, name and block must share them.
+    """Return the CPU generator of one block of a name; it depends on seed, name and block only."""
+    # torch's CPU generator uses 32 bits of a seed, so seed, name and block must share them.
     return torch.Generator().manual_seed((zlib.crc32(f"{seed} {name}".encode()) + block) % 2**32)

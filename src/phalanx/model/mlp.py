@@ -18,15 +18,16 @@ class SwiGLUMLP(nn.Module):
         self.down = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output, with the shape of `x`."""
         gate, up = self.project_in(x)
         return self.project_out(F.silu(gate) * up)
 
     def project_in(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """To the inner width."""
+        """Project to the inner width: gate and up."""
         return self.gate(x), self.up(x)
 
     def project_out(self, hidden: Tensor) -> Tensor:
-        """Back to the width of the residual stream."""
+        """Project to the width of the residual stream."""
         return self.down(hidden)
 
 
@@ -40,18 +41,19 @@ class GELUMLP(nn.Module):
         self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output, with the shape of `x`."""
         (up,) = self.project_in(x)
         return self.project_out(F.gelu(up, approximate=self.approximate))
 
     def project_in(self, x: Tensor) -> tuple[Tensor]:
-        """To the inner width."""
+        """Project to the inner width."""
         return (self.up(x),)
 
     def project_out(self, hidden: Tensor) -> Tensor:
-        """Back to the width of the residual stream."""
+        """Project to the width of the residual stream."""
         return self.down(hidden)
 
 
 def build_mlp(spec: ModelSpec) -> nn.Module:
-    """The dense MLP that `spec` describes."""
+    """Build the dense MLP of `spec`."""
     return SwiGLUMLP(spec.hidden_size, spec.ffn_hidden_size) if spec.activation == "swiglu" else GELUMLP(spec)

@@ -1,6 +1,7 @@
-"""A mixture of experts: y = sum over the chosen experts of weight x expert(x), dropless unless a capacity is set.
+"""Mixture of experts: y = sum over the chosen experts of weight x expert(x).
 
-Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token, F inner width of an expert."""
+It is dropless unless a capacity is set. Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token,
+F inner width of an expert."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from phalanx.spec.model import ModelSpec, MoESpec
 
 
 class Router(nn.Module):
-    """Chooses k of E experts for each token, and says what an unbalanced choice costs."""
+    """Layer that chooses k of E experts for each token, with an auxiliary loss for unbalanced choices."""
 
     load: Tensor
     dropped: Tensor
@@ -29,16 +30,17 @@ class Router(nn.Module):
         self.gate = nn.Linear(spec.hidden_size, moe.num_experts, bias=False)
         # Tokens per expert since the last reset.
         self.register_buffer("load", torch.zeros(moe.num_experts), persistent=False)
-        # Choices that found no place, likewise.
+        # Dropped choices since the last reset.
         self.register_buffer("dropped", torch.zeros(()), persistent=False)
-        # What a choice of each expert counts for in the balance loss; None: 1.
+        # Weight of a choice of each expert in the balance loss; None: 1.
         self.register_buffer("relief", None, persistent=False)
         if moe.bias_update_rate:
             self.register_buffer("bias", torch.zeros(moe.num_experts))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights and numbers of the chosen experts, [B, T, k] each; the auxiliary loss over all tokens. A choice that
-        is dropped has the number E, of no expert."""
+        """Return weights and indices of the chosen experts, [B, T, k] each, and the auxiliary loss.
+
+        The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
         logits = self.gate(x_BTD)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
@@ -61,16 +63,17 @@ class Router(nn.Module):
         return weights, chosen, balance + z_loss(self.moe, logits)
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
-        """How many tokens of each sequence chose each expert, [B, E]."""
+        """Return the number of tokens of each sequence that chose each expert, [B, E]."""
         chosen = chosen_BTk.flatten(1)
         counts = torch.zeros(len(chosen), self.moe.num_experts, dtype=dtype, device=chosen.device)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
 
     @torch.no_grad()
     def update_bias(self, apply: bool = True) -> None:
-        """Raise the bias of experts with less than their share of `load`, lower that of the others; reset
-        `load`, which must hold the tokens of the whole global batch (arXiv 2408.15664, algorithm 1). Without
-        `apply` it is only reset."""
+        """Raise the bias of experts below their share of `load`, lower that of the others, and reset `load`.
+
+        `load` must be that of the full global batch (arXiv 2408.15664, algorithm 1). Without `apply`, the load is only
+        reset."""
         if apply and self.moe.bias_update_rate:
             self.bias += self.moe.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
@@ -78,7 +81,9 @@ class Router(nn.Module):
 
 
 def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
-    """Which choices find a place: of each expert the first `capacity_factor` x T k / E of every sequence."""
+    """Return the mask of choices within the capacity of their experts.
+
+    Each expert accepts the first `capacity_factor` x T k / E choices of every sequence."""
     chosen = chosen_BTk.flatten(1)
     by_expert, order = chosen.sort(dim=1, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(moe.num_experts, device=chosen.device).repeat(len(chosen), 1))
@@ -91,17 +96,22 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
 
 
 def expert_capacity(moe: MoESpec, choices: int) -> int:
-    """Places of an expert for the choices of a sequence (Switch Transformer, arXiv 2101.03961, eq. 3)."""
+    """Return an expert's capacity for the choices of a sequence (Switch, arXiv 2101.03961, eq. 3)."""
     assert moe.capacity_factor is not None
     return math.ceil(moe.capacity_factor * choices / moe.num_experts)
 
 
 def balance_loss(moe: MoESpec, probs_BTE: Tensor, load_BE: Tensor, relief_E: Tensor | None = None) -> Tensor:
-    """a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the tokens it is measured over.
+    """Return a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the number of tokens.
 
-    f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if
-    balanced. `load_BE` counts whole sequences; where `probs_BTE` has some of their tokens, this is their part of the
-    loss. With `relief_E`, r_i f_i stands for f_i.
+    f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if balanced.
+    With `relief_E`, r_i f_i replaces f_i.
+
+    Args:
+        moe: Coefficient a, and the scope of the balance.
+        probs_BTE: Router probabilities. If they are of some tokens only, the result is the part of these tokens.
+        load_BE: Counts of choices over full sequences.
+        relief_E: Factors r_i.
     """
     if moe.balance_loss_scope == "micro_batch":
         probs_BTE, load_BE = probs_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
@@ -111,12 +121,12 @@ def balance_loss(moe: MoESpec, probs_BTE: Tensor, load_BE: Tensor, relief_E: Ten
 
 
 def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
-    """b (log sum_i exp x_i)^2 (ST-MoE, arXiv 2202.08906, eq. 5), summed over tokens."""
+    """Return b (log sum_i exp x_i)^2 (ST-MoE, arXiv 2202.08906, eq. 5), summed over tokens."""
     return moe.z_loss_coef * logits_BTE.logsumexp(-1).square().sum()
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks, each applied to its own run of rows."""
+    """E SwiGLU networks, each applied to a contiguous range of rows."""
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
@@ -125,8 +135,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
 
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
-        """`x_ND` is sorted by expert; expert e has the rows from offsets[e - 1] to offsets[e]."""
-        if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not know grouped products
+        """Return the output of each row's expert.
+
+        `x_ND` is sorted by expert; expert e has the rows from offsets[e - 1] to offsets[e]."""
+        if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not support grouped products
             dtype = torch.get_autocast_dtype(x_ND.device.type)
         else:
             dtype = x_ND.dtype
@@ -138,18 +150,19 @@ class Experts(nn.Module):
         return self.product(hidden_NF, down, offsets_E)
 
     def product(self, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-        """See `grouped_linear`."""
+        """Return each expert's rows times its transposed weight."""
         return grouped_linear(x_NI, weight_EOI, offsets_E)
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Each expert's rows times its own weight, transposed: [N, O]."""
+    """Return each expert's rows times its transposed weight: [N, O]."""
     return (_grouped_mm if supports_grouped_mm(x_NI, weight_EOI) else _looped_mm)(x_NI, weight_EOI, offsets_E)
 
 
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a grouped matrix product for this dtype and device: bf16 everywhere, fp32 on the CPU;
-    its kernels want rows of whole 16 bytes."""
+    """Return whether torch has a grouped matrix product for this dtype and device.
+
+    It supports bf16 on all devices, fp32 on the CPU; its kernels require rows of a multiple of 16 bytes."""
     dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
@@ -165,13 +178,13 @@ def _looped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
-    """Return how many of the `rows` each expert has."""
+    """Return the number of the `rows` of each expert."""
     (sizes,) = to_host_lists(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))[None], rows)
     return sizes
 
 
 class MoE(nn.Module):
-    """Route, sort by expert, apply, put back, and add what the shared experts say."""
+    """Layer that routes tokens to experts, and adds the output of the shared experts."""
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
@@ -184,7 +197,7 @@ class MoE(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output [B, T, D] and its auxiliary loss summed over tokens."""
+        """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""
         weights, chosen, auxiliary = self.router(x_BTD)
         out = self.apply_experts(x_BTD, weights, chosen)
         if self.shared is not None:
@@ -192,7 +205,7 @@ class MoE(nn.Module):
         return out, auxiliary
 
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
-        """What the chosen experts make of each token, weighted and summed."""
+        """Return the weighted sum of the chosen experts' outputs for each token."""
         moe = self.router.moe
         order, counts_E = sort_by_expert(chosen_BTk, moe.num_experts)
         num_rows = max_expert_rows(moe, chosen_BTk)
@@ -203,15 +216,16 @@ class MoE(nn.Module):
 
 
 def sort_by_expert(chosen_BTk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices in the order of their experts, [N k], those that were dropped last; and how many each expert
-    has, [E]."""
+    """Return the order of choices by expert, [N k], and the number of choices of each expert, [E].
+
+    Dropped choices come last."""
     chosen = chosen_BTk.flatten()
     counts = chosen.new_zeros(num_experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
     return chosen.argsort(stable=True), counts[:-1]
 
 
 def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
-    """Return the maximum number of rows of all experts: every choice, or with a capacity what has room."""
+    """Return the maximum number of rows of all experts: all choices, or those within the capacity."""
     choices = chosen_BTk.numel()
     if moe.capacity_factor is None:
         return choices
@@ -219,12 +233,14 @@ def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
 
 
 def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Return for each of some choices, by its number, the row of its token."""
+    """Return the row of the token of each choice, by the choice's index."""
     return x_BTD.flatten(0, 1)[order // top_k]
 
 
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `sort_by_expert`."""
+    """Return the weighted sum of each token's expert outputs, [N, D].
+
+    `y` has rows in the `order` of `sort_by_expert`."""
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

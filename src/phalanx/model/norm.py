@@ -18,11 +18,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        # PyTorch's fused kernel wants one dtype; it accumulates in fp32 whatever that is.
+        """Return the normalized tensor."""
+        # PyTorch's fused kernel requires one dtype; it accumulates in fp32 for every dtype.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def build_norm(spec: ModelSpec) -> nn.Module:
-    """The norm of the residual stream."""
+    """Build the norm of the residual stream."""
     kind = RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
     return kind(spec.hidden_size, spec.norm_eps)

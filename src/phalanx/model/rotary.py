@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its stretched variants.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) and its scaled variants.
 
 Shapes: B batch, T tokens, H heads, K head width, J = K / 2 frequencies."""
 
@@ -15,8 +15,10 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Angle per token of each pair of channels, [J] fp64: theta**(-2j/K), stretched by `rope.scaling`. Computed on
-    `device`: a copy from the CPU would make the host wait for a GPU in every forward pass."""
+    """Return the angle per token of each pair of channels, [J] fp64.
+
+    The angle is theta**(-2j/K), scaled by `rope.scaling`. It is computed on `device`: a copy from the CPU would make
+    the host wait for a GPU in every forward pass."""
     base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
@@ -28,7 +30,7 @@ def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = Non
 
 
 def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
-    """Llama 3.1 (arXiv 2407.21783, its released code): stretch what turns slowly, keep what turns fast."""
+    """Scale low frequencies and leave high ones (Llama 3.1, arXiv 2407.21783, its released code)."""
     turns_J = rope.original_context * base_J / (2 * math.pi)
     smooth_J = (turns_J - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth_J = smooth_J.clamp(0, 1)
@@ -36,7 +38,7 @@ def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over channels between beta_fast and beta_slow turns."""
+    """Scale with a ramp over channels between beta_fast and beta_slow turns (YaRN, arXiv 2309.00071, 3.2)."""
 
     def channel(turns: float) -> float:
         return head_dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -49,8 +51,9 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 
 
 def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a
-    position of 100,000 is off by a hundredth of a radian."""
+    """Return cosine and sine, [..., T, 1, K] each, for positions [..., T].
+
+    Angles are computed in fp64: in fp32 a position of 100,000 has an error of a hundredth of a radian."""
     angle = positions[..., None].double() * frequencies(rope, head_dim, positions.device)
     angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
@@ -59,7 +62,7 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
 
 
 def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
-    """Turn channel j with channel j + K/2 by the position's angle (the convention of Llama's HF weights)."""
+    """Rotate channel j with channel j + K/2 by the position's angle (convention of Llama's HF weights)."""
     cos, sin = table
     first, second = x_BTHK.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)

@@ -1,4 +1,4 @@
-"""Sampling from a language model, one token after another. Shapes: T tokens, V vocabulary."""
+"""Sampling from a language model, one token at a time. Shapes: T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ def stream_tokens(
     context: int | None = None,
     vocab: int | None = None,
 ) -> Iterator[int]:
-    """Endless next tokens after `tokens_T` (at least one); each costs one forward pass, when it is asked for.
+    """Yield an endless stream of next tokens, with one forward pass per requested token.
 
-    `model` gives logits [1, T, V] and an auxiliary loss, like Transformer.forward; it sees the last `context`
-    tokens. `temperature` 0 takes the likeliest token; `top_k` 0 draws from all, and `vocab` from the first so many: a
-    model may have more than its tokenizer. The draw is made where
-    `generator` is, on the CPU without one.
+    Args:
+        model: Returns logits [1, T, V] and an auxiliary loss, like Transformer.forward.
+        tokens_T: Prompt of at least one token.
+        temperature: 0 selects the most likely token.
+        top_k: Number of most likely tokens to sample from; 0 samples from all.
+        generator: Random generator; tokens are sampled on its device, or on the CPU without one.
+        context: Maximum number of last tokens that the model sees; None: all.
+        vocab: Number of tokens of the tokenizer; the model may have more, which are not sampled.
     """
     device = torch.device("cpu") if generator is None else generator.device
     while True:
@@ -38,7 +42,7 @@ def stream_tokens(
 
 
 def sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """A token from softmax(logits / temperature) over the `top_k` likeliest."""
+    """Return a token sampled from softmax(logits / temperature) over the `top_k` most likely tokens."""
     if temperature == 0:
         return int(logits_V.argmax())
     vocab = len(logits_V)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer. It knows nothing of ranks: `parallel.apply` applies layouts to it from outside.
+"""A decoder-only transformer, independent of ranks: `parallel.apply` applies layouts to it.
 
 Shapes: B batch, T tokens, D width, V vocabulary."""
 
@@ -19,7 +19,7 @@ from phalanx.spec.model import ModelSpec
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x)."""
+    """A transformer block: x + attention(norm x), then x + mlp(norm x)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts)."""
+        """Return the block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, L blocks, norm, head."""
+    """Embedding, L blocks, norm and head."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class Transformer(nn.Module):
             self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] of each next token, and the auxiliary loss of all layers summed over tokens.
+        """Return the logits [B, T, V] of each next token, and the auxiliary loss.
 
-        `documents` do not attend to each other, and each counts its positions from 0. None: every row is one document.
-        """
+        The auxiliary loss is summed over layers and tokens. `documents` do not attend to each other, and each counts
+        its positions from 0. None: every row is one document."""
         x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, documents), documents)
         return self.compute_logits(x_BTD), auxiliary
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
-        """What the first block is given, [B, T, D]."""
+        """Return the input of the first block, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
         if self.spec.position_embedding == "learned":
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """What these blocks make of `x_BTD`, and their auxiliary loss."""
+        """Return the output of these blocks for `x_BTD`, and their auxiliary loss."""
         mask = None if documents is None else self.attention_mask(documents, compute_dtype(x_BTD))
         table = None
         if self.spec.position_embedding != "learned":
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         return x_BTD, auxiliary
 
     def compute_logits(self, x_BTD: Tensor) -> Tensor:
-        """Logits of what the last block gave, [B, T, V]."""
+        """Return the logits of the last block's output, [B, T, V]."""
         return self.logits(self.norm(x_BTD), self.head_weight)
 
     @property
@@ -96,25 +96,26 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.spec.tie_embeddings else self.head.weight
 
     def logits(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-        """The last product, [B, T, V]."""
+        """Return the product with the head's matrix, [B, T, V]."""
         return F.linear(x_BTD, weight_VD)
 
     def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
-        """Return what attention in `dtype` is told of documents."""
+        """Return the mask argument of attention in `dtype`."""
         return attention_mask(documents, dtype, self.spec.head_dim)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
-        """Where in its row each token is whose attention is computed here, [T]."""
+        """Return the positions in their row of the tokens whose attention is computed on this rank, [T]."""
         return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
 def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:
-    """Return the positions in their documents of the tokens at `row_positions_T` in their rows: [T], or [B, T] where
-    documents start inside of rows."""
+    """Return the positions in their documents of the tokens at `row_positions_T` in their rows.
+
+    The shape is [T], or [B, T] where documents start inside rows."""
     return row_positions_T if documents is None else row_positions_T - documents.starts[:, row_positions_T]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products with `x` as it is or, under autocast, as they are cast."""
+    """Return the dtype of matrix products with `x`, with or without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,5 +1,6 @@
-"""A mixture of experts from a dense model: every expert begins as the dense MLP (sparse upcycling, arXiv 2212.05055),
-with a part of it drawn anew (Drop-Upcycling, arXiv 2502.19261)."""
+"""Mixture of experts from a dense model (sparse upcycling, arXiv 2212.05055).
+
+Every expert starts as the dense MLP, and a part of it is reinitialized (Drop-Upcycling, arXiv 2502.19261)."""
 
 from __future__ import annotations
 
@@ -16,10 +17,17 @@ Weights = Callable[[str, torch.Size], Tensor]
 
 
 def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: int) -> Weights:
-    """The initial weights of the mixture `spec` by name, from the `weights` of `source`: these themselves, if it is a
-    mixture too. Routers are drawn as always; a head of its own begins as the embedding that it was tied to.
+    """Return the initial weights of the mixture `spec` by name, from the `weights` of `source`.
 
-    An expert depends on seed, layer and its number alone. Raises UserError if experts cannot be what the MLP is.
+    If `source` is a mixture too, its weights are unchanged. Routers are drawn at random; an untied head starts as the
+    embedding that it was tied to. An expert depends on seed, layer and expert index only. Raises UserError if the
+    experts do not have the shape of the MLP.
+
+    Args:
+        spec: Model with experts.
+        source: Model of `weights`.
+        weights: Weights of `source` by name and shape.
+        seed: Seed of the reinitialized parts.
     """
     moe = spec.moe
     assert moe is not None
@@ -29,7 +37,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
             not spec.upcycle_reinit_fraction,
             "model.upcycle_reinit_fraction",
             spec.upcycle_reinit_fraction,
-            problem="has no meaning: model.from_hf has experts",
+            problem="has no effect, because model.from_hf has experts",
             fix=fix,
         )
         return weights
@@ -38,7 +46,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         "model.moe.expert_ffn_size",
         moe.expert_ffn_size,
         problem=(
-            "is not the width of the MLP that experts begin as "
+            "is not the width of the MLP that experts are copied from "
             f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
         ),
         fix=f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
@@ -47,7 +55,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         not moe.num_shared_experts,
         "model.moe.num_shared_experts",
         moe.num_shared_experts,
-        problem="would add the MLP that the other experts begin as once more",
+        problem="would add a second copy of the MLP that the other experts are copied from",
         fix="set it to 0, or start from a model with experts",
     )
 
@@ -70,8 +78,19 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
 
 
 def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:
-    """A stack of copies of one matrix of an MLP. Of each, the same part of the inner units in all matrices of the layer
-    is drawn anew, with the mean and deviation of what stood there (arXiv 2502.19261)."""
+    """Return a stack of copies of one matrix of an MLP, each partly reinitialized.
+
+    In each copy, the same part of the inner units in all matrices of the layer is drawn again, with the mean and
+    deviation of the replaced values (arXiv 2502.19261).
+
+    Args:
+        dense: Matrix of the MLP.
+        experts: Number of copies.
+        reinit_fraction: Fraction of the inner units that is reinitialized.
+        seed: Seed of the run.
+        layer: Name of the layer.
+        kind: Name of the matrix: gate, up or down.
+    """
     stack = dense.expand(experts, *dense.shape).clone()
     for expert, copy in enumerate(stack):
         units_FD = copy.T if kind == "down" else copy

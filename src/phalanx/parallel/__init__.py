@@ -1,0 +1,1 @@
+"""Parallel execution of a model on this rank."""

@@ -1,16 +1,15 @@
-"""The one page that says in which order a layout is applied to a model:
+"""Application of a layout to a model, in this order of steps.
 
-1. the transformer is made on the meta device, without memory; of a pipeline the stages of this rank;
-2. ranks that share a model are left their share of each tensor, and those that train some of the experts these;
-   tensor parallelism replaces products, expert parallelism layers of experts, context parallelism attention;
-3. recomputation wraps its blocks;
-4. blocks are compiled, and on GPUs the loss;
-5. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
-6. memory is given;
-7. the other ways of data parallelism take the replica;
-8. the pipeline runs the stages over that;
-9. every rank fills what it trains with its part of the initial weights, and what computes is made of that.
-"""
+1. The transformer is created on the meta device, without memory; in a pipeline, only the stages of this rank.
+2. Tensors are replaced by this rank's shards, and experts by those that are trained. Tensor parallelism replaces
+   products, expert parallelism layers of experts, context parallelism attention.
+3. Activation checkpointing wraps its blocks.
+4. Blocks are compiled, and on GPUs the loss.
+5. ZeRO-3 (or HSDP, over two axes of the mesh) shards its parameters.
+6. Memory is allocated.
+7. The other data-parallel strategies wrap the replica.
+8. The pipeline runs the stages.
+9. Every rank fills its trained parameters with its part of the initial weights, and updates the model from them."""
 
 from __future__ import annotations
 
@@ -71,11 +70,10 @@ def apply_layout(
     layers: Sequence[range] = (),
     trained_experts: TrainedExperts | None = None,
 ) -> Strategy:
-    """A transformer under `layout`.
+    """Build a transformer under `layout`.
 
-    `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `layers` are those of
-    every stage, where there is a pipeline. Experts that are not in `trained_experts` are frozen.
-    """
+    `weights` returns the full initial value of each parameter by name; a rank keeps its part. `layers` are those of
+    every stage of a pipeline. Experts that are not in `trained_experts` are frozen."""
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
     sharded = _build_sharded_module(
@@ -301,7 +299,7 @@ def _apply_data_parallelism(
 
 
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
-    """This rank's stages."""
+    """Build this rank's stages."""
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
 
@@ -309,7 +307,7 @@ def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequ
 def build_pipeline(
     inner: Strategy, stage_module: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
 ) -> PipelineStrategy:
-    """The pipeline of this rank's stages with the others'."""
+    """Connect this rank's stages with those of the other ranks."""
     assert mesh.loss_group is not None
     context = partial(autocast_context, inner, precision, device)
     # Under autocast what is added up stays in the parameters' precision.
@@ -330,7 +328,7 @@ def build_pipeline(
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Around forward passes: bf16 computation over fp32 parameters, where they are not cast otherwise."""
+    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise."""
     if precision != "bf16" or not strategy.autocast:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -1,14 +1,16 @@
-"""Context parallelism: ranks share the tokens of every sequence. All but attention works on single tokens; attention
-needs the keys and values of the others.
+"""Context parallelism: ranks share the tokens of every sequence.
 
-ring (Ring Attention, arXiv 2310.01889): keys and values go round the ranks, and each step's part of the softmax is
-merged with those before by its log-sum-exp. A causal row is long at its end: each rank has one piece from the front and
-one from the back (zig-zag), so that all have as much to do at every step.
+All layers but attention work on single tokens; attention needs the keys and values of the other ranks.
 
-ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all gives each rank all tokens of some of the heads, another
-brings its tokens back.
+ring (Ring Attention, arXiv 2310.01889): ranks exchange keys and values in a ring. Each step's part of the softmax is
+merged with the previous parts by its log-sum-exp. A causal row has most work at its end: each rank has one piece from
+the front and one from the back (zig-zag), so that all ranks have equal work at every step.
 
-Documents do not see each other, as without. Shapes: B batch, T tokens of the whole row, t = T / ranks, H heads."""
+ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all gives each rank all tokens of some heads. A second
+all-to-all returns the tokens to their ranks.
+
+Attention between documents is masked, as without context parallelism.
+Shapes: B batch, T tokens of the full row, t = T / ranks, H heads."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class ContextParallelGroup:
     """The ranks that share sequences."""
 
     def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
-        """`kind`: ring or ulysses."""
+        """Create the group of a method: `kind` is ring or ulysses."""
         self.group = group
         self.kind = kind
         self.size = group.size()
@@ -44,12 +46,13 @@ class ContextParallelGroup:
         self.exposed = WaitTimer()
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
-        """Which of a row's `tokens` are this rank's, [t]."""
+        """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
         return local_token_indices(tokens, self.size, self.rank, kind=self.kind, device=device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Start to send `tensor` to the next rank and to receive one of its shape from the previous rank. Returns the
-        receive buffer, and a function that waits for both transfers."""
+        """Start to send `tensor` to the next rank and to receive from the previous rank.
+
+        Both tensors have the same shape. Returns the receive buffer, and a function that waits for both transfers."""
         received = torch.empty_like(tensor)
         destination = (self.rank + 1) % self.size
         source = (self.rank - 1) % self.size
@@ -68,7 +71,7 @@ class ContextParallelGroup:
         return received, wait_for_exchange
 
     def all_to_all(self, sent: Tensor) -> Tensor:
-        """Send sent[i] to rank i; returns what rank j sent, at [j]."""
+        """Send sent[i] to rank i, and return the tensor whose index j was received from rank j."""
         received = torch.empty_like(sent)
         with self.exposed.measure():
             dist.all_to_all_single(received, sent, group=self.group)
@@ -76,8 +79,16 @@ class ContextParallelGroup:
 
 
 def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
-    """Which of a row's tokens a rank has: of 2 x ranks equal pieces the one at `rank` from the front and the one at
-    `rank` from the back (ring), or a run of them (ulysses)."""
+    """Return the indices of a rank's tokens in a row.
+
+    Args:
+        tokens: Length of the full row.
+        ranks: Number of ranks that share the row.
+        rank: Index of the rank.
+        kind: With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the
+            back. With ulysses, the tokens of the rank are contiguous.
+        device: Device of the indices.
+    """
     if kind == "ulysses":
         return torch.arange(tokens, device=device).chunk(ranks)[rank]
     pieces = torch.arange(tokens, device=device).chunk(2 * ranks)
@@ -85,8 +96,9 @@ def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: t
 
 
 def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> None:
-    """Let a model that is given its rank's tokens of every row (and where all of the row's documents start) attend to
-    those of the others."""
+    """Make the attention of a model span the tokens of all ranks of the group.
+
+    The model's input is this rank's tokens of every row, with the document starts of the full row."""
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, ranks, x_BT)  # type: ignore[method-assign]
     if ranks.kind == "ring":
@@ -106,7 +118,7 @@ def _attended_indices(inner: Callable[[Tensor], Tensor], ranks: ContextParallelG
 def _count_choices(
     count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The balance of experts is that of whole sequences."""
+    """Count the choices of experts over full sequences, for the balance loss."""
     counts = count(chosen, dtype)
     with ranks.exposed.measure():
         dist.all_reduce(counts, group=ranks.group)
@@ -119,7 +131,7 @@ def _count_choices(
 def _ulysses_attention(
     attend: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Attention [B, t, H, K] of all tokens' heads, by ranks that each have some of the heads of all tokens."""
+    """Compute attention [B, t, H, K] with some of the heads of all tokens on each rank."""
     if k.shape[2] < ranks.size:
         k, v = (x.repeat_interleave(ranks.size // x.shape[2], dim=2) for x in (k, v))
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
@@ -155,7 +167,7 @@ def _ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of q [B, H, t, K] to everybody's keys and values."""
+    """Attention of q [B, H, t, K] to the keys and values of all ranks."""
 
     @staticmethod
     def forward(
@@ -189,7 +201,7 @@ class _RingAttention(torch.autograd.Function):
         ranks = ctx.ranks
         gradient = gradient.contiguous()
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        # Gradients of keys and values travel with them, and are home one step later.
+        # Gradients follow their keys and values around the ring, and return to their owner one step later.
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
         wait_grad_kv: Callable[[], None] = lambda: None  # noqa: E731
         for step in range(ranks.size):
@@ -213,8 +225,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
-    """Which of a rank's tokens see which of another's, where each has a piece from the front and one from the back: of
-    ranks before it all see the front piece, of ranks behind it the back piece sees all."""
+    """Return the slices of a rank's queries and of another rank's keys with causal attention.
+
+    Each rank has a piece from the front and one from the back (zig-zag). All queries see the front piece of a lower
+    `source` rank. Only queries of the back piece see a higher one, and they see all its keys."""
     all_tokens = slice(0, tokens)
     half = tokens // 2
     if source < rank:
@@ -225,7 +239,7 @@ def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
 def _block_mask(
     ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
 ) -> Tensor | None:
-    """Which token sees which, [B, 1, ., .] bool; None where documents do not matter."""
+    """Return the bool mask [B, 1, ., .] of visible keys; None if there are no document boundaries."""
     if starts_BT is None:
         return None
     tokens = starts_BT.shape[1]
@@ -243,7 +257,7 @@ def _merge_partial_attention(out: Tensor, lse: Tensor, partial_out: Tensor, part
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
+    """Return attention [B, H, t, K] to some keys, and the log-sum-exp of its scores, [B, H, t]."""
     if q.device.type == "cpu":
         out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q))
     elif mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
@@ -252,7 +266,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tens
         scores = _attention_scores(q, k, causal, mask=mask)
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeat_kv_heads(v, q)
-    if mask is not None:  # who sees none of these keys
+    if mask is not None:  # queries that see none of these keys
         lse = lse.masked_fill(~mask.any(-1), float("-inf"))
     return out, lse
 
@@ -260,8 +274,9 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tens
 def attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where `out` and `lse` are those of the attention to all keys (FlashAttention-2,
-    arXiv 2307.08691, algorithm 2)."""
+    """Return the gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+
+    `k` and `v` may be a part of the keys; `out` and `lse` are the results of the attention to all keys."""
     if q.device.type == "cpu":
         operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
         return cast(
@@ -299,7 +314,7 @@ def _attention_scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -
 
 
 def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Key/value heads, one for each head of the queries."""
+    """Repeat key/value heads, one for each query head."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 

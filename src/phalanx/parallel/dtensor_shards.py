@@ -1,4 +1,4 @@
-"""This rank's part of a tensor that is split over ranks."""
+"""Local shards of tensors that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from phalanx.spec.tensor_sharding import rows_on_rank
 
 
 def rows_per_rank(total: int, ranks: int) -> list[int]:
-    """Rows of each rank as Shard(0) splits them."""
+    """Return the number of rows of each rank with Shard(0)."""
     return [rows_on_rank(rank, total, ranks) for rank in range(ranks)]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's shard, or a tensor that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part, and where in the whole tensor it begins."""
+    """Return the shape of this rank's shard, and its offset in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.ndim
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -33,8 +33,9 @@ def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """A tensor of this shape of which `local` is this rank's part. Unlike `DTensor.from_local` it leaves a part where
-    it is, which may be another device than the mesh's."""
+    """Return a DTensor of this shape with `local` as this rank's shard.
+
+    Unlike `DTensor.from_local`, this leaves the shard on its device, which may differ from the mesh's."""
     stride = tuple(torch.empty(shape, device="meta").stride())
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)  # as FSDP2 does it

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, whatever meshes its parts live on, and scaling by it."""
+"""Norm of the full gradient over all meshes of its shards, and scaling by it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from phalanx.parallel.dtensor_shards import local_tensor
 
 @torch.no_grad()
 def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = None) -> Tensor:
-    """The L2 norm over all gradients and ranks (scalar, at least fp32); `exposed` counts the waiting. All ranks give
-    their gradients in one order, which is that of the collectives.
+    """Return the L2 norm over all gradients and ranks (scalar, at least fp32).
 
-    Parts that are split over the same groups are summed locally and all-reduced once over each of them; replicated
-    parts are counted once. (`clip_grad_norm_` refuses parameters of different meshes.)
+    Shards over the same groups are summed locally and all-reduced once over each group. Replicated gradients are
+    counted once. (`clip_grad_norm_` rejects parameters of different meshes.)
+
+    Args:
+        gradients: Gradients of this rank, in the same order on all ranks, which is the order of the collectives.
+        exposed: Timer of the time spent waiting.
     """
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -45,7 +48,7 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
-    """What a gradient of this norm is multiplied by so that its norm is at most `limit` (0: any)."""
+    """Return the factor that limits a gradient of this norm to the norm `limit` (0: unlimited)."""
     return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
 
 

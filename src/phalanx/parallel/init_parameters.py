@@ -1,4 +1,4 @@
-"""Initial values of the parts of a model that a rank trains."""
+"""Initial values of the parameters that a rank trains."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.strategy import Strategy
 
 WeightInitializer = Callable[[str, torch.Size], Tensor]
-"""Gives the value of a whole parameter, by its name and shape."""
+"""Returns the value of a full parameter, by its name and shape."""
 
 
 def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Give what is trained its initial values, one parameter at a time."""
+    """Initialize the trained parameters, one at a time."""
     for name in strategy.trainable_parameters:
         init_parameter(strategy, name, weights)
 
 
 @torch.no_grad()
 def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) -> None:
-    """Give one of what is trained its value. Of weights that are drawn a rank draws the rows that it trains."""
+    """Initialize one trained parameter; a rank draws only the rows that it trains of random weights."""
     part = strategy.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
     own = tuple(slice(begin, begin + size) for size, begin in zip(*local_shape_and_offset(part), strict=True))
     if isinstance(weights, DrawnWeights) and part.ndim > 1:

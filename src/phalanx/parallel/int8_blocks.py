@@ -1,5 +1,7 @@
-"""Numbers in blocks of 256 that share a scale: of a block with the largest absolute value a, x is kept as the whole
-number nearest to x Q / a, from -Q to Q (Dettmers et al., arXiv 2110.02861, section 2.1, with even steps)."""
+"""Quantization in blocks of 256 numbers that share a scale.
+
+In a block with the largest absolute value a, x is stored as the integer nearest to x Q / a, from -Q to Q (Dettmers et
+al., arXiv 2110.02861, section 2.1, with uniform steps)."""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from phalanx.spec.swarm import CODEC_BLOCK_SIZE
 
 
 def quantize_blocks(flat: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers, int8 [..., blocks, 256] (the last filled with zeros), and scales, fp32 [..., blocks], of numbers
-    [..., n]. The scale of a block that is not finite is not."""
+    """Quantize numbers [..., n] to int8 codes and fp32 scales.
+
+    Returns codes [..., blocks, 256], the last block padded with zeros, and scales [..., blocks]. The scale of a block
+    with values that are not finite is not finite."""
     missing = -flat.shape[-1] % CODEC_BLOCK_SIZE
     blocks = (F.pad(flat, (0, missing)) if missing else flat).unflatten(-1, (-1, CODEC_BLOCK_SIZE))
     scale = blocks.abs().amax(dim=-1) / max_code
@@ -21,5 +25,5 @@ def quantize_blocks(flat: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, count: int) -> Tensor:
-    """The first `count` numbers, fp32 [..., count], of each row of blocks."""
+    """Return the first `count` numbers of each row of blocks, fp32 [..., count]."""
     return (codes.float() * scale[..., None]).flatten(-2)[..., :count]

@@ -1,4 +1,4 @@
-"""The ranks of a run as one validated value: the degrees of every axis, and PyTorch's mesh over them."""
+"""Device mesh of a run: the size of every parallel axis, and PyTorch's mesh over the ranks."""
 
 from __future__ import annotations
 
@@ -20,34 +20,39 @@ from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes dp_replicate, dp_shard, pp, tp; those of one rank are left out of `devices`. Ranks that share sequences
-    stand among the data-parallel ones: to whoever sums gradients they are such."""
+    """The position of this rank on the axes dp_replicate, dp_shard, pp and tp, and its process groups.
+
+    `device_mesh` has no axes of size one. Context-parallel ranks count as data-parallel ranks, because their gradients
+    are summed in the same way."""
 
     dims: ParallelDims
     rank: int
     device_mesh: DeviceMesh | None
-    """None for a run of a single process, or with servers."""
+    """None for a run of a single process, or with parameter servers."""
     data_dims: ParallelDims
-    """The sizes of its axes."""
+    """The sizes of the axes of `device_mesh`."""
     cp_mesh: DeviceMesh | None = None
     """The ranks that share this rank's sequences."""
     ep_mesh: DeviceMesh | None = None
-    """The ranks of this rank's stages as its experts see them: dp_replicate and dp_shard, of those with the same
-    experts, and ep, of those with different ones; the first two may be left out where they have one rank."""
+    """The ranks of this rank's stages, as axes for its experts.
+
+    The ranks on dp_replicate and dp_shard have the same experts, the ranks on ep have different ones. The first two
+    axes may be absent where their size is one."""
     backward_p2p_group: dist.ProcessGroup | None = None
-    """The ranks of this rank's pipeline in a second group, for gradients: NCCL runs the sends and receives of two ranks
-    in one group in the order of the calls, which is the same on both only within one direction. None with gloo, which
-    matches messages by tag."""
+    """The ranks of this rank's pipeline in a second group, for gradients.
+
+    NCCL runs the sends and receives of two ranks in one group in the order of the calls. That order is equal on both
+    ranks only within one direction. None with gloo, which matches messages by tag."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the data this rank reads, from 0 to degrees.dp - 1; a server reads none, but is given one."""
+        """The share of the data that this rank reads, from 0 to degrees.dp - 1; unused on a server."""
         coordinates = self.dims.coordinates(self.rank)
         return coordinates["dp_replicate"] * self.dims.dp_shard + coordinates["dp_shard"]
 
     @property
     def pp_rank(self) -> int:
-        """Where in the pipeline this rank is."""
+        """The index of this rank in its pipeline."""
         return self.dims.coordinates(self.rank)["pp"]
 
     @property
@@ -58,46 +63,46 @@ class Mesh:
 
     @property
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
+        """The groups for messages to later ranks of this rank's pipeline, and to earlier ranks."""
         assert self.device_mesh is not None
         forward_group = self.device_mesh["pp"].get_group()
         return forward_group, self.backward_p2p_group or forward_group
 
     @property
     def expert_dp_mesh(self) -> DeviceMesh | None:
-        """The ranks with the same experts of the same stages; None if this one is alone."""
+        """The ranks with the same experts of the same stages; None if this rank is the only one."""
         names = tuple(name for name in (self.ep_mesh.mesh_dim_names or ()) if name != "ep") if self.ep_mesh else ()
         return self.ep_mesh[names] if self.ep_mesh is not None and names else None
 
     @cached_property
     def expert_dp_group(self) -> dist.ProcessGroup | None:
-        """These ranks as one group."""
+        """The ranks of `expert_dp_mesh` as one group."""
         mesh = self.expert_dp_mesh
         if mesh is None:
             return None
         return _flatten(mesh, "same_experts").get_group()
 
     def submesh(self, *names: str) -> DeviceMesh | None:
-        """The submesh over those of the named axes that have more than one rank; None if none has."""
+        """Return the submesh over the named axes of more than one rank, or None without such axes."""
         present = tuple(name for name in names if getattr(self.data_dims, name) > 1)
         return self.device_mesh[present] if self.device_mesh is not None and present else None
 
     @cached_property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read different data, or other tokens of it, for the same share of the model; and servers."""
+        """The ranks with the same share of the model and different data or tokens; all ranks with servers."""
         if self.dims.servers:
             return dist.group.WORLD
         return self._flatten_group("dp", "dp_replicate", "dp_shard")
 
     @cached_property
     def loss_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each compute a part of what is summed up to the loss."""
+        """The ranks that each compute a part of the summed loss."""
         if self.dims.pp == 1:
             return self.dp_group
         return self._flatten_group("loss", "dp_replicate", "dp_shard", "pp")
 
     def _flatten_group(self, name: str, *axes: str) -> dist.ProcessGroup | None:
-        """One group over these axes."""
+        """Return one group over these axes."""
         mesh = self.submesh(*axes)
         return None if mesh is None else _flatten(mesh, name).get_group()
 
@@ -134,9 +139,9 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
-    if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
+    if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
         return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data_dims=data)
-    # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
+    # dp_replicate, dp_shard, pp, cp, tp; then cp is moved next to its data-parallel axis
     ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
     cp_adjacent = (
@@ -182,8 +187,10 @@ def _build_expert_mesh(layout: Layout, sizes: ParallelDims, ranks: Tensor, devic
 
 
 def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of named axes over a grid of ranks. On GPUs its groups have NCCL alone, unless they are the whole world:
-    gloo would connect every rank of each with every other."""
+    """Make a mesh of named axes over a grid of ranks.
+
+    On GPUs its groups use NCCL alone, unless they span the whole world: gloo would connect all pairs of ranks of each
+    group."""
     if not _needs_gpu_groups(device_type):
         return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes)
     backends: list[tuple[str | None, Any]] = []
@@ -196,7 +203,7 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
 
 
 def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of a mesh as one, with one group."""
+    """Merge all axes of a mesh into one axis with one group."""
     if mesh.ndim == 1:
         return mesh
     has_own_group = _needs_gpu_groups(mesh.device_type) and mesh.size() < dist.get_world_size()
@@ -208,7 +215,7 @@ def _needs_gpu_groups(device_type: str) -> bool:
 
 
 def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a group of NCCL of the ranks of each pipeline, and return the one with this rank. A collective."""
+    """Create an NCCL group for each pipeline, and return the group of this rank (a collective)."""
     own_group = None
     for pipeline in pipelines:
         group = dist.new_group(list(pipeline), backend="nccl", pg_options=_pipeline_options())
@@ -217,7 +224,7 @@ def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup 
 
 
 def _pipeline_options() -> Any:
-    """NCCL's options of a pipeline's group; each group needs its own."""
+    """Return the NCCL options for one pipeline's group; each group needs its own object."""
     c10d: Any = dist.distributed_c10d
     options: Any = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = MAX_PIPELINE_CHANNELS

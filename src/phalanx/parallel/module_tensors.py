@@ -11,19 +11,19 @@ CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under the names they have in a model to which no layout was applied."""
+    """Yield parameters with their names in a model without a layout."""
     for name, parameter in module.named_parameters():
         yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), parameter
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules named likewise."""
+    """Yield modules with their names in a model without a layout."""
     for name, part in module.named_modules():
         yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), part
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint keeps, named likewise."""
+    """Yield persistent buffers with their names in a model without a layout."""
     persistent = set(module.state_dict())
     for name, buffer in module.named_buffers():
         if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in persistent:
@@ -31,7 +31,7 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The tensors of optimizer state, but for counts of steps."""
+    """Return the tensors of optimizer state, without step counts."""
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
 
@@ -39,7 +39,7 @@ def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list
 def step_parameters(
     optimizers: Iterable[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 ) -> None:
-    """Step only these parameters, with these gradients; the others' `grad` must be None."""
+    """Step only these parameters, with these gradients; the other parameters' `grad` must be None."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for optimizer in optimizers:
@@ -49,8 +49,15 @@ def step_parameters(
 
 
 def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Move a module to a device, or give one without memory its memory there: parameters are not filled, buffers are 0.
-    Parameters may rest elsewhere."""
+    """Move a module to a device, or allocate the memory of a meta module there.
+
+    Allocated parameters are uninitialized, buffers are 0.
+
+    Args:
+        module: Module to move.
+        device: Device of the module.
+        parameters_on: Separate device of the parameters, if any.
+    """
     meta = any(parameter.is_meta for parameter in module.parameters())
     module.to_empty(device=parameters_on or device) if meta else module.to(parameters_on or device)
     if meta:
@@ -60,7 +67,7 @@ def materialize(module: nn.Module, device: torch.device, parameters_on: torch.de
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to a device; those without memory are 0."""
+    """Move buffers to a device; meta buffers become 0."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -68,7 +75,7 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in another's place, or places."""
+    """Replace a parameter in all modules that have it."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is old:

@@ -1,4 +1,4 @@
-"""What every way of data parallelism offers its trainer, and the simplest of them: one process."""
+"""Interface of data-parallel strategies for the trainer, and the strategy of a single process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from phalanx.schedule.schedule import Action, ScheduleStep
 
 
 class MicroBatchProtocol(Protocol):
-    """What the model needs of one: token ids [B, T], and its documents (see Transformer.forward)."""
+    """The model's input: token ids [B, T], and their documents (see Transformer.forward)."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -35,21 +35,21 @@ class MicroBatchProtocol(Protocol):
 
 
 LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]
-"""Runs a micro-batch, its second argument, through the first as the model; returns the loss and the auxiliary loss."""
+"""Runs a micro-batch (second argument) through the model (first); returns loss and auxiliary loss."""
 
 
 @dataclass(frozen=True)
 class StepReduction:
-    """What a step came to over all ranks."""
+    """The result of a step over all ranks."""
 
     norm: Tensor
-    """Of the gradient of the mean, before clipping; a scalar."""
+    """Norm of the gradient of the mean, before clipping; a scalar."""
     sums: Tensor
-    """Of what each rank measured."""
+    """Sums over ranks of their measured values."""
     steps_behind: int = 0
-    """So many steps ago it was: an asynchronous worker has only heard of those."""
+    """Age of the result in steps: an asynchronous worker receives results late."""
     staleness: int | None = None
-    """Updates that the oldest weights behind this gradient lacked (asynchronous servers)."""
+    """Number of updates that the oldest weights behind this gradient lacked (asynchronous servers)."""
 
 
 class Strategy:
@@ -74,50 +74,51 @@ class Strategy:
     """
 
     runs_model = True
-    """Whether this rank does forward and backward passes."""
+    """True if this rank runs forward and backward passes."""
 
     has_loss = True
-    """Whether what this rank computes ends in a loss: of a pipeline only the rank with the last stage does."""
+    """True if this rank computes the loss; in a pipeline only the rank with the last stage does."""
 
     loss_scale = 1.0
-    """What the loss is multiplied by, so that gradients come out summed over ranks."""
+    """Factor of the loss, which makes gradients sums over ranks."""
     autocast = True
-    """bf16 computes by autocast over fp32 parameters. False where the parameters that compute are bf16 themselves."""
+    """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16."""
 
     router_count_multiplicity = 1
-    """How often routers count each choice of an expert, over all ranks and passes of a step."""
+    """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""
 
     pipeline_wait: WaitTimer | None = None
     """Time in which this rank waited for the other stages of a pipeline."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """`group` are the ranks that read different data for the same model."""
+        """Create the strategy; `group` has the ranks that read different data for the same model."""
         self.module = module
         self.group = group
         self.model: nn.Module = module
-        """What to call for a forward pass."""
+        """Module to call for a forward pass."""
         self.trainable_parameters: dict[str, nn.Parameter] = dict(named_parameters(module))
-        """What this rank's optimizers train, under the names of a model to which no layout was applied: whole
-        parameters, or this rank's part of them (DTensors)."""
+        """Parameters of this rank's optimizers, by their names in a model without a layout.
+
+        They are full parameters, or this rank's shards of them (DTensors)."""
         self.comm_wait = WaitTimer()
         self.shared: ModelShardingProtocol | None = None
-        """How ranks share the model itself, where they do."""
+        """Shards of the model, if ranks share it."""
         self.tensor: TensorParallelProtocol | None = None
-        """The ranks that share matrix products, where there are such."""
+        """The ranks that share matrix products, if any."""
         self.wait_timers: dict[str, WaitTimer] = {}
-        """Other times in which this rank waited, of which a run keeps a record: by what for."""
+        """Other recorded waiting times of this rank, by reason."""
         self.pop_expert_rows: Callable[[], int] | None = None
-        """How many rows this rank's experts computed since it was last asked, where ranks have different ones."""
+        """Returns the number of rows of this rank's experts since the last call, with expert parallelism."""
         self.clock: DeviceClock = HOST_CLOCK
         self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
-        """Of whole logits."""
+        """The loss of full logits."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
-        """What this rank did in the last step, and from when to when by its clock."""
+        """The passes of this rank in the last step, with start and end by its clock."""
 
     def forward_backward(
         self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
+        """Run the passes of a step's micro-batches, and yield the detached results of `losses`."""
         self.timeline = []
         for index, micro in enumerate(micros):
             start = self.clock.record()
@@ -133,17 +134,17 @@ class Strategy:
             yield loss.detach(), auxiliary.detach()
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
-        """The loss of a micro-batch that nothing is learned from; 0 on a rank without the last stage."""
+        """Return the loss of a micro-batch without a backward pass; 0 on a rank without the last stage."""
         return losses(self.model, micro)[0]
 
     def finish_weight_grad_pass(self) -> None:
-        """After a backward pass that reached weights alone, as the second half of one does."""
+        """Finish a backward pass of weights alone, such as the second half of a split pass."""
 
     def end_rehearsal(self) -> None:
-        """After backward passes that had only to load kernels, and left gradients of zero."""
+        """Clean up after backward passes that only loaded kernels, and left gradients of zero."""
 
     def finalize_gradients(self) -> None:
-        """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
+        """Reduce gradients after a step whose backward passes were all run with `last` False."""
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
@@ -185,16 +186,18 @@ class Strategy:
         return StepResult(reduced.sums[1] / num_tokens, reduced.norm, num_tokens)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The summed gradient of what is trained, by name; whoever scales it scales the step."""
+        """Return the summed gradients of trained parameters by name; scaling them in place scales the step."""
         return {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor like what is trained of `name`, as part of one like the whole model's (of the same memory)."""
+        """Return a tensor like the trained parameter `name` as part of one of the full model (shared memory)."""
         return tensor if self.shared is None else self.shared.as_global_dtensor(name, tensor)
 
     def reduce_partial_gradients(self) -> None:
-        """Sum gradients of which several ranks that share the model have a term each. In the order of names, which is
-        that of all ranks: with offload each has its gradients in an order of its own."""
+        """Sum gradients of which several ranks that share the model have a term each.
+
+        The order is that of names, equal on all ranks: with offload each rank has its gradients in a different order.
+        """
         if self.shared is not None:
             terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
             for name, gradient in sorted(self.gradients().items()):
@@ -205,28 +208,38 @@ class Strategy:
                 start_all_reduce(partial_gradients, group, self.comm_wait)()
 
     def sync_scalars(self, sums: Tensor) -> None:
-        """Ranks that share products measured the same, but for what only some were told: to stop."""
+        """Synchronize sums between ranks that share products: equal, except a stop request on some ranks."""
         if self.tensor is not None:
             self.tensor.all_reduce(sums, dist.ReduceOp.MAX)
 
     def grad_norm(self) -> Tensor:
-        """Of the gradient of the whole model (a scalar)."""
+        """Return the norm of the gradient of the full model (a scalar)."""
         return global_grad_norm(
             [self.as_global_dtensor(name, gradient) for name, gradient in sorted(self.gradients().items())],
             self.comm_wait,
         )
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """The loss of the model's logits, [B, T, V] or this rank's part of them: summed over targets but `ignored`."""
+        """Return the loss of the model's logits, summed over the targets that are not `ignored`.
+
+        Args:
+            logits: Logits [B, T, V], or this rank's part of the vocabulary.
+            targets_BT: Target token ids.
+            ignored: Token id of targets that are not counted.
+        """
         if self.tensor is not None:
             return self.tensor.cross_entropy(logits, targets_BT, ignored)
         return self.loss_of_logits(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
-        """Sum over ranks what each measured (fp64), and turn the gradient of the summed losses into that of their mean
-        over the first of these sums, of at most `clip_norm` (0: any).
+        """Sum values over ranks, and normalize and clip the gradients.
 
-        Nothing but sums is ever divided by ranks or micro-batches: their numbers of tokens may differ.
+        The gradient of the summed losses becomes that of their mean over the first of `sums`. Only sums are divided,
+        never values per rank or micro-batch, because their numbers of tokens may differ.
+
+        Args:
+            sums: Values of this rank to sum (fp64).
+            clip_norm: Maximum norm of the gradient; 0: unlimited.
         """
         self.reduce_partial_gradients()
         norm = self.grad_norm()
@@ -237,34 +250,41 @@ class Strategy:
         return StepReduction(self.normalize_and_clip(norm, sums[0], clip_norm), sums)
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
-        """Divide the gradients by `weight` and clip them; returns the norm (of the sum: `norm`) between the two."""
+        """Divide the gradients by `weight`, clip them, and return their norm between the two.
+
+        Args:
+            norm: Norm of the summed gradients.
+            weight: Divisor of the gradients.
+            clip_norm: Maximum norm; 0: unlimited.
+        """
         norm = norm / weight.to(norm.dtype)
         scale_gradients(list(self.gradients().values()), clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step the optimizers, let the model compute with the result, and drop the gradients."""
+        """Step the optimizers, update the model's weights, and drop the gradients."""
         for optimizer in optimizers:
             optimizer.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         self.module.zero_grad()
 
     def sync_model_weights(self) -> None:
-        """Let the model compute with what is trained, after somebody else than `update` changed that."""
+        """Copy the trained parameters to the model after a change other than by `step`."""
 
     def drain_pending_updates(self) -> None:
-        """Have every update that was made, so that all ranks compute with the same weights; before anything else than
-        a step, and at the end (asynchronous updates may still be under way)."""
+        """Wait for all pending updates, so that all ranks have the same weights.
+
+        It is called before any work other than a step, and at the end: asynchronous updates may be pending."""
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
-        """Optimizer state of a trained parameter, not stepped yet: zeros like it, where such state rests."""
+        """Return initial optimizer state of a parameter: zeros, in the storage of such state."""
         return torch.zeros_like(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        """What this rank holds from step to step, by part, for whoever measures it."""
+        """Return the tensors that this rank keeps between steps, by part."""
         return {
             "parameters": [*self.module.parameters(), *self.trainable_parameters.values()],
             "gradients": [p.grad for p in self.module.parameters() if p.grad is not None],
@@ -272,50 +292,62 @@ class Strategy:
         }
 
     def resizable_buffers(self) -> list[Tensor]:
-        """Buffers of communication whose storage is freed and made again behind tensors that stay."""
+        """Return communication buffers whose storage is freed and reallocated behind persistent tensors."""
         return []
 
     def reshard_parameters(self) -> None:
-        """After forward passes that no backward pass follows: give back what was gathered for them."""
+        """Free the parameters that a forward pass without a backward pass has gathered."""
 
 
 class ModelShardingProtocol(Protocol):
-    """Which shares ranks have in a model (tensor and expert parallelism)."""
+    """The shards of ranks in a model (tensor and expert parallelism)."""
 
     shapes: dict[str, torch.Size]
-    """Of whole parameters."""
+    """Shapes of full parameters."""
 
     def expert_shard(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's shard of an expert that it has; `full` is the whole expert."""
+        """Return this rank's shard of one of its experts; `full` is the full expert."""
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """See Strategy.part."""
+        """Return a tensor like the trained parameter `name` as part of one of the full model (shared memory)."""
 
     def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
-        """Return the shape of this rank's share of the parameter `name`, which has the shape `global_shape`."""
+        """Return the shape of this rank's shard of the parameter `name` with the shape `global_shape`."""
 
     def largest_shape(self, name: str) -> torch.Size:
-        """Return the shape of the largest share that a rank has of the parameter `name`."""
+        """Return the shape of the largest shard of the parameter `name` on any rank."""
 
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
+        """Return the group over which this parameter's gradient must be summed; None if there is none."""
 
 
 class TensorParallelProtocol(Protocol):
-    """Ranks that share matrix products (tensor parallelism)."""
+    """The ranks that share matrix products (tensor parallelism)."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """All-reduced in place."""
+        """All-reduce a tensor in place, and return it."""
 
     def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """See Strategy.cross_entropy."""
+        """Return the loss of this rank's part of the logits, like `Strategy.cross_entropy`.
+
+        Args:
+            logits_BTV: Logits of this rank's part of the vocabulary.
+            targets_BT: Token ids of the full vocabulary.
+            ignored: Token id of targets that are not counted.
+        """
 
     def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
-        """The shape of a rank's residual stream, but for its width, where a micro-batch has the shape `tokens`."""
+        """Return the shape of the residual stream without its width, for a micro-batch of shape `tokens`."""
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-    """Negative log-likelihood of the targets in nats, summed; at least in fp32."""
+    """Return the negative log-likelihood of the targets in nats, summed, and at least in fp32.
+
+    Args:
+        logits_BTV: Logits of the full vocabulary.
+        targets_BT: Target token ids.
+        ignored: Token id of targets that are not counted.
+    """
     logits = logits_BTV.flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")

@@ -1,0 +1,1 @@
+"""Pipeline schedules: construction, validation and simulation."""

@@ -1,4 +1,4 @@
-"""List scheduling: a rank that is free takes the best of what it can do."""
+"""List scheduling: an idle rank runs the best of its ready actions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.schedule.schedule import Action, ActionKind, Schedule
 from phalanx.schedule.simulate import ActionTimes, Time, ready_time
 
 PriorityFunction = Callable[[Action, int], tuple[float, ...]]
-"""What sorts the actions that a rank can do, the best first, by how many micro-batches of its stages it holds."""
+"""Sort key of a rank's ready actions, the best first; the second argument is its count in flight."""
 
 
 def list_schedule(
@@ -19,10 +19,15 @@ def list_schedule(
     limits: Sequence[int],
     times: ActionTimes,
 ) -> Schedule:
-    """A schedule of split backward passes in which no rank idles while it can do anything.
+    """Return a schedule of split backward passes in which no rank idles while it has a ready action.
 
-    `stages_of` are each rank's stages, `limits` how many micro-batches, those of each stage counted, it may hold from
-    the forward pass to the weight half: at least its number of stages.
+    Args:
+        stages_of: Stages of each rank.
+        m: Number of micro-batches.
+        priority: Sort key of ready actions.
+        limits: Maximum number of micro-batches in flight on each rank, from the forward pass to the weight half,
+            counted once per stage. Each is at least the rank's number of stages.
+        times: Duration of each action.
     """
     rank_of = {stage: rank for rank, stages in stages_of.items() for stage in stages}
     next_micro: dict[tuple[int, ActionKind], int] = {}
@@ -36,7 +41,7 @@ def list_schedule(
         return ready_at is not None and ready_at <= now
 
     def has_room(stage: int, rank: int) -> bool:
-        # A place is kept for each later stage of the rank: what was begun can always be ended.
+        # A slot is reserved for each later stage of the rank, so that a started micro-batch can always finish.
         return num_in_flight[rank] + sum(other > stage for other in stages_of[rank]) < limits[rank]
 
     def candidate_actions(rank: int, now: Time) -> list[Action]:

@@ -1,5 +1,6 @@
-"""The published pipeline schedules, each from its rule. p ranks (stages, but for those with several to a rank), m
-micro-batches."""
+"""The published pipeline schedules, each from its rule.
+
+p is the number of ranks (stages, unless ranks have several stages), m the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -13,34 +14,46 @@ from phalanx.spec.errors import UserError
 
 
 def naive(p: int, m: int) -> Schedule:
-    """One micro-batch after another through all stages and back."""
+    """Return the schedule that sends one micro-batch after another through all stages and back."""
     return Schedule.from_rows([[Action(s, kind, i) for i in range(m) for kind in ("F", "B")] for s in range(p)])
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """All forward passes, then all backward passes, the last first (arXiv 1811.06965)."""
+    """Return all forward passes, then all backward passes, the last first (arXiv 1811.06965)."""
     return Schedule.from_rows(
         [*(Action(s, "F", i) for i in range(m)), *(Action(s, "B", i) for i in reversed(range(m)))] for s in range(p)
     )
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """As many forward passes as there are stages after this one, then a forward and a backward pass in turn: no more
-    than p micro-batches are held (arXiv 1806.03377; the non-interleaved schedule of 2104.04473, section 2.2.1)."""
+    """Return the 1F1B schedule: warm-up forward passes, then a forward and a backward pass in turn.
+
+    The warm-up has one forward pass per later stage, so at most p micro-batches are in flight (arXiv 1806.03377; the
+    non-interleaved schedule of 2104.04473, section 2.2.1)."""
     return Schedule.from_rows(
         _alternate(_stage_actions(s, "F", m), _stage_actions(s, "B", m), p - 1 - s) for s in range(p)
     )
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B over v stages of each rank (stage s is of rank s mod p), p micro-batches at a time through each (arXiv
-    2104.04473, section 2.2.2).
+    """Return 1F1B over v stages per rank, with p micro-batches at a time through each.
 
-    Raises UserError unless p divides m.
+    Stage s is on rank s mod p (arXiv 2104.04473, section 2.2.2).
+
+    Args:
+        p: Number of ranks.
+        m: Number of micro-batches.
+        v: Number of stages per rank.
+
+    Raises:
+        UserError: p does not divide m.
     """
     if m % p:
         raise UserError(
-            "micro-batches", m, f"is not a multiple of the {p} ranks", fix="interleaved runs them p at a time"
+            "micro-batches",
+            m,
+            f"is not a multiple of the {p} ranks",
+            fix="with interleaved, use a multiple of the ranks",
         )
     chunk_micro_pairs = [(chunk, start + i) for start in range(0, m, p) for chunk in range(v) for i in range(p)]
 
@@ -53,8 +66,10 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B whose weight halves wait: stage s does that of micro-batch i - s after the input half of i, so that the
-    input halves go up without them; no more than p micro-batches are held anywhere (arXiv 2401.10241, section 2.2)."""
+    """Return ZB-H1: 1F1B with deferred weight halves (arXiv 2401.10241, section 2.2).
+
+    Stage s runs the weight half of micro-batch i - s after the input half of i, so that the input halves do not wait
+    for weight halves. At most p micro-batches are in flight on every rank."""
 
     def order(s: int) -> Iterator[ScheduleStep]:
         forward = deque(_stage_actions(s, "F", m))
@@ -71,8 +86,10 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """Input halves before forward passes before weight halves, up to 2p - 1 micro-batches held: from m = 2p - 1 on no
-    rank idles between its first and its last action, if all three take equally long (arXiv 2401.10241, section 2.3)."""
+    """Return ZB-H2: input halves before forward passes before weight halves.
+
+    Up to 2p - 1 micro-batches are in flight. From m = 2p - 1 on no rank idles between its first and its last action, if
+    all three kinds take equal time (arXiv 2401.10241, section 2.3)."""
     return list_schedule(
         {s: [s] for s in range(p)},
         m,
@@ -83,9 +100,10 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Two stages to a rank, s and 2p - 1 - s, down and up again like a V: the last stage is where the first is, so that
-    backward passes begin there at once, and every rank holds as much as the first of 1F1B does (arXiv 2401.10241,
-    section 6)."""
+    """Return ZB-V: two stages per rank, s and 2p - 1 - s, in a V (arXiv 2401.10241, section 6).
+
+    The last stage is on the rank of the first, so backward passes start there at once. Every rank has the activation
+    memory of the first rank of 1F1B."""
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down = rank
@@ -114,7 +132,7 @@ def zb_v(p: int, m: int) -> Schedule:
             yield from split_backward(down)
             yield forward[up].popleft()
             yield from split_backward(up)
-        for _ in range(rank):  # weight halves wait, input halves go on
+        for _ in range(rank):  # weight halves are deferred, input halves continue
             for stage in (down, up):
                 weight_grads[stage].append(input_grads[stage][0]._replace(kind="W"))
                 yield input_grads[stage].popleft()
@@ -124,19 +142,22 @@ def zb_v(p: int, m: int) -> Schedule:
             yield weight_grads[down].popleft()
         yield from (*weight_grads[up], *weight_grads[down])
 
-    # Written for at least 2p - 1 micro-batches; of fewer, those that are not there are left out.
+    # Written for at least 2p - 1 micro-batches; with fewer, the missing ones are left out.
     num_micros = max(m, 2 * p - 1)
     return Schedule.from_rows((step for step in order(rank) if _micro_batch(step) < m) for rank in range(p))
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe cut in half: stages as in `zb_v`; forward passes of one direction overlap with backward passes of the
-    other, so that each hides the communication of the other's experts (github.com/deepseek-ai/DualPipe, dualpipev.py).
+    """Return DualPipe-V: the stages of `zb_v` with overlapped forward and backward passes.
 
-    Raises UserError for fewer micro-batches than stages.
-    """
+    Forward passes of one direction overlap with backward passes of the other, so that each hides the communication of
+    the other's experts (github.com/deepseek-ai/DualPipe, dualpipev.py).
+
+    Raises UserError for fewer micro-batches than stages."""
     if m < 2 * p:
-        raise UserError("micro-batches", m, f"is less than the {2 * p} stages", fix="dualpipe-v needs as many or more")
+        raise UserError(
+            "micro-batches", m, f"is less than the {2 * p} stages", fix="with dualpipe-v, use one or more per stage"
+        )
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down = rank
@@ -166,12 +187,12 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             yield next_action(up, "F")
         for i in range(m - 2 * p + rank + 1):
             pair = OverlappedPair(next_action(down, "F"), next_action(up, "B"))
-            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # apart, the last rank's are done sooner
+            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # without overlap, the last rank is faster
             yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
         for _ in range(num_later_ranks):
             yield next_action(up, "B")
             yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
-        # From half of the rest on weight halves wait, on even ranks beginning with the stage below.
+        # From half of the rest on weight halves are deferred, on even ranks starting with the stage below.
         remaining_stages = [stage for _ in range(rank + 1) for stage in (up, down)]
         num_full_backwards = (rank + 1) // 2 * 2 + (1 - rank % 2)
         yield from (
@@ -192,7 +213,7 @@ def _stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:
 
 
 def _alternate(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
-    """Some forward passes ahead, then one of each in turn while there are both."""
+    """Yield `num_ahead` forward passes, then a forward and a backward pass in turn, then the rest."""
     num_ahead = min(num_ahead, len(forward))
     yield from forward[:num_ahead]
     for next_forward, next_backward in zip(forward[num_ahead:], backward, strict=False):
@@ -206,10 +227,12 @@ def _micro_batch(step: ScheduleStep) -> int:
 
 
 def book_overlap(p: int, m: int) -> Timeline:
-    """Ticks in lock-step in which a stage may do a forward and a backward pass at once, as if the second cost nothing;
-    the last stage does both of the same micro-batch. With p = m = 4 the share of active stages is 25, 50, 75, 100, 75,
-    75, 100, 75, 50, 25 %, as a book on networks for AI has it. On stage s (from 0) micro-batch i runs forward in tick
-    s + i and backward in tick 2p - 2 - s + i. 1F1B is what comes nearest to it (`one_f_one_b`)."""
+    """Return a lockstep timeline in which a stage may run a forward and a backward pass in one tick.
+
+    The second pass is free, and the last stage runs both passes of the same micro-batch. With p = m = 4 the share of
+    active stages is 25, 50, 75, 100, 75, 75, 100, 75, 50, 25 %, as in a book on networks for AI. On stage s (from 0)
+    micro-batch i runs forward in tick s + i and backward in tick 2p - 2 - s + i. 1F1B is the closest real schedule
+    (`one_f_one_b`)."""
 
     def step_at(s: int, tick: int) -> ScheduleStep | None:
         forward_micro = tick - s
@@ -225,7 +248,7 @@ def book_overlap(p: int, m: int) -> Timeline:
 
 
 def active_fraction_per_tick(timeline: Timeline) -> list[float]:
-    """The share of ranks that do something in each tick."""
+    """Return the share of active ranks in each tick."""
     ticks = range(int(timeline.makespan))
     spans_by_rank = timeline.spans
     return [

@@ -1,4 +1,4 @@
-"""Schedules by the names that run files and commands use."""
+"""Schedules by the names in run files and commands."""
 
 from __future__ import annotations
 
@@ -26,10 +26,16 @@ PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
 
 @lru_cache(256)
 def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
-    """The published schedule of that name for p ranks and m micro-batches; v are the stages of each rank that
-    "interleaved" has.
+    """Return the published schedule `name` for p ranks and m micro-batches.
 
-    Raises UserError for an unknown name, or for numbers that the schedule cannot have.
+    Args:
+        name: A key of `PUBLISHED`.
+        p: Number of ranks.
+        m: Number of micro-batches.
+        v: Number of stages per rank of "interleaved".
+
+    Raises:
+        UserError: the name is unknown, or the schedule does not support these numbers.
     """
     if name not in PUBLISHED:
         raise UserError("schedule", name, "is not known", fix=f"use one of {', '.join(PUBLISHED)}")
@@ -37,9 +43,10 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
 
 
 def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
-    """The schedule of a layout's pipeline.
+    """Return the schedule of a layout's pipeline.
 
-    Raises UserError if it cannot run so many micro-batches.
+    Raises:
+        UserError: the schedule does not support this number of micro-batches.
     """
     if layout.schedule_file is not None:
         schedule = load_schedule_csv(layout.schedule_file, layout.pp)
@@ -47,15 +54,17 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
             raise UserError(
                 "layout.schedule_file",
                 layout.schedule_file,
-                f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
-                fix="change layout.micro_batch_size or training.tokens_per_step, or make another with --microbatches",
+                f"has {schedule.micro_batches} micro-batches, but a step of this run has {micro_batches}",
+                fix="change layout.micro_batch_size or training.tokens_per_step, or create one with --microbatches",
             )
         return schedule
     return build_schedule(layout.schedule, layout.pp, micro_batches, v=layout.virtual_stages)
 
 
 def representative_schedule(layout: Layout) -> Schedule:
-    """One that every layout has, for what does not depend on micro-batches: its stages, and which rank has which."""
+    """Return a schedule of the layout for properties that do not depend on the number of micro-batches.
+
+    Such properties are the stages and their ranks."""
     if layout.schedule_file is not None:
         return load_schedule_csv(layout.schedule_file, layout.pp)
     return layout_schedule(layout, 2 * layout.pp)
@@ -63,19 +72,20 @@ def representative_schedule(layout: Layout) -> Schedule:
 
 @cache
 def load_schedule_csv(path: str, ranks: int) -> Schedule:
-    """The schedule in a CSV file, for so many ranks.
+    """Return the schedule in a CSV file for this number of ranks.
 
-    Raises UserError if there is none that can run.
+    Raises:
+        UserError: the file cannot be read, or its schedule cannot run.
     """
     field = "layout.schedule_file"
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(field, path, f"cannot be read: {error}", fix="give the path of a schedule's CSV file") from None
+        raise UserError(field, path, f"cannot be read: {error}", fix="set the path of a schedule's CSV file") from None
     schedule = Schedule.from_rows(read_csv(text, path))
     if schedule.ranks != ranks:
         raise UserError(field, path, f"is for {schedule.ranks} ranks", fix=f"set layout.pp = {schedule.ranks}")
     if problems := violations(schedule):
         suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", fix=f"see phalanx pipeline check {path}")
+        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", fix=f"run phalanx pipeline check {path}")
     return schedule

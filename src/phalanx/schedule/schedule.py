@@ -1,9 +1,8 @@
-"""A pipeline schedule as data: what each rank computes, in order. It is simulated, drawn, exchanged with PyTorch, and
-run.
+"""A pipeline schedule as data: the computations of each rank, in order.
 
-Letters are PyTorch's: F forward; B the whole backward; I and W its halves, the gradients of the stage's input and of
-its weights. (Papers on zero bubble write B for I.) `2F0` is the forward pass of micro-batch 0 through stage 2.
-"""
+A schedule is simulated, drawn, exchanged with PyTorch, and run. Letters are PyTorch's: F forward; B the full backward;
+I and W its halves, the gradients of the stage's input and of its weights. (Papers on zero bubble write B for I.) `2F0`
+is the forward pass of micro-batch 0 through stage 2."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ ActionKind = Literal["F", "B", "I", "W"]
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*$")
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
 MAX_POSTED_RECEIVES = 2
-"""Messages on a link that a rank is ready to receive before it asks for them."""
+"""Number of receives on a link that a rank posts ahead of their use."""
 OVERLAPPED = re.compile(r"\(([^;]+);([^;]+)\)OVERLAP_F_B$")
 
 
@@ -37,8 +36,9 @@ class Action(NamedTuple):
 
 
 class OverlappedPair(NamedTuple):
-    """A forward and a backward pass of two micro-batches, of which each computes while the other communicates
-    (DualPipe, arXiv 2412.19437, section 3.2.1)."""
+    """A forward and a backward pass of two micro-batches that overlap.
+
+    Each computes while the other communicates (DualPipe, arXiv 2412.19437, section 3.2.1)."""
 
     forward: Action
     backward: Action
@@ -49,29 +49,31 @@ class OverlappedPair(NamedTuple):
 
 ScheduleStep = Action | OverlappedPair
 Grid = Sequence[Sequence[ScheduleStep | None]]
-"""Rows of ranks, columns of ticks; None is an idle one."""
+"""Rows of ranks, columns of ticks; None is an idle tick."""
 
 
 def actions(step: ScheduleStep) -> tuple[Action, ...]:
-    """The one or two computations of a step."""
+    """Return the one or two computations of a step."""
     return (step,) if isinstance(step, Action) else tuple(step)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each pipeline rank does, in order. Sending and receiving follow from it: what a stage gives goes to the
-    rank of the next as soon as it is there."""
+    """The computations of each pipeline rank, in order.
+
+    Communication follows from them: the output of a stage is sent to the rank of the next stage as soon as it is ready.
+    """
 
     orders: tuple[tuple[ScheduleStep, ...], ...]
-    """By rank."""
+    """Steps by rank."""
 
     @classmethod
     def from_rows(cls, orders: Iterable[Iterable[ScheduleStep | None]]) -> Schedule:
-        """A schedule of any rows; idle ticks are left out."""
+        """Return a schedule of these rows without their idle ticks."""
         return cls(tuple(tuple(step for step in order if step is not None) for order in orders))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """What a rank computes, in order."""
+        """Iterate over the computations of a rank, in order."""
         return iter(self._actions[rank])
 
     @cached_property
@@ -80,7 +82,7 @@ class Schedule:
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
-        """The rank of every stage (of the first rank that has it)."""
+        """The rank of every stage (the first rank that has it)."""
         rank_of_stage: dict[int, int] = {}
         for rank in range(len(self.orders)):
             for action in self.actions(rank):
@@ -94,36 +96,41 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return len(self.orders)
 
     @cached_property
     def stages(self) -> int:
+        """The number of stages."""
         return 1 + max(self.rank_of)
 
     @cached_property
     def micro_batches(self) -> int:
+        """The number of micro-batches."""
         return 1 + max(action.micro for rank in range(self.ranks) for action in self.actions(rank))
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank computes."""
+        """Return the stages of a rank."""
         return [stage for stage, owner in self.rank_of.items() if owner == rank]
 
     def dependencies(self, action: Action) -> list[tuple[Action, ...]]:
-        """What must have been computed before `action`: one of each of these."""
+        """Return the alternatives for each dependency of `action`: one action of each tuple must precede it."""
         return dependencies(action, self.stages)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward pass is in two halves."""
+        """True if any backward pass is split into two halves."""
         return any(action.kind == "W" for rank in range(self.ranks) for action in self.actions(rank))
 
     def receiver(self, message: Action) -> int:
-        """The rank that needs what an F, or a B or I (written B), gave."""
+        """Return the rank that needs the output of an F, B or I (the last written as B)."""
         return self.rank_of[message.stage + (1 if message.kind == "F" else -1)]
 
     def messages(self, rank: int) -> Iterator[tuple[Action, int]]:
-        """What a rank sends, in order, and to whom: the output of every forward pass but the last stage's, and of every
-        backward pass (or input half: written B, too) but the first stage's the gradient of its input."""
+        """Yield the messages of a rank, in order, and their receivers.
+
+        Messages are the outputs of forward passes except the last stage's, and the input gradients of backward passes
+        except the first stage's. Those of input halves are written as B, too."""
         for action in self.actions(rank):
             message = self.output_message(action)
             if message is not None:
@@ -136,14 +143,14 @@ class Schedule:
         return frozenset((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 
     def output_message(self, action: Action) -> Action | None:
-        """What another stage needs of an action, if anything."""
+        """Return the message of an action to another stage; None if there is none."""
         stage, kind, micro = action
         if (kind == "F" and stage + 1 < self.stages) or (kind in "BI" and stage):
             return Action(stage, "F" if kind == "F" else "B", micro)
         return None
 
     def input_message(self, action: Action) -> Action | None:
-        """What an action needs from another stage, if anything."""
+        """Return the message that an action needs from another stage; None if there is none."""
         stage, kind, micro = action
         if kind == "F" and stage > 0:
             return Action(stage - 1, "F", micro)
@@ -153,7 +160,9 @@ class Schedule:
 
 
 def dependencies(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What must have been computed before `action` in a pipeline of so many stages: one of each of these."""
+    """Return the alternatives for each dependency of `action`: one action of each tuple must precede it.
+
+    `stages` is the number of stages of the pipeline."""
     stage, kind, micro = action
     if kind == "F":
         return [(Action(stage - 1, "F", micro),)] if stage else []
@@ -164,17 +173,19 @@ def dependencies(action: Action, stages: int) -> list[tuple[Action, ...]]:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The schedule as `torch.distributed.pipelining` reads it ("compute_only"): a row per rank."""
+    """Return the schedule as CSV for `torch.distributed.pipelining` ("compute_only"), a row per rank."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(schedule.orders)
     return buffer.getvalue()
 
 
 def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None]]:
-    """The rows of a schedule that PyTorch or `to_csv` wrote; empty cells are idle ticks. Communication is left out: it
-    follows from the rest.
+    """Return the rows of a schedule that PyTorch or `to_csv` wrote; empty cells are idle ticks.
 
-    Raises UserError for a cell that is no action.
+    Communication is left out, because it follows from the computations.
+
+    Raises:
+        UserError: a cell is not an action.
     """
     rows: list[list[ScheduleStep | None]] = []
     for cells in csv.reader(io.StringIO(text)):
@@ -183,7 +194,7 @@ def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None
             [_parse_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)]
         )
     if not any(step for row in rows for step in row):
-        raise UserError(name, None, "holds no action", fix="give a row of actions per rank, such as 0F0,0F1,0B0,0B1")
+        raise UserError(name, None, "contains no actions", fix="write a row of actions per rank: 0F0,0F1,0B0,0B1")
     return rows
 
 
@@ -200,6 +211,6 @@ def _parse_step(cell: str, location: str) -> ScheduleStep | None:
     raise UserError(
         location,
         cell,
-        "is no action",
+        "is not an action",
         fix="write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
     )

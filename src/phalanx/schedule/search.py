@@ -1,5 +1,6 @@
-"""A better order than the published ones, for given times and a limit of memory: the best of these, improved by moving
-single actions about (simulated annealing, Science 220:671, 1983)."""
+"""Search for a schedule that is better than the published ones, for given times and a memory limit.
+
+The best published schedule is improved by moving single actions (simulated annealing, Science 220:671, 1983)."""
 
 from __future__ import annotations
 
@@ -20,12 +21,20 @@ from phalanx.spec.errors import UserError
 def search_schedule(
     p: int, m: int, times: ActionTimes, limit: Fraction, chunks: int = 2, moves: int = 20_000
 ) -> Schedule:
-    """An order of split backward passes whose makespan is at most that of every published one of such stages that holds
-    no more than `limit` micro-batches of all of a rank's stages (`peak_activations`).
+    """Return a schedule of split backward passes for p ranks and m micro-batches.
 
-    `chunks` are the stages of a rank: 1, or 2 laid like a V. `moves` are tried, always the same ones.
+    Its makespan is at most that of every published schedule of such stages within the memory limit.
 
-    Raises UserError for a limit of less than one micro-batch.
+    Args:
+        p: Number of ranks.
+        m: Number of micro-batches.
+        times: Duration of each action.
+        limit: Maximum number of micro-batches in flight per rank, in units of all of its stages (`peak_activations`).
+        chunks: Number of stages of a rank: 1, or 2 in a V.
+        moves: Number of moves to try; the sequence of moves is deterministic.
+
+    Raises:
+        UserError: the limit is less than one micro-batch.
     """
     if limit < 1:
         raise UserError("memory limit", str(limit), "is less than one micro-batch", fix="allow 1 or more")
@@ -44,7 +53,7 @@ def search_schedule(
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
-    """The schedule with every whole backward pass as its two halves, one after the other, and nothing overlapped."""
+    """Return the schedule with every full backward pass as two consecutive halves, without overlap."""
     halves: dict[ActionKind, tuple[ActionKind, ...]] = {"F": ("F",), "B": ("I", "W"), "I": ("I",), "W": ("W",)}
     return Schedule.from_rows(
         [action._replace(kind=kind) for action in schedule.actions(rank) for kind in halves[action.kind]]
@@ -53,7 +62,7 @@ def split_backward_passes(schedule: Schedule) -> Schedule:
 
 
 def _prioritize_kinds(kinds: str) -> PriorityFunction:
-    """These kinds before those, and later stages before earlier ones."""
+    """Return a priority by position in `kinds`, then by later stages."""
     return lambda action, _: (kinds.index(action.kind), -action.stage)
 
 
@@ -68,17 +77,17 @@ def _published_schedules(p: int, m: int, chunks: int) -> Iterator[Schedule]:
 
 @dataclass(frozen=True)
 class _Graph:
-    """The actions of a schedule as numbers, so that thousands of orders can be timed."""
+    """The actions of a schedule as indices, for fast timing of thousands of orders."""
 
     prerequisites: list[list[tuple[int, float]]]
-    """What must end before each begins, and how long before."""
+    """Actions that must finish before each action starts, and the minimum delay in between."""
     seconds: list[float]
     in_flight_changes: list[int]
-    """1 for an action that begins to hold activations, -1 for one that gives them back."""
+    """1 for an action that allocates activations, -1 for an action that frees them."""
 
 
 def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
-    """Move one action of one rank at a time; worse orders are kept with a probability that falls to none."""
+    """Move one action of one rank at a time; accept worse orders with a probability that falls to 0."""
     rng = random.Random(0)
     all_actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
     graph = _build_graph(schedule, all_actions, times)
@@ -125,7 +134,7 @@ def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTim
 
 
 def _move_action(order: list[int], rng: random.Random, max_distance: int) -> list[int]:
-    """The order with one action elsewhere, often its neighbour's place."""
+    """Return the order with one action at another position, often exchanged with its neighbor."""
     source = rng.randrange(len(order))
     distance = rng.randint(1, max_distance) if rng.random() < 0.5 else 1
     target = min(max(source + rng.choice((-distance, distance)), 0), len(order) - 1)
@@ -138,8 +147,9 @@ def _peak_in_flight(graph: _Graph, order: list[int]) -> int:
 
 
 def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
-    """The makespan, and the sum of the ranks' ends, which tells orders of one makespan apart; infinite for an order in
-    which ranks wait for each other for ever."""
+    """Return the makespan, and the sum of the ranks' finish times as a tie-breaker.
+
+    Both are infinite for an order that deadlocks."""
     end_times: list[float | None] = [None] * len(graph.seconds)
     next_index = [0] * len(orders)
     clocks = [0.0] * len(orders)

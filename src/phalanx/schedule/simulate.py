@@ -1,4 +1,4 @@
-"""How long a schedule takes: every rank runs its order as soon as what it needs has arrived."""
+"""Simulation of a schedule: every rank runs its order as soon as its inputs have arrived."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ Time = float | Fraction
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations, in any one unit: of a stage each, or the same for all."""
+    """Durations, in any one unit: one per stage, or one for all stages."""
 
     forward: Time | Sequence[Time] = 1
     input_grad: Time | Sequence[Time] = 1
-    """Of the backward pass, the half that gives the gradient of a stage's input."""
+    """The half of the backward pass for the gradient of a stage's input."""
     weight_grad: Time | Sequence[Time] = 1
-    """The half that gives the gradients of its weights."""
+    """The half of the backward pass for the gradients of its weights."""
     transfer: Time = 0
-    """From the end of an action to the arrival of what it gives at another rank, which computes meanwhile."""
+    """From the end of an action to the arrival of its output at another rank, which computes meanwhile."""
     overlapped: Time | None = None
     """An overlapped forward and backward pass; by default their sum."""
 
     def action_time(self, action: Action) -> Time:
-        """What an action takes."""
+        """Return the duration of an action."""
         forward, input_grad, weight_grad = (
             _stage_time(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
         )
         return {"F": forward, "I": input_grad, "W": weight_grad, "B": input_grad + weight_grad}[action.kind]
 
     def step_time(self, step: ScheduleStep) -> Time:
-        """What a step takes."""
+        """Return the duration of a step."""
         if isinstance(step, OverlappedPair) and self.overlapped is not None:
             return self.overlapped
         return sum(self.action_time(action) for action in actions(step))
@@ -46,7 +46,7 @@ def _stage_time(times: Time | Sequence[Time], stage: int) -> Time:
 
 
 class Span(NamedTuple):
-    """When a step ran."""
+    """Start and end of a step."""
 
     step: ScheduleStep
     start: Time
@@ -55,49 +55,55 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank did when, and the measures of it."""
+    """The spans of all ranks, and metrics of them."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """By rank, in order."""
+    """Spans by rank, in order."""
 
     @property
     def makespan(self) -> Time:
-        """From the first start to the last end on any rank."""
+        """The time from the first start to the last end on any rank."""
         return max(spans[-1].end for spans in self.spans) - min(spans[0].start for spans in self.spans)
 
     def rank_span(self, rank: int) -> Time:
-        """From a rank's own first start to its own last end: what counts where steps follow each other without a
-        synchronisation of all ranks (arXiv 2401.10241, section 2)."""
+        """Return the time from a rank's first start to its last end.
+
+        It is the relevant time where steps follow each other without a synchronization of all ranks (arXiv 2401.10241,
+        section 2)."""
         return self.spans[rank][-1].end - self.spans[rank][0].start
 
     def busy(self, rank: int) -> Time:
-        """Time in which a rank computes."""
+        """Return the time in which a rank computes."""
         return sum(span.end - span.start for span in self.spans[rank])
 
     @property
     def bubble(self) -> Time:
-        """Idle share of the makespan over all ranks: (p - 1) / (m + p - 1) for 1F1B (arXiv 2104.04473, section 2.2)."""
+        """The idle share of the makespan over all ranks.
+
+        For 1F1B it is (p - 1) / (m + p - 1) (arXiv 2104.04473, section 2.2)."""
         ranks = range(len(self.spans))
         return 1 - sum(self.busy(rank) for rank in ranks) / (len(ranks) * self.makespan)
 
     @property
     def bubble_overhead(self) -> Time:
-        """The makespan beyond the busiest rank's computing, over that: (p - 1) / m for 1F1B (the same source's other
-        definition)."""
+        """The makespan minus the busiest rank's computing time, relative to the latter.
+
+        For 1F1B it is (p - 1) / m (the other definition of the same source)."""
         busy = max(self.busy(rank) for rank in range(len(self.spans)))
         return self.makespan / busy - 1
 
     @property
     def rank_span_bubble(self) -> Time:
-        """Idle share of the rank whose window is the longest."""
+        """The idle share of the rank with the longest span."""
         rank = max(range(len(self.spans)), key=self.rank_span)
         return 1 - self.busy(rank) / self.rank_span(rank)
 
 
 def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
-    """The timeline of a valid schedule.
+    """Return the timeline of a valid schedule.
 
-    Raises UserError if it is not valid.
+    Raises:
+        UserError: the schedule is not valid.
     """
     check_schedule(schedule)
     times = times or ActionTimes()
@@ -123,7 +129,14 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
 def ready_time(
     action: Action, rank_of: Mapping[int, int], end_times: Mapping[Action, Time], times: ActionTimes
 ) -> Time | None:
-    """When everything that an action needs is on its rank; None while that is not known."""
+    """Return the time at which all inputs of an action are on its rank; None while it is unknown.
+
+    Args:
+        action: Action that waits.
+        rank_of: Rank of each stage.
+        end_times: End of each finished action.
+        times: Durations, with the transfer between ranks.
+    """
     latest: Time = 0
     for alternatives in dependencies(action, len(rank_of)):
         dependency = next((alternative for alternative in alternatives if alternative in end_times), None)
@@ -135,19 +148,21 @@ def ready_time(
 
 
 def micro_batches_in_flight(schedule: Schedule, rank: int) -> list[int]:
-    """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
-    of the backward pass (of its weight half, where it is halved); those of each stage counted."""
+    """Return the number of micro-batches with saved activations after each step of a rank.
+
+    A micro-batch counts from the forward pass to the end of the backward pass (of its weight half, if split). It counts
+    once per stage."""
     num_in_flight = 0
     counts = []
     for step in schedule.orders[rank]:
         num_in_flight += sum(action.kind == "F" for action in actions(step))
-        counts.append(num_in_flight)  # before what ends with this step gives its own back
+        counts.append(num_in_flight)  # before this step's backward pass frees its activations
         num_in_flight -= sum(action.kind in "BW" for action in actions(step))
     return counts
 
 
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:
-    """Return the maximum of `micro_batches_in_flight`, in micro-batches of all of the rank's stages together.
+    """Return the maximum of `micro_batches_in_flight`, in micro-batches of all of the rank's stages.
 
-    A rank of 1F1B that holds 4 micro-batches has 4; one that holds 4 micro-batches of one of its two stages has 2."""
+    A rank of 1F1B with 4 micro-batches has 4; a rank with 4 micro-batches of one of its two stages has 2."""
     return Fraction(max(micro_batches_in_flight(schedule, rank), default=0), len(schedule.stages_of(rank)))

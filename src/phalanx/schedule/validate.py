@@ -1,4 +1,4 @@
-"""Whether a schedule can be right: every computation once, each after what it needs, and no rank waiting for ever."""
+"""Validation of schedules: every computation once, each after its dependencies, and no deadlock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.spec.errors import UserError
 
 @dataclass(frozen=True)
 class Violation:
-    """What is wrong about one action."""
+    """The problem of one action."""
 
     rank: int
     action: Action
@@ -23,21 +23,22 @@ class Violation:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Raise UserError with the first violations of a schedule, if it has any."""
+    """Raise UserError with the first violations of a schedule, if there are any."""
     if problems := violations(schedule):
         listing = "; ".join(map(str, problems[:3])) + ("; ..." if len(problems) > 3 else "")
-        fix = "see them all: phalanx pipeline check FILE.csv"
+        fix = "list all of them with phalanx pipeline check FILE.csv"
         raise UserError("schedule", None, f"{len(problems)} violations: {listing}", fix=fix)
 
 
 def violations(schedule: Schedule) -> list[Violation]:
-    """What keeps ranks from running their orders, each at its own pace: none if the schedule is valid."""
+    """Return the problems of a schedule whose ranks run asynchronously; empty if it is valid."""
     return [*_find_misplaced_stages(schedule), *_find_wrong_counts(schedule)] or list(_find_deadlock(schedule))
 
 
 def lockstep_violations(grid: Grid) -> list[Violation]:
-    """What is wrong about a picture in which every action takes one tick: also an action that does not come later than
-    what it needs."""
+    """Return the problems of a grid in which every action takes one tick.
+
+    They include an action that is not later than its dependencies."""
     schedule = Schedule.from_rows(grid)
     ticks: dict[Action, int] = {}
     for row in grid:
@@ -56,17 +57,19 @@ def lockstep_violations(grid: Grid) -> list[Violation]:
 
 
 def _find_misplaced_stages(schedule: Schedule) -> Iterator[Violation]:
-    """Stages that more than one rank has."""
+    """Yield a violation for each stage on more than one rank."""
     for rank in range(schedule.ranks):
         foreign_actions = {
             a.stage: a for a in reversed(list(schedule.actions(rank))) if schedule.rank_of[a.stage] != rank
         }
         for stage, action in sorted(foreign_actions.items()):
-            yield Violation(rank, action, f"is of a stage that rank {schedule.rank_of[stage]} has")
+            yield Violation(rank, action, f"belongs to a stage of rank {schedule.rank_of[stage]}")
 
 
 def _find_wrong_counts(schedule: Schedule) -> Iterator[Violation]:
-    """Actions that are missing or done more than once: a forward pass, and a whole backward pass or its two halves."""
+    """Yield violations for actions that are missing or repeated.
+
+    Each micro-batch needs a forward pass, and a full backward pass or its two halves, in each stage."""
     counts = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     for stage in range(schedule.stages):
         rank = schedule.rank_of.get(stage, 0)
@@ -78,18 +81,20 @@ def _find_wrong_counts(schedule: Schedule) -> Iterator[Violation]:
                 if kind_counts[kind] != expected_count:
                     action = Action(stage, kind, micro)  # type: ignore[arg-type]
                     count = kind_counts[kind]
-                    problem = "is done beside its halves" if count and not expected_count else f"is done {count} times"
+                    problem = (
+                        "runs in addition to its halves" if count and not expected_count else f"runs {count} times"
+                    )
                     yield Violation(rank, action, "is missing" if not count else problem)
 
 
 def _find_deadlock(schedule: Schedule) -> Iterator[Violation]:
-    """Run every rank as far as it comes; what the ranks wait for then."""
+    """Run every rank as far as possible, and yield the dependencies that ranks wait for."""
     done: set[Action] = set()
     all_actions = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}
     next_index = [0] * schedule.ranks
 
     def unmet_dependencies(rank: int) -> list[tuple[Action, Action]]:
-        """Pairs of an action and what it waits for."""
+        """Return pairs of an action and an unmet dependency."""
         step = actions(schedule.orders[rank][next_index[rank]])
         requirements = [(action, dependency) for action in step for dependency in schedule.dependencies(action)]
         unmet = [(action, dependency) for action, dependency in requirements if not done.intersection(dependency)]
@@ -110,5 +115,5 @@ def _find_deadlock(schedule: Schedule) -> Iterator[Violation]:
         if next_index[rank] < len(order):
             for action, dependency in unmet_dependencies(rank):
                 yield Violation(
-                    rank, action, f"(number {next_index[rank] + 1} in its row) waits for ever for {dependency}"
+                    rank, action, f"(number {next_index[rank] + 1} in its row) waits forever for {dependency}"
                 )

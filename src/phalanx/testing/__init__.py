@@ -1,4 +1,4 @@
-"""The pool of test ranks: prove a distributed function with one line.
+"""Pool of test ranks: test a distributed function with one line.
 
     from phalanx.testing import rank_pool
 
@@ -9,8 +9,7 @@
 
     assert rank_pool(4).run(total, 10) == [46, 46, 46, 46]
 
-The four processes start once and every later `run` reuses them: it costs a tenth of a second, not five.
-"""
+The four processes start once and every later `run` reuses them: it takes a tenth of a second, not five."""
 
 from phalanx.testing.rank_failure import RankError, RankFailure
 from phalanx.testing.rank_pool import RankPool, rank_pool

@@ -1,4 +1,4 @@
-"""What breaks runs from outside: files that are damaged, disks without space, groups of processes without memory."""
+"""Faults for tests: damaged files, full disks, and memory limits of process groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from phalanx.testing.processes import wait_until
 
 
 class NotAllowed(OSError):  # noqa: N818 - a fact about the machine
-    """This process may not do that on this machine."""
+    """The process lacks a permission on this machine."""
 
 
 def truncate_file(file: Path) -> None:
-    """Half of a file is gone."""
+    """Remove the second half of a file."""
     os.truncate(file, file.stat().st_size // 2)
 
 
 def flip_bit(file: Path) -> None:
-    """One bit of a file is another."""
+    """Flip one bit in the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -29,9 +29,10 @@ def flip_bit(file: Path) -> None:
 
 @contextmanager
 def small_disk(mount_point: Path, size_bytes: int) -> Iterator[None]:
-    """A filesystem of its own, in memory.
+    """Mount a separate filesystem in memory.
 
-    Raises NotAllowed.
+    Raises:
+        NotAllowed: this process may not mount filesystems.
     """
     mount_point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(mount_point)]
@@ -44,7 +45,7 @@ def small_disk(mount_point: Path, size_bytes: int) -> Iterator[None]:
 
 
 def fill_disk(directory: Path, spare_bytes: int = 0) -> Path:
-    """Take the space of a filesystem that is left; returns the file that has it."""
+    """Fill a filesystem up to `spare_bytes`, and return the file that occupies its space."""
     filler = directory / "others"
     with filler.open("ab", buffering=0) as file:
         for size in (2**20, 2**12, 1):
@@ -57,15 +58,18 @@ def fill_disk(directory: Path, spare_bytes: int = 0) -> Path:
 
 @contextmanager
 def memory_limited(max_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A group of processes that may take so much more together (cgroup v1); what it gives has a process join it.
+    """Create a group of processes with a total memory limit (cgroup v1).
 
-    Raises NotAllowed.
+    Yields a function that moves a process into the group.
+
+    Raises:
+        NotAllowed: this process may not create the group.
     """
     group = Path(f"/sys/fs/cgroup/memory/phalanx-test-{os.getpid()}")
     try:
         group.mkdir()
     except OSError as error:
-        raise NotAllowed(f"this process may not make a cgroup with a limit of memory: {error}") from None
+        raise NotAllowed(f"this process may not create a cgroup with a memory limit: {error}") from None
 
     def join(pid: int) -> None:
         (group / "cgroup.procs").write_text(str(pid))

@@ -1,6 +1,7 @@
-"""A Slurm of one's own on this machine: munged, slurmctld, and a slurmd for each node, in one directory. All are real;
-only the nodes share a machine, each in a network of its own (network_namespaces.py). It takes root and Debian's
-slurm-wlm."""
+"""A local Slurm cluster: munged, slurmctld, and a slurmd for each node, in one directory.
+
+All daemons are real; only the nodes share a machine, each in a network of its own (network_namespaces.py). It requires
+root and Debian's slurm-wlm."""
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class SlurmUnavailable(OSError):  # noqa: N818 - a fact about the machine
-    """This process may not start one, or a tool is missing."""
+    """The process may not start Slurm, or a tool is missing."""
 
 
 @dataclass(frozen=True)
 class LocalSlurm:
-    """One that runs."""
+    """A running Slurm cluster."""
 
     directory: Path
     network: StarNetwork
@@ -57,28 +58,35 @@ class LocalSlurm:
 
     @property
     def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes."""
         return tuple(self.network.hosts)
 
     def run(self, *args: str, cwd: Path | None = None) -> str:
-        """What one of its commands prints."""
+        """Run a Slurm command, and return its output."""
         command = [*self.network.hub.prefix, *args]
         result = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, f"{' '.join(args)}: {result.stderr}"
         return result.stdout.strip()
 
     def submit(self, script: Path) -> str:
-        """The number of a job, from a script that runs in its own directory."""
+        """Submit a script, which runs in its own directory, and return the job number."""
         return self.run("sbatch", "--parsable", script.name, cwd=script.parent)
 
     def job_info(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job: its fields."""
+        """Return Slurm's fields of a job."""
         fields = self.run("scontrol", "show", "job", "--oneliner", job).split()
         return dict(item.partition("=")[::2] for item in fields if "=" in item)
 
     def wait(self, job: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
-        """What Slurm knows of a job, as soon as that is as wanted.
+        """Wait until the fields of a job meet a condition, and return them.
 
-        Raises TimeoutError.
+        Args:
+            job: Number of the job.
+            condition: Condition on the fields.
+            seconds: Maximum time.
+
+        Raises:
+            TimeoutError: the condition is not met in time.
         """
         deadline = time.monotonic() + seconds
         while not condition(info := self.job_info(job)):
@@ -90,16 +98,18 @@ class LocalSlurm:
 
 @contextmanager
 def local_slurm(directory: Path, nodes: int) -> Iterator[LocalSlurm]:
-    """One with so many nodes, each with all cores of this machine. The first has this machine's own name, so that all
-    find it. It is gone afterwards, and so are its jobs.
+    """Run a Slurm cluster, each node with all cores of this machine.
 
-    Raises NoSlurm where it cannot be had.
+    The first node has this machine's own name, so that all nodes can resolve it. Daemons and jobs end on exit.
+
+    Raises:
+        SlurmUnavailable: Slurm cannot be started.
     """
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         raise SlurmUnavailable(f"{', '.join(missing)}: not installed (apt-get install slurm-wlm)")
     if os.geteuid() != 0:
-        raise SlurmUnavailable("it takes root")
+        raise SlurmUnavailable("it requires root")
     host = socket.gethostname().partition(".")[0]
     names = (host, *(f"{host}-{number}" for number in range(1, nodes)))
     with ExitStack() as daemons:
@@ -150,7 +160,7 @@ def _write_conf(slurm: LocalSlurm, host: str) -> None:
     address = slurm.network.hosts[host].hub
     (slurm.directory / "cgroup.conf").write_text(
         "CgroupPlugin=cgroup/v1\n"
-    )  # none is used, or can be seen from a namespace
+    )  # no cgroup is used, or visible from a namespace
     (slurm.directory / "slurm.conf").write_text(
         CONF.format(host=host, address=address, place=slurm.directory, nodes=nodes)
     )
@@ -158,7 +168,7 @@ def _write_conf(slurm: LocalSlurm, host: str) -> None:
 
 @contextmanager
 def _run_daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterator[None]:
-    """A process that puts itself into the background, until it is told to end by its pid file."""
+    """Run a process that daemonizes, and terminate it by its pid file on exit."""
     pid_file = slurm.directory / f"{name}.pid"
     started = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=60)
     if started.returncode:
@@ -174,7 +184,7 @@ def _run_daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterato
 
 
 def _has_ended(pid: int) -> bool:
-    """Also where nobody takes note of it: process 1 of a container may not."""
+    """Return whether a process has exited, or is a zombie, which process 1 of a container may not reap."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -187,5 +197,5 @@ def _wait_until(condition: Callable[[], bool], description: str, slurm: LocalSlu
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.directory.glob("*.log")))
-            raise TimeoutError(f"waited {START_SECONDS:.0f} s until {description}\n{logs}")
+            raise TimeoutError(f"timed out after {START_SECONDS:.0f} s: {description}\n{logs}")
         time.sleep(0.1)

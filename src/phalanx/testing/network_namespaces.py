@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces of Linux around a hub, each on a link of a given speed that can be cut.
+"""Hosts on one machine: Linux network namespaces around a hub, with links of a given speed.
 
-Real interfaces and the kernel's own TCP; only the speed is made up, by a token bucket at both ends of each link (`tc
-tbf`), one for each direction. It takes root and the tools of iproute2."""
+Interfaces and TCP are the kernel's own; only the speed is simulated, by a token bucket at both ends of each link (`tc
+tbf`), one for each direction. Links can be disconnected. It requires root and the tools of iproute2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 NETNS_CONFIG = Path("/etc/netns")
 BUCKET_SIZE = "64kb"
 MAX_LATENCY = "1s"
-"""Of a token bucket: how much goes at once, and for how long the rest waits before it is dropped."""
+"""Maximum time for which a token bucket queues data before dropping it; `BUCKET_SIZE` is its burst."""
 
 
 class NamespacesUnavailable(OSError):  # noqa: N818 - a fact about the machine
-    """This process may not make networks, or a tool is missing."""
+    """The process may not create networks, or a tool is missing."""
 
 
 @dataclass(frozen=True)
@@ -30,38 +30,38 @@ class Host:
     name: str
     namespace: str
     address: str
-    """Its own on its link."""
+    """The host's address on its link."""
     hub: str
     """The hub's address on that link."""
     interface: str
-    """Its own; the hub's has an h before it."""
+    """The host's interface; the hub's has the prefix h."""
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command that is to run there."""
+        """Prefix of a command that runs on the host."""
         return ["ip", "netns", "exec", self.namespace]
 
 
 @dataclass(frozen=True)
 class StarNetwork:
-    """Hosts around a hub, which reaches all of them, as they reach it."""
+    """Hosts around a hub; the hub and the hosts can reach each other."""
 
     hub: Host
     hosts: dict[str, Host]
 
     def disconnect(self, name: str) -> None:
-        """Let nothing through any longer. Connections learn of it only because nothing comes."""
+        """Block all traffic of a host; connections notice it only by missing data."""
         self._link(name, "down")
 
     def reconnect(self, name: str) -> None:
-        """As it was."""
+        """Restore the traffic of a host."""
         self._link(name, "up")
 
     def _link(self, name: str, state: str) -> None:
         _run_command([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
 
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
-        """Give a host's link other speeds, in Mbit/s from it and to it."""
+        """Set the speed of a host's link, in Mbit/s from the host and to it."""
         host = self.hosts[name]
         for prefix, end, speed in (
             (host.prefix, host.interface, up_mbit),
@@ -75,10 +75,17 @@ class StarNetwork:
 def star_network(
     names: Sequence[str], up_mbit: float | None = None, down_mbit: float | None = None
 ) -> Iterator[StarNetwork]:
-    """Hosts on links of so many Mbit/s from them and to them (`down_mbit` is as `up_mbit` by default; None shapes
-    nothing). They are gone afterwards; so should be what runs there.
+    """Create hosts on links of a given speed, and delete them on exit.
 
-    Raises NoHosts where they cannot be made.
+    Processes on the hosts must have exited by then.
+
+    Args:
+        names: Names of the hosts.
+        up_mbit: Speed from the hosts in Mbit/s; None: unlimited.
+        down_mbit: Speed to the hosts in Mbit/s; None: `up_mbit`.
+
+    Raises:
+        NamespacesUnavailable: the hosts cannot be created.
     """
     pid = os.getpid()
     hub = Host("hub", f"phalanx-{pid}-hub", "", hub="", interface="")
@@ -105,7 +112,7 @@ def star_network(
 
 
 def _connect(hub: Host, host: Host) -> None:
-    """A host, and a cable between it and the hub."""
+    """Create a host, and a link between it and the hub."""
     _run_command(["ip", "netns", "add", host.namespace])
     host_end = host.interface
     hub_end = f"h{host.interface}"
@@ -135,8 +142,10 @@ def _connect(hub: Host, host: Host) -> None:
 
 
 def _write_host_names(host: Host, hosts: Iterable[Host]) -> None:
-    """Names of hosts that resolve at once, as no name server can be reached: `ip netns exec` shows these files in the
-    place of the machine's. A host's own name is its loopback's, as Debian's installer has it."""
+    """Write host names that resolve without a name server.
+
+    `ip netns exec` mounts these files over the machine's. A host's own name resolves to its loopback address, as with
+    Debian's installer."""
     directory = NETNS_CONFIG / host.namespace
     directory.mkdir(parents=True, exist_ok=True)
     names = [f"{other.address} {other.name}" for other in hosts if other is not host]

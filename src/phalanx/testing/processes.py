@@ -1,4 +1,4 @@
-"""Commands in processes of their own, and the processes of a run's ranks, as tests and benchmarks see them."""
+"""Processes of commands and of a run's ranks, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from phalanx.launch.warm_process import (
 )
 
 WAIT_SECONDS = 100.0
-"""Until something happens, on a machine that does much else."""
+"""Maximum time for an event, on a machine with a high load."""
 
 
 @cache
 def session_warm_process() -> WarmProcess | None:
-    """The one warm process of this session, for commands and for ranks."""
+    """Return the one warm process of this session, for commands and for ranks."""
     commands = "phalanx.launch.supervisor", "phalanx.cli.commands.train"
     return start_warm_process((*RANK_MODULES, *FIRST_STEP_MODULES, *commands))
 
 
 def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen` of `python -m MODULE ARGUMENTS`, without the time for imports."""
+    """Start `python -m MODULE ARGUMENTS` as `subprocess.Popen` does, without the time for imports."""
     warm_process = session_warm_process()
     return (
         subprocess.Popen(command, **options)
@@ -43,7 +43,14 @@ def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any
 def run_python(
     command: Sequence[str], timeout: float = WAIT_SECONDS, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """`subprocess.run` of the same, its output captured."""
+    """Run `python -m MODULE ARGUMENTS` as `subprocess.run` does, and capture its output.
+
+    Args:
+        command: Command with the path of Python.
+        timeout: Maximum time in seconds.
+        check: Raise an error for a nonzero exit code.
+        options: Options of `subprocess.Popen`.
+    """
     with start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -57,7 +64,7 @@ def run_python(
 
 
 def rank_pids(directory: Path) -> dict[int, int]:
-    """Process ids of the ranks of a run, by rank."""
+    """Return the process ids of the ranks of a run, by rank."""
     pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -68,15 +75,21 @@ def rank_pids(directory: Path) -> dict[int, int]:
 
 
 def warm_process_pid(launcher: int) -> int:
-    """Process id of a launcher's warm process."""
+    """Return the process id of a launcher's warm process."""
     children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
     (pid,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "phalanx warm\n")
     return pid
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float = WAIT_SECONDS) -> None:
-    """Wait until something is true; fails after so many seconds."""
+    """Wait until a condition is true; fail after `seconds`.
+
+    Args:
+        condition: Condition to poll.
+        description: Text of the failure.
+        seconds: Maximum time.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not in {seconds:g} s: {description}"
+        assert time.monotonic() < deadline, f"timed out after {seconds:g} s: {description}"
         time.sleep(0.01)

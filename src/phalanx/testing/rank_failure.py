@@ -1,4 +1,4 @@
-"""What a failed run on the pool tells its reader: the rank that failed first, then the rest."""
+"""Report of a failed run on the pool: the rank that failed first, then the others."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank ended a run that did not succeed everywhere."""
+    """The outcome of one rank in a run that failed on at least one rank."""
 
     rank: int
     kind: Literal["raised", "died", "did not return", "returned"]
     seconds: float
-    """When, after the start of the run."""
+    """Time since the start of the run."""
     summary: str = ""
-    """One line: the exception, or how the process ended."""
+    """One line: the exception, or how the process exited."""
     detail: str = ""
     """The traceback, or the Python stack of a rank that did not return."""
     output: str = ""
-    """The end of what the rank printed during the run."""
+    """The last output of the rank during the run."""
 
 
 class RankError(AssertionError):
-    """A function failed on a rank; `failures` has every rank, the one that failed first at the front. Or ranks called
-    collectives in different orders, and `order_difference` is the first call that differs."""
+    """A failure of a function on a rank, or different orders of collectives.
+
+    `failures` has every rank, with the first failure at the front. `order_difference` describes the first call that
+    differs."""
 
     def __init__(self, name: str, failures: Iterable[RankFailure], order_difference: str = "") -> None:
         self.failures = cause_first(failures)
@@ -35,22 +37,23 @@ class RankError(AssertionError):
 
     @property
     def all_returned(self) -> bool:
-        """Whether every rank is alive and has left the function."""
+        """True if every rank is alive and has left the function."""
         return all(failure.kind in ("raised", "returned") for failure in self.failures)
 
 
 def cause_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """The cause first, then its consequences, then the ranks that were well.
+    """Sort failures: the cause, then its consequences, then the ranks without a failure.
 
-    An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe
-    after the exceptions it caused in peers. An exception kills no peer, so in one run a death goes first.
-    """
+    An exception's time is exact. A death is timed when the pool notices it, a little later and perhaps after the
+    exceptions that it caused in peers. An exception kills no peer, so in one run a death goes first."""
     priority = {"died": 0, "raised": 1, "did not return": 2, "returned": 3}
     return sorted(failures, key=lambda failure: (priority[failure.kind], failure.seconds, failure.rank))
 
 
 def describe(name: str, failures: list[RankFailure]) -> str:
-    """The message: the first failure whole, a line for every other rank; of ranks that hang, every stack."""
+    """Return the message: the first failure in full, one line for every other rank.
+
+    If ranks hang, it has the stacks of all."""
     cause, *other_failures = failures
     lines = [f"{name} failed on rank {cause.rank} of {len(failures)}: {_format_line(cause)}", *_format_body(cause)]
     for other in other_failures:
@@ -68,6 +71,6 @@ def _format_line(failure: RankFailure) -> str:
 def _format_body(failure: RankFailure) -> list[str]:
     lines = [f"  | {line}" for line in failure.detail.splitlines()]
     if failure.output:
-        lines.append(f"  rank {failure.rank} printed, last of all:")
+        lines.append(f"  last output of rank {failure.rank}:")
         lines += [f"  > {line}" for line in failure.output.splitlines()]
     return lines

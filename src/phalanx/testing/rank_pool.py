@@ -1,4 +1,4 @@
-"""The parent's side of the pool: start the ranks once, send each a function, gather what they return."""
+"""Parent process of the pool: start the ranks once, send each a function, gather the results."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from phalanx.testing.rank_failure import RankError, RankFailure
 
 START_SECONDS = 180.0
 ORDER_CHECK_SECONDS = 2.0
-"""Ranks that have not returned are checked for different collectives as often."""
+"""Interval at which the collectives of ranks that have not returned are compared."""
 GRACE_SECONDS = 1.0
-"""How long the other ranks may still report after the first failure; most then hang in a collective."""
+"""Time for the other ranks to report after the first failure; most then hang in a collective."""
 OUTPUT_BYTES = 4_000
-"""How much of a rank's output a failure shows."""
+"""Maximum bytes of a rank's output in a failure."""
 MAX_GROWTH_BYTES = 3 * 2**28
-"""Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
-for every shape stay with a process."""
+"""Maximum growth of the ranks' total memory before they are replaced.
+
+The kernels that oneDNN compiles for every shape stay in a process."""
 
 _pools: dict[tuple[int, str], RankPool] = {}
 
 
 def rank_pool(world_size: int, device: str = "cpu") -> RankPool:
-    """The process's pool of this size. Its ranks start at the first run and stay until the process ends."""
+    """Return this process's pool of this size; its ranks start at the first run and exit with the process."""
     return _pools.setdefault((world_size, device), RankPool(world_size, device))
 
 
@@ -51,12 +52,13 @@ def close_all() -> None:
 
 
 class RankPool:
-    """Fresh single-threaded processes that share a process group (gloo, on `device` "cuda" NCCL too) and run one
-    function at a time. Where there are more ranks than GPUs, they share them."""
+    """Fresh single-threaded processes in one process group, which run one function at a time.
+
+    The backend is gloo, on `device` "cuda" also NCCL. If there are more ranks than GPUs, ranks share GPUs."""
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         if world_size < 1:
-            raise UserError("world_size", world_size, "is not a number of ranks", fix="use at least 1")
+            raise UserError("world_size", world_size, "is not a valid number of ranks", fix="use at least 1")
         self.world_size = world_size
         self.device = device
         self._initial_resident_bytes = 0
@@ -65,12 +67,20 @@ class RankPool:
         self._logs = Path()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank at once; what each rank returned, in rank order.
+        """Call `function(*args, **kwargs)` on every rank at once, and return the results in rank order.
 
-        Every call has a new world, a fixed random seed, and no groups or DTensor caches of earlier calls.
-        Raises RanksFailed if a rank raises, dies or has not returned after `timeout` seconds; unless every
-        rank has answered, the pool starts anew at its next use. Raises UserError if a rank cannot import
-        `function`.
+        Every call has a new world, a fixed random seed, and no groups or DTensor caches of earlier calls. The pool
+        restarts at its next use unless every rank has answered.
+
+        Args:
+            function: Top-level function of an importable module.
+            args: Arguments of the function.
+            timeout: Maximum time in seconds.
+            kwargs: Keyword arguments of the function.
+
+        Raises:
+            RankError: a rank raises, dies or has not returned in time, or collectives differ.
+            UserError: a rank cannot import `function`.
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
@@ -93,7 +103,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """Kill the ranks and whatever they started."""
+        """Kill the ranks and all their child processes."""
         for worker in self._workers:
             if worker.poll() is None:
                 os.killpg(worker.pid, signal.SIGKILL)
@@ -107,7 +117,7 @@ class RankPool:
         self._initial_resident_bytes = 0
 
     def _resident_bytes(self) -> int:
-        """Bytes of memory that the ranks hold; 0 where /proc does not say."""
+        """Return the resident bytes of all ranks; 0 without /proc."""
         statements = [Path(f"/proc/{worker.pid}/statm") for worker in self._workers]
         pages = (int(file.read_text().split()[1]) for file in statements if file.exists())
         return sum(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -115,7 +125,7 @@ class RankPool:
     def _start(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="phalanx-ranks-"))
         (self._logs / HANGS_DIR).mkdir()
-        # Rank 0 inherits the listening socket itself: nobody can take its port between choice and use.
+        # Rank 0 inherits the listening socket itself: no other process can take its port between choice and use.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             for rank in range(self.world_size):
                 parent_end, child_end = Pipe()
@@ -162,7 +172,7 @@ class RankPool:
         return [pickle.loads(value) for value in self._gather(name, timeout, offsets, order=CollectiveOrder(call_logs))]
 
     def _gather(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
-        """Every rank's pickled result. Raises RanksFailed, also where all returned and differ in their collectives."""
+        """Return every rank's pickled result; raise RankError for a failure or different collectives."""
         start = time.monotonic()
         deadline = start + timeout
         results: dict[int, bytes] = {}
@@ -199,7 +209,7 @@ class RankPool:
         return RankFailure(rank, "raised", finished_at - start, summary=summary, detail=content)
 
     def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
-        """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
+        """Return failures with the stacks of the missing ranks, which faulthandler writes on a signal."""
         stacks = {rank: self._logs / f"{rank}.stack" for rank in missing}
         for rank in missing:
             if stacks[rank].exists():
@@ -211,7 +221,7 @@ class RankPool:
         return [RankFailure(rank, "did not return", seconds, summary="", detail=text) for rank, text in texts.items()]
 
     def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
-        """Add what a rank printed, and the collectives that it called last if it did not leave the function."""
+        """Add a rank's output, and its last collectives if it did not leave the function."""
         last_calls = order.describe_last_calls(failure.rank) if failure.kind in ("died", "did not return") else ""
         parts = [failure.summary, f"it called last: {last_calls}" if last_calls else ""]
         with open(self._logs / f"{failure.rank}.output", "rb") as file:
@@ -221,8 +231,10 @@ class RankPool:
 
 
 def shared_gpu_environment(rank: int) -> dict[str, str]:
-    """What a rank must find set to share a GPU with other ranks of its node. NCCL refuses two ranks of one host on one
-    GPU, so each is given a host of its own; they talk by sockets (NCCL 2.28)."""
+    """Return the environment variables of a rank that shares a GPU with other ranks of its node.
+
+    NCCL rejects two ranks of one host on one GPU, so each rank has a host id of its own. The ranks communicate by
+    sockets (NCCL 2.28)."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_IB_DISABLE": "1",

@@ -1,7 +1,6 @@
-"""One rank of the pool: a process that runs what the pool sends until the pool is gone.
+"""One rank of the pool: a process that runs the pool's functions until the pool exits.
 
-Usage: python -m phalanx.testing.rank_worker PIPE_FD [LISTENING_SOCKET_FD]
-"""
+Usage: python -m phalanx.testing.rank_worker PIPE_FD [LISTENING_SOCKET_FD]"""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ GROUP_TIMEOUT = timedelta(hours=2)
 
 
 def main(pipe_fd: int, listener_fd: int | None = None) -> None:
-    """Serve calls until the pipe ends."""
+    """Serve calls until the pipe closes."""
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
@@ -60,7 +59,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     while True:
         paths, call, limit = pickle.loads(calls.get())
         sys.path[:] = paths
-        # The last resort if a call holds the GIL when the pool is gone: a thread in C ends the process.
+        # The last resort if a call holds the GIL after the pool has exited: a thread in C ends the process.
         faulthandler.dump_traceback_later(limit, exit=True)
         count += 1
         try:
@@ -84,7 +83,7 @@ def _send_result(pipe: Connection, kind: str, summary: str, content: str | bytes
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
-    """Pass calls on; when the pool's end of the pipe closes, however that came, end this process group."""
+    """Queue incoming calls; if the pool's end of the pipe closes, kill this process group."""
     try:
         while True:
             calls.put(pipe.recv_bytes())
@@ -94,7 +93,7 @@ def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
 
 
 def _reset_world(store: c10d.Store, rank: int, world_size: int) -> None:
-    """Forget the groups, caches and random state of the last call, as a new process would have none."""
+    """Drop the groups, caches and random state of the last call, as in a new process."""
     group_count = c10d._world.group_count
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -103,7 +102,7 @@ def _reset_world(store: c10d.Store, rank: int, world_size: int) -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     tensor_random._rng_tracker = None
     gc.collect()
-    # What is left belongs to modules; frozen, it does not cost 0.1 s in every later collection.
+    # The remaining objects belong to modules; frozen, they do not cost 0.1 s in every later collection.
     gc.freeze()
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A swarm's processes, each on a host of its own: started, killed, and seen through their journal."""
+"""Processes of a swarm, each on a separate host, with access to the coordinator's journal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ PORT = 7077
 
 
 class SwarmProcesses:
-    """`phalanx swarm serve` at the hub, `phalanx swarm join` at the hosts; in `folder`:
+    """`phalanx swarm serve` on the hub, and `phalanx swarm join` on the hosts.
 
-    certs/NAME  nodes/NAME  NAME.txt    who they are, what they keep, what they said"""
+    `folder` contains certs/NAME (certificates), nodes/NAME (run directories) and NAME.txt (output)."""
 
     def __init__(self, network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path) -> None:
-        """`coordinator_directory` is the coordinator's directory."""
+        """Issue the certificates.
+
+        Args:
+            network: Hosts of the swarm.
+            folder: Directory of the test's files.
+            run_file: Run file of the swarm.
+            coordinator_directory: Run directory of the coordinator.
+        """
         self.network = network
         self.folder = folder
         self.run_file = run_file
@@ -39,7 +46,7 @@ class SwarmProcesses:
             issue_certificate(folder / "certs", name, [])
 
     def start(self, name: str) -> None:
-        """The coordinator or a node; maybe again."""
+        """Start or restart the coordinator or a node."""
         if name == COORDINATOR:
             host = self.network.hub
             args = ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
@@ -58,52 +65,61 @@ class SwarmProcesses:
             )
 
     def start_all(self) -> None:
-        """The coordinator, and every node."""
+        """Start the coordinator, and every node."""
         for name in (COORDINATOR, *self.network.hosts):
             self.start(name)
 
     def address(self, host: Host) -> str:
-        """The coordinator's, as a host sees it."""
+        """Return the coordinator's address for a host."""
         return f"{host.hub}:{PORT}"
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """To all processes of one."""
+        """Send a signal to all processes of the coordinator or a node."""
         os.killpg(self.process_by_name[name].pid, number)
 
     def kill(self, name: str) -> None:
-        """At once."""
+        """Kill the coordinator or a node immediately."""
         with suppress(ProcessLookupError):
             self.signal(name, signal.SIGKILL)
         self.process_by_name[name].wait()
 
     def output(self, name: str) -> str:
-        """The end of it."""
+        """Return the last output of the coordinator or a node."""
         return (self.folder / f"{name}.txt").read_text()[-2000:]
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """The coordinator's journal; of these kinds."""
+        """Return the events of the coordinator's journal, optionally only of these kinds."""
         events = read_jsonl(self.coordinator_folder / JOURNAL_FILE)
         return [event for event in events if not kinds or event["what"] in kinds]
 
     def committed_rounds(self) -> int:
-        """Rounds that are."""
+        """Return the number of committed rounds."""
         return len(self.events("committed"))
 
     def wait_until(self, condition: Callable[[], bool], description: str, seconds: float) -> None:
-        """Raises AssertionError if it is not so in this time, or a process ends that was not killed."""
+        """Wait until a condition is true.
+
+        Args:
+            condition: Condition to poll.
+            description: Text of the failure.
+            seconds: Maximum time.
+
+        Raises:
+            AssertionError: the time is over, or a process exits that was not killed.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
             for name, process in self.process_by_name.items():
                 if process.poll() not in (None, 0, -signal.SIGKILL):
-                    raise AssertionError(f"{name} ended with {process.returncode}: {self.output(name)}")
+                    raise AssertionError(f"{name} exited with code {process.returncode}: {self.output(name)}")
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"not in {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(COORDINATOR)}"
+                    f"timed out after {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(COORDINATOR)}"
                 )
             time.sleep(0.02)
 
     def wait_all(self, seconds: float) -> None:
-        """Until all have ended by themselves, in this time together."""
+        """Wait until all processes have exited by themselves."""
         self.wait_until(
             lambda: all(process.poll() == 0 for process in self.process_by_name.values()), "the end", seconds
         )
@@ -113,7 +129,7 @@ class SwarmProcesses:
 def swarm_processes(
     network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
 ) -> Iterator[SwarmProcesses]:
-    """None of their processes is left afterwards."""
+    """Create the processes of a swarm, and kill them on exit."""
     processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
     try:
         yield processes

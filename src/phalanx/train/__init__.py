@@ -1,0 +1,1 @@
+"""Training on one rank: the loop, optimizers, checkpoints, guards and profiling."""

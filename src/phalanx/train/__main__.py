@@ -15,6 +15,7 @@ from phalanx.train.worker import ReducedRanks, run_rank
 
 
 def main() -> None:
+    """Parse the command line, train on this rank, and exit."""
     parser = argparse.ArgumentParser(
         "phalanx.train", description="Train on this rank (started by torchrun or phalanx train)."
     )
@@ -24,11 +25,11 @@ def main() -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many of the ranks train; the others stand by")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="where to train, whatever is found here")
-    parser.add_argument("--force", action="store_true", help="start although more memory is planned than there is")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of training ranks; the others stand by")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="device to train on, instead of the detected one")
+    parser.add_argument("--force", action="store_true", help="start even if the plan exceeds the available memory")
     parser.add_argument("--profile-memory", action="store_true", help="measure memory and collectives of one step")
-    parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="look closely at these steps")
+    parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="profile these steps")
     arguments = parser.parse_args()
     try:
         window = parse_step_range(arguments.profile_steps) if arguments.profile_steps else None

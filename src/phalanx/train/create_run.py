@@ -1,4 +1,4 @@
-"""Create a run: check it, prepare its data, and write its directory."""
+"""Creation of a run: check it, prepare its data, and write its directory."""
 
 from __future__ import annotations
 
@@ -43,17 +43,24 @@ NVIDIA_SMI_SECONDS = 20.0
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
-    """Check a run, prepare its data, and write its directory; returns the directory.
+    """Check a run, prepare its data, and write its directory; return the directory.
 
-    Raises UserError before anything is written if the run cannot work.
+    Args:
+        run: Run from its run file.
+        world_size: Number of ranks.
+        resume: Continue from an existing run directory.
+
+    Raises:
+        UserError: the run cannot work; then nothing is written.
     """
     run = decide_choices(run, resume)
     return write_run_directory(run, check_and_prepare(run, world_size, resume))
 
 
 def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
-    """Return a run with the faster precision where it leaves that open. A resumed run keeps what was decided when it
-    began: its precision, and the steps of `training.seconds`."""
+    """Return a run with the faster precision if the run file leaves it open.
+
+    A resumed run keeps the choices of its first start: its precision, and the steps of `training.seconds`."""
     file = run_directory(run) / RUN_FILE
     decided = None
     if resume and file.exists():
@@ -61,7 +68,10 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
             decided = load_run(file, environment={})
     if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
         steps = decided.training.steps
-        print(f"phalanx: training.seconds is for new runs; this one has {steps} steps since it began", file=sys.stderr)
+        print(
+            f"phalanx: training.seconds is for new runs; this run has had {steps} steps since its start",
+            file=sys.stderr,
+        )
         run = with_decided_steps(run, steps)
     if not run.training.auto_precision:
         return run
@@ -74,7 +84,7 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
 
 
 def check_machine_memory(run: RunSpec, nproc: int) -> None:
-    """Raise UserError where `nproc` ranks would hold more than this machine has, or this process's cgroup may."""
+    """Raise UserError if `nproc` ranks need more memory than this machine or this process's cgroup has."""
     if select_device(run) == "cuda":
         memory_bytes = run.cluster.memory_bytes or _gpu_memory_bytes()
         if memory_bytes is not None:
@@ -85,7 +95,7 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
 
 
 def _gpu_memory_bytes() -> int | None:
-    """Return the memory of the smallest GPU, without a CUDA context in this process; None if it is not known."""
+    """Return the memory of the smallest GPU, without a CUDA context in this process; None if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
@@ -98,11 +108,18 @@ def check_and_prepare(
 ) -> PreparedData:
     """Check a run, and prepare its data.
 
-    Raises UserError if the run cannot work.
+    Args:
+        run: Run from its run file.
+        world_size: Number of ranks.
+        resume: Continue from an existing run directory.
+        progress: Callback of the data preparation.
+
+    Raises:
+        UserError: the run cannot work.
     """
     preflight(run, world_size, resume)
     with offer_recorded_tokens(run, resume):
-        prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
+        prepared = prepare(run.data, progress)  # with the user's own paths, which its errors quote
     if (line := describe_unchecked_pairs(run.data)) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     run = with_absolute_paths(run)
@@ -114,7 +131,7 @@ def check_and_prepare(
     elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     if run.model.from_hf and not saved:
-        from phalanx.train.training_data import initial_weights  # torch, which by now is needed anyway
+        from phalanx.train.training_data import initial_weights  # imports torch, which is needed by now
 
         initial_weights(run)
     return prepared
@@ -122,7 +139,7 @@ def check_and_prepare(
 
 @contextmanager
 def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
-    """Add to errors about the text of a resumed run how to continue with its tokens, which may outlive the text."""
+    """Extend errors about the text of a resumed run by a fix with its tokens, which may outlive the text."""
     try:
         yield
     except UserError as error:
@@ -132,8 +149,9 @@ def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
 
 
 def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
-    """Describe the change of the learning rate where a run continues after a step with another schedule than its run
-    file has; None if the rate does not jump."""
+    """Describe the jump of the learning rate if a run resumes with a changed schedule.
+
+    None if the rate does not jump."""
     with suppress(UserError):
         before = load_run(run_directory(run) / RUN_FILE, environment={})
         if not (before.training.has_decided_steps and run.training.has_decided_steps):
@@ -159,7 +177,7 @@ def _learning_rate(run: RunSpec, step: int) -> float:
 
 
 def _warn_unexportable(run: RunSpec) -> None:
-    """Print which field of a new run's model keeps `phalanx export` from writing it for Hugging Face, if one does."""
+    """Print the field of a new run's model that prevents `phalanx export` for Hugging Face, if any."""
     try:
         hf_config(run.model)
     except UserError as error:
@@ -168,16 +186,18 @@ def _warn_unexportable(run: RunSpec) -> None:
 
 
 def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
-    """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
-    continue from was made with other text."""
+    """Raise UserError if the tokens do not suit the run.
+
+    The text may be too short, the tokenizer may have more tokens than the model, or a checkpoint to resume from may be
+    of another text."""
     check_vocab_size(run, load_tokenizer(prepared.tokenizer).vocab)
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
         raise UserError(
             "data.held_out",
             run.data.held_out or run.data.train,
-            f"leaves {held_out.size} tokens to evaluate on",
-            fix="give more text, or raise data.held_out_fraction",
+            f"leaves only {held_out.size} tokens for evaluation",
+            fix="add text, or raise data.held_out_fraction",
         )
     if prepared.train:
         loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, seed=run.training.seed)
@@ -191,7 +211,7 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
 
 
 def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
-    """Return how to continue a run with the tokens that it began with, if they are still there."""
+    """Return how to continue a run with the tokens of its first start, if they still exist."""
     with suppress(UserError, OSError):
         recorded = read_run_directory(directory)[1]
         if recorded.train and recorded != prepared:

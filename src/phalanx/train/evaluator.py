@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a model on held-out text, over all ranks."""
+"""Evaluation of a model on held-out text, over all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from phalanx.train.resumable import ResumableLearner
 
 @torch.no_grad()
 def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[MicroBatch]]) -> MetricsRecord:
-    """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
-    chose each expert between the evaluation before and `rotate_expert_counts`."""
+    """Return the loss on the held-out text, in nats per token and bits per byte.
+
+    With experts, the record also has the number of training tokens that chose each expert, between the previous
+    evaluation and `rotate_expert_counts`."""
     spec = learner.run.evaluation
     started_at = time.perf_counter()
     learner.strategy.drain_pending_updates()
@@ -39,7 +41,7 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     for batch in batches if learner.strategy.runs_model else ():
         for micro in micro_batches(batch):
             loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
-            # Not targets[is_counted], whose length the host would wait for.
+            # Not targets[is_counted]: the host would wait for its length.
             is_counted = (micro.targets != IGNORE_INDEX) & learner.strategy.has_loss
             num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
             sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
@@ -57,7 +59,7 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
 
 
 def evaluation_message(evaluation: MetricsRecord) -> str:
-    """What a run says of an evaluation."""
+    """Return a line about an evaluation."""
     return (
         f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
         f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"

@@ -1,4 +1,4 @@
-"""What learns on a rank, whatever data it is given: the model under its layout, its optimizers, a step of them."""
+"""A learner on one rank: the model under its layout, its optimizers, and one step of training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of this rank: its tokens and targets of each row, and the documents of the whole rows (None: one
-    a row)."""
+    """One forward pass of this rank: tokens and targets of each row, and the documents of the full rows.
+
+    `documents` None means one document per row."""
 
     tokens: Tensor
     targets: Tensor
@@ -38,11 +39,9 @@ class MicroBatch:
 
 
 class Learner:
-    """A model under the layout of a run, on this rank, and what trains it.
+    """A model under the layout of a run on this rank, and its optimizers.
 
-    Nothing here looks at the values of a tensor:
-    a step can be traced without any (`phalanx.verify`).
-    """
+    It does not read tensor values, so that a step can be traced without values (`phalanx.verify`)."""
 
     def __init__(
         self,
@@ -52,7 +51,15 @@ class Learner:
         weights: Callable[[str, torch.Size], Tensor] | None = None,
         trained_experts: TrainedExperts | None = None,
     ) -> None:
-        """`weights` are the initial ones by name; None draws them. It trains `trained_experts`; None: all experts."""
+        """Build the model and its optimizers.
+
+        Args:
+            run: Run with model, layout and optimizer.
+            mesh: Mesh of the layout.
+            device: Device of this rank.
+            weights: Initial weights by name; None: they are drawn at random.
+            trained_experts: Experts to train; None: all.
+        """
         self.run = run
         self.mesh = mesh
         self.device = device
@@ -75,13 +82,13 @@ class Learner:
         ]
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
         self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
-        """This rank's, by their place among the layers with experts."""
+        """This rank's routers, by their index among the layers with experts."""
         self.optimizers = build_optimizers(
             run.optimizer, self.strategy.trainable_parameters, self.strategy.as_global_dtensor
         )
 
     def local_tokens(self, tokens: int) -> Any:
-        """Which of the tokens of a sequence are this rank's."""
+        """Return the slice or indices of this rank's tokens in a sequence."""
         context = self.mesh.cp_mesh
         layout = self.run.layout
         if context is None:
@@ -89,7 +96,7 @@ class Learner:
         return local_token_indices(tokens, layout.cp, context.get_local_rank(), kind=layout.cp_method).numpy()
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """This rank's rows of a step as micro-batches on the device."""
+        """Return this rank's rows of a step as micro-batches on the device."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
@@ -101,7 +108,7 @@ class Learner:
         return micros
 
     def _documents(self, document_starts: np.ndarray) -> Documents:
-        """The documents of a micro-batch, on the device."""
+        """Return the documents of a micro-batch, on the device."""
         starts, bounds = (self._to_device(x) for x in (document_starts, document_bounds(document_starts)))
         if self.run.training.compile:  # blocks are compiled once, not for each number of documents
             torch._dynamo.maybe_mark_dynamic(bounds, 0)
@@ -112,9 +119,10 @@ class Learner:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def forward_backward(self, micros: Sequence[MicroBatch], stop_state: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
-        auxiliary loss, `stop_state` (whether to stop; from a server, after which step), choices dropped,
-        and each router's load."""
+        """Compute the gradients of the summed loss of this rank's rows, and return values to sum over ranks.
+
+        The values are the number of target tokens, loss, auxiliary loss, `stop_state` (whether to stop; from a server,
+        after which step), the number of dropped choices, and each router's load."""
         sums = torch.zeros(NUM_SCALARS, dtype=torch.float64, device=self.device)
         for index, value in enumerate(stop_state, 3):
             sums[index].fill_(value)  # a copy from host memory would wait for the device
@@ -131,16 +139,18 @@ class Learner:
         return torch.cat([sums, loads.flatten()])
 
     def compute_losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
+        """Return the loss and the auxiliary loss, summed over tokens.
+
+        The logits, the largest tensor of all, are freed here."""
         with autocast_context(self.strategy, self.run.training.precision, self.device):
             logits, auxiliary = model(micro.tokens, micro.documents)
         return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def reduce(self, sums: Tensor) -> StepReduction:
-        """Sum over ranks what each measured, and the gradients, which are clipped."""
+        """Sum values and gradients over ranks, and clip the gradients."""
         return self.strategy.reduce(sums, self.run.optimizer.max_grad_norm)
 
     def update(self, ratio: float) -> None:
-        """Step, at the peak learning rates times `ratio`."""
+        """Step the optimizers, at the peak learning rates times `ratio`."""
         set_learning_rate(self.optimizers, ratio)
         self.strategy.update(self.optimizers)

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl and TensorBoard always, Weights & Biases if asked. Rank 0 writes."""
+"""Loggers of a run, written by rank 0: metrics.jsonl, TensorBoard and optionally Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from phalanx.spec.errors import UserError
 
 
 class Logger(Protocol):
-    """Takes one record: a step's, an evaluation's."""
+    """Destination of records of steps and evaluations."""
 
     def write(self, record: MetricsRecord) -> None:
-        """Keep a record. Steps rise; an evaluation may have the step of the record before it."""
+        """Write a record; steps increase, but an evaluation may repeat the step of the previous record."""
 
     def close(self, failed: bool = False) -> None:
-        """End the log. Safe after a failed write, and more than once."""
+        """Close the log; safe after a failed write, and more than once."""
 
 
 class JsonLinesLogger:
-    """metrics.jsonl: one JSON object a line. JSON has no NaN or infinity: they are written as null."""
+    """Log in metrics.jsonl: one JSON object per line, with null for NaN and infinity, which JSON lacks."""
 
     def __init__(self, path: Path, after_step: int, flush_seconds: float = 0.0) -> None:
-        """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
-        `flush_seconds` with the next."""
+        """Open the file, and drop the lines of steps after `after_step`, which will run again.
+
+        A line is in the file at once, or after `flush_seconds` with the next line."""
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
         lines = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
@@ -45,6 +46,7 @@ class JsonLinesLogger:
         self._file = path.open("a")
 
     def write(self, record: MetricsRecord) -> None:
+        """Append a record."""
         finite = {name: None if _not_finite(value) else value for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         now = time.monotonic()
@@ -53,12 +55,13 @@ class JsonLinesLogger:
             self._flushed_at = now
 
     def close(self, failed: bool = False) -> None:
-        with suppress(OSError):  # of a write that failed before: every other is flushed
+        """Close the file."""
+        with suppress(OSError):  # from a write that failed before; all others are flushed
             self._file.close()
 
 
 class TensorBoardLogger:
-    """Scalars under the names they have in metrics.jsonl."""
+    """Scalars with their names in metrics.jsonl."""
 
     def __init__(self, directory: Path, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -66,18 +69,22 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(str(directory), purge_step=after_step + 1 if after_step else None)
 
     def write(self, record: MetricsRecord) -> None:
+        """Write the scalars of a record."""
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "time"):
                 self._writer.add_scalar(name, value, record["step"])
 
     def close(self, failed: bool = False) -> None:
-        with suppress(OSError):  # of a write that failed before, in the writer's thread
+        """Close the writer."""
+        with suppress(OSError):  # from a write that failed before, in the writer's thread
             self._writer.close()
 
 
 class WandbLogger:
-    """The optional service. Its run has the run directory's own id, so that `--resume` continues it; steps that are
-    done again it knows already, and keeps."""
+    """The optional service.
+
+    Its run has the run directory's own id, so that `--resume` continues it. It ignores steps that run again, and keeps
+    the first record."""
 
     def __init__(self, project: str, name: str, directory: Path, config: MetricsRecord) -> None:
         import wandb
@@ -91,18 +98,20 @@ class WandbLogger:
                 "metrics.wandb",
                 project,
                 f"cannot be opened: {error}",
-                fix="run `wandb login`, set WANDB_MODE=offline, or remove it",
+                fix="run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb",
             ) from None
 
     def write(self, record: MetricsRecord) -> None:
+        """Send a record."""
         self._run.log(record, step=record["step"])
 
     def close(self, failed: bool = False) -> None:
+        """Finish the W&B run."""
         self._run.finish(exit_code=int(failed))
 
 
 def wandb_id(directory: Path) -> str:
-    """The W&B id of a run directory, made at first and kept in it."""
+    """Return the W&B id of a run directory, which is created once and saved there."""
     file = directory / WANDB_ID_FILE
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:16])
@@ -110,9 +119,17 @@ def wandb_id(directory: Path) -> str:
 
 
 def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str, config: MetricsRecord) -> list[Logger]:
-    """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one.
+    """Open the logs of a run.
 
-    Raises UserError, with nothing opened, if W&B is asked for and cannot be had.
+    Args:
+        directory: Run directory.
+        after_step: Last step of the checkpoint that the run resumes from; 0 for a fresh run.
+        wandb: W&B project; None for no W&B.
+        name: Name of the run.
+        config: Run file, for W&B.
+
+    Raises:
+        UserError: W&B is requested and not available; then nothing is opened.
     """
     logs: list[Logger] = []
     if wandb is not None:

@@ -1,4 +1,4 @@
-"""What a run says at its beginning and at its end."""
+"""Messages at the start and at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 
 def start_message(trainer: Trainer, resumed: int) -> str:
-    """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
+    """Return the message before the first step.
+
+    `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
     run = trainer.run
     batch = trainer.batch
     sizes = trainer.mesh.dims
@@ -45,7 +47,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     if run.training.seq_len > run.model.max_seq_len:
         lines.append(
             f"sequences of {run.training.seq_len:,} are longer than model.max_seq_len = {run.model.max_seq_len:,}, "
-            "which exports give as the longest"
+            "which exports declare as the maximum"
         )
     if run.training.has_decided_steps and run.optimizer.warmup_steps >= run.training.steps:
         warmup_steps = run.optimizer.warmup_within(run.training.steps)
@@ -60,12 +62,12 @@ def start_message(trainer: Trainer, resumed: int) -> str:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
         if trainer.step == run.training.steps:
-            lines.append("that was the last: raise training.steps to go on")
+            lines.append("that was the last step: raise training.steps to continue")
     return "\n".join(lines)
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
-    """What a run says at its end."""
+    """Return the message at the end of a run."""
     lines = []
     if evaluation:
         lines.append(evaluation_message(evaluation))

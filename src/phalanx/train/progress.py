@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, a line now and then elsewhere, nothing from ranks but 0."""
+"""Progress of a run on rank 0: a bar on a terminal, or a periodic line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressDisplay:
-    """Shows the steps of a run; `quiet` shows nothing."""
+    """Display of the steps of a run; `quiet` disables it."""
 
     def __init__(self, step: int, steps: int | None, quiet: bool) -> None:
         self.steps = steps
@@ -43,13 +43,13 @@ class ProgressDisplay:
             self._bar.stop()
 
     def set_steps(self, steps: int) -> None:
-        """Show progress towards a number of steps that was not known before."""
+        """Set the number of steps of a run that started without one."""
         self.steps = steps
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Show a step that is done."""
+        """Show a finished step."""
         if self.quiet:
             return
         text = format_metrics(record)
@@ -63,7 +63,7 @@ class ProgressDisplay:
             self.log(f"step {record['step']}{self._remaining(record['step'], now)}  {text}")
 
     def _remaining(self, step: int, now: float) -> str:
-        """Return the number of steps and the time until the last, where they are known."""
+        """Return the number of steps and the remaining time, if known."""
         if self.steps is None:
             return ""
         seconds_per_step = (now - self._started_at) / max(1, step - self._first_step)
@@ -76,7 +76,7 @@ class ProgressDisplay:
 
 
 def format_metrics(record: dict[str, Any]) -> str:
-    """The numbers of a step that a person watches."""
+    """Return the main metrics of a step as text."""
     parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")

@@ -1,4 +1,4 @@
-"""What learns on a rank, and where it is: kept on disk and in memory, and gone on from."""
+"""Learner with checkpointing: save and restore the model, the optimizers and the progress."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from phalanx.train.training_data import TrainingData
 
 
 def in_memory_identity(run: RunSpec) -> dict[str, Any]:
-    """Return what a copy in memory must have been made with to be of this run. How long the run is may be decided on
-    the way (`training.seconds`)."""
+    """Return the settings that a copy in memory must share with the run.
+
+    They exclude the length of the run, which may be decided during the run (`training.seconds`)."""
     identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
     for table, field in (("training", "steps"), ("training", "seconds"), ("optimizer", "warmup_steps")):
         del identity[table][field]
@@ -42,10 +43,9 @@ def in_memory_identity(run: RunSpec) -> dict[str, Any]:
 
 
 class ResumableLearner(Learner):
-    """A learner with its data and its count of steps: all that a run needs to go on where it was.
+    """A learner with its data and its step count: all state to continue a run.
 
-    torch.distributed must be initialised where there are several ranks.
-    """
+    torch.distributed must be initialized if there are several ranks."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class ResumableLearner(Learner):
         self.directory = directory
         experts = run.model.moe.num_experts if run.model.moe else 0
         self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
-        """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
-        and the one before."""
+        """Counts of choices of each expert of these layers, over all ranks.
+
+        The first row counts since the last evaluation, the second the interval before it."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.in_memory_checkpointer = None
@@ -70,7 +71,7 @@ class ResumableLearner(Learner):
             identity = in_memory_identity(run)
             num_rollbacks = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
-            )  # what was copied before it is not gone on from
+            )  # copies from before the last rollback are not restored
             group = dist.new_group(backend="gloo") if dist.is_initialized() else None
             self.in_memory_checkpointer = InMemoryCheckpointer(
                 {"ranks": world_size, "back": num_rollbacks, **identity}, group, device
@@ -79,29 +80,29 @@ class ResumableLearner(Learner):
             self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, steps=0
         )
         self.step = 0
-        """Optimizer updates done."""
+        """Number of optimizer updates."""
         self.resumed_at_step = 0
-        """The step after which this start of the run went on."""
+        """The step after which this start of the run resumed."""
         self.tokens = 0
-        """Target tokens learned from, over all ranks."""
+        """Number of target tokens trained on, over all ranks."""
         self.skipped = 0
-        """Steps whose gradient was not finite."""
+        """Number of steps whose gradient was not finite."""
 
     def save_in_memory(self) -> None:
-        """Keep this step's state where it outlives this rank."""
+        """Copy this step's state into memory that outlives this rank."""
         if self.in_memory_checkpointer is not None:
             self.strategy.drain_pending_updates()
             manifest = {**self._manifest(), "step": self.step, "random": rng_state()}
             self.in_memory_checkpointer.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
 
     def save(self) -> None:
-        """Begin a checkpoint of this step."""
+        """Start a checkpoint of this step."""
         self.strategy.drain_pending_updates()
         tensors = checkpoint_tensors(self.strategy, self.optimizers)
         self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
 
     def _manifest(self) -> MetricsRecord:
-        """What a run is, beside its tensors."""
+        """Return the state of a run besides its tensors."""
         return {
             "tokens": self.tokens,
             "skipped": self.skipped,
@@ -113,10 +114,13 @@ class ResumableLearner(Learner):
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:
-        """Continue from the newest intact checkpoint, if there is one; says how many ranks wrote it (0: there is none),
-        and which newer ones are damaged.
+        """Continue from the newest intact checkpoint, if there is one.
 
-        Raises UserError if the checkpoint is of another model or other data, or all that there are are damaged.
+        Returns:
+            The number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
+
+        Raises:
+            UserError: the checkpoint has another model or other data, or all checkpoints are damaged.
         """
         directory = self.checkpointer.directory
         checkpoint = None
@@ -142,7 +146,7 @@ class ResumableLearner(Learner):
         return int(manifest["world_size"]), damaged
 
     def _restore_progress(self, manifest: MetricsRecord) -> None:
-        """Be where a manifest says that the run was."""
+        """Restore the progress of a manifest."""
         self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
         if self.moe_layers and "expert_tokens" in manifest:
             self.expert_loads.copy_(torch.tensor(manifest["expert_tokens"]))
@@ -151,7 +155,7 @@ class ResumableLearner(Learner):
         self.skipped = manifest["skipped"]
         self.resumed_at_step = self.step
         rescaling = LearningRateRescaling(**manifest["rescaling"])
-        if rescaling.after != self.batch.learning_rate_scale:  # the ranks are others
+        if rescaling.after != self.batch.learning_rate_scale:  # the number of ranks has changed
             warmup = self.run.optimizer.warmup_within(self.run.training.steps)
             rescaling = LearningRateRescaling(
                 rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, steps=warmup
@@ -159,7 +163,7 @@ class ResumableLearner(Learner):
         self.rescaling = rescaling
 
     def _skip_bad_steps(self) -> None:
-        """Leave out text that led this run astray before."""
+        """Skip text that led to divergence before."""
         steps = broadcast_from_rank0(partial(steps_to_skip, self.directory, self.step))
         if steps:
             self.loader.skip_steps(steps)

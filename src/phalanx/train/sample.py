@@ -1,4 +1,4 @@
-"""Samples of text that show what a model has learned."""
+"""Text samples that show what a model has learned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SAMPLE_TOKENS = 160
 
 
 def is_sample_due(run: RunSpec, step: int) -> bool:
-    """Return whether a sample, of `evaluation.samples` at even distances, falls on this step before the last."""
+    """Return whether one of `evaluation.samples` evenly spaced samples is due after this step.
+
+    No sample is due after the last step."""
     samples = run.evaluation.samples
     steps = run.training.steps
     is_due = step * samples // steps > (step - 1) * samples // steps
@@ -22,22 +24,23 @@ def is_sample_due(run: RunSpec, step: int) -> bool:
 
 
 def has_whole_logits(run: RunSpec) -> bool:
-    """Return whether a rank computes all logits of a whole text."""
+    """Return whether a rank computes all logits of a full text."""
     return run.layout.tp * run.layout.cp == 1
 
 
 def sample_message(step: int, sample: str) -> str:
-    """Return a sample as lines for a person."""
+    """Return a sample as lines for the terminal."""
     return f"sample after step {step}:\n  " + sample.replace("\n", "\n  ")
 
 
 def generate_sample(learner: ResumableLearner) -> str:
-    """Return text by which the model continues the run's prompt. Every rank takes part: the model may be split over
-    them."""
+    """Return the model's continuation of the run's prompt.
+
+    All ranks must call it, because the model may be sharded over them."""
     run = learner.run
     if not has_whole_logits(run):
         return f"(none: phalanx generate {learner.directory} --prompt {run.evaluation.prompt!r})"
-    last_rank = learner.mesh.dims.world_size - 1  # it always computes; the first, which prints, may not
+    last_rank = learner.mesh.dims.world_size - 1  # it always runs the model; the first rank, which prints, may not
     if not learner.strategy.runs_model:
         return broadcast_object("", src=last_rank)
     tokenizer = learner.corpus.tokenizer

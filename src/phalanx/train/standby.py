@@ -16,24 +16,24 @@ from phalanx.runs.create import is_finished
 from phalanx.spec.errors import EXIT_STOPPED
 
 CONNECT_TIMEOUT = timedelta(minutes=5)
-"""For a standby rank to start and to reach the store of rank 0."""
+"""Maximum time for a standby rank to start and to reach the store of rank 0."""
 
 
 def wait_for_standby_ranks(num_ranks: int) -> None:
-    """Keep the store of rank 0 up until every rank from `num_ranks` on has connected to it: one that starts more slowly
-    than a short run ends would look for it in vain."""
+    """Wait until every rank from `num_ranks` on has connected to the store of rank 0.
+
+    A rank that starts after the end of a short run could not connect to the store."""
     if standby_keys := [f"standby/{rank}" for rank in range(num_ranks, int(os.environ["WORLD_SIZE"]))]:
         with suppress(dist.DistError):
             _connect_to_rank_0().wait(standby_keys, CONNECT_TIMEOUT)
 
 
 def run_standby_rank(directory: Path) -> int:
-    """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
-    code."""
+    """Wait until the training ranks exit or a signal arrives, and return the exit code."""
     die_with_launcher()
     run_over = Event()
 
-    def wait_for_end() -> None:  # beside the main thread, which hears signals meanwhile
+    def wait_for_end() -> None:  # in a thread, because the main thread handles signals
         with suppress(dist.DistError):
             store = _connect_to_rank_0()
             store.set(f"standby/{os.environ['RANK']}", "")

@@ -1,4 +1,4 @@
-"""`training.seconds`: how many steps fit into a time, decided when the first of them have been measured."""
+"""`training.seconds`: the number of steps in a time budget, decided after measuring the first steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from phalanx.train.resumable import ResumableLearner
 
 DECISION_STEPS = 10
 DECISION_SHARE = 0.05
-"""Steps to measure at least, and the part of the time."""
+"""Minimum number of steps to measure, and minimum share of the time."""
 LATEST_DECISION_SHARE = 0.2
-"""The part of the time after which fewer steps are enough."""
+"""The share of the time after which fewer steps are enough."""
 WARM_UP_STEPS = 2
-"""First steps that may be slower than those after them."""
+"""First steps, which may be slower than later ones."""
 MIN_STEPS = 3
 
 
 def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]) -> int | None:
-    """Return how many steps a run has that may train for `seconds`; None before enough of them are measured.
+    """Return the number of steps of a run of `seconds`; None before enough steps are measured.
 
     Args:
-        seconds: The time of the whole run.
-        first_step: Steps that were done before the time began.
-        step_seconds: How long each step since then took. The steps to come are taken to be as fast as the median of
-            these, without the first two.
+        seconds: The time of the full run.
+        first_step: Number of steps before the time started.
+        step_seconds: Duration of each step since then. Later steps are assumed to take the median of these, without the
+            first two.
 
     Raises:
-        UserError: There is no time for three steps.
+        UserError: The time is too short for three steps.
     """
     done = len(step_seconds)
     elapsed = sum(step_seconds)
@@ -53,7 +53,7 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
 
 
 def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
-    """Return the run with a number of steps in place of its seconds. It warms up for at most half of them."""
+    """Return the run with a number of steps instead of its seconds; it warms up for at most half of them."""
     warmup_steps = min(run.optimizer.warmup_steps, steps // 2)
     return run.model_copy(
         update={
@@ -64,19 +64,21 @@ def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
 
 
 class TimeBudget:
-    """The time of a run that has `training.seconds`, from which its steps are decided; nothing for other runs."""
+    """The time budget of a run with `training.seconds`; no effect on other runs."""
 
     def __init__(self, learner: ResumableLearner) -> None:
         self.learner = learner
         self.first_step = learner.step
         self.step_seconds: list[float] = []
-        """How long each step took rank 0."""
+        """Duration of each step on rank 0."""
 
     def end_step(self, step_seconds: float, progress: ProgressDisplay) -> None:
-        """Note how long a step took, and decide how many there are once enough of them are measured. Every rank calls
-        this after each step.
+        """Record the duration of a step, and decide the number of steps when enough are measured.
 
-        Raises UserError on all ranks where there is no time for three.
+        Every rank calls this after each step.
+
+        Raises:
+            UserError: the time is too short for three steps; raised on all ranks.
         """
         learner = self.learner
         seconds = learner.run.training.seconds

@@ -1,4 +1,4 @@
-"""The training loop, and what it does beside learning: measure, evaluate, save, guard, stop."""
+"""The training loop, with metrics, evaluation, checkpoints, guards and stopping."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ from phalanx.train.training_data import TrainingData
 
 
 class Trainer(ResumableLearner):
-    """A run under way on this rank: what learns and can be gone on with, and the loop around it.
+    """A run on this rank: a resumable learner, and the loop around it.
 
-    torch.distributed must be initialised where there are several ranks.
-    """
+    torch.distributed must be initialized if there are several ranks."""
 
     def __init__(
         self,
@@ -62,21 +61,22 @@ class Trainer(ResumableLearner):
         checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, checkpointing)
         self.step_record: StepRecord | None = None
-        """What this rank notes of the last step."""
+        """This rank's record of the last step."""
         self.stop_requested = False
         """Set by a signal on this rank, at any time."""
         self.spike_detector = LossSpikeDetector(None)
-        """By which a spike of the loss ends this trainer, for another to begin where there was none."""
+        """Detector of loss spikes, which end this trainer; another trainer then resumes from before the spike."""
         self.stop_after_step: int | None = None
-        """The step after which all ranks save and end, since some rank was asked to stop."""
+        """The step after which all ranks save and stop, because a rank received a stop request."""
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0."""
         return self.mesh.rank == 0
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed to save and end now."""
+        """True if all ranks have agreed to save and stop now."""
         return self.stop_after_step is not None and self.step >= self.stop_after_step
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -88,8 +88,14 @@ class Trainer(ResumableLearner):
         step: Callable[[Iterator[Batch]], MetricsRecord] | None = None,
         rank_log: Logger | None = None,
     ) -> MetricsRecord:
-        """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
-        `rank_log` receives this rank's record of each step."""
+        """Train to the last step or until a stop request, and return the last evaluation.
+
+        Args:
+            logs: Loggers of metrics.
+            progress: Display of the progress.
+            step: Replacement of `train_step`.
+            rank_log: Logger of this rank's record of each step.
+        """
         consecutive_nonfinite = 0
         last_seen_step = -1
         evaluation = {}
@@ -104,7 +110,7 @@ class Trainer(ResumableLearner):
                 run = self.run
                 is_finite = math.isfinite(record["grad_norm"])
                 is_new_step = record["step"] != last_seen_step
-                last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
+                last_seen_step = record["step"]  # an asynchronous worker may receive a step twice
                 consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
                 if consecutive_nonfinite and is_new_step:
                     progress.log(f"step {self.step}: skipped, {_describe_step(record)}")
@@ -117,13 +123,13 @@ class Trainer(ResumableLearner):
                 self._check_divergence(record, consecutive_nonfinite)
                 should_evaluate = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
                 if should_evaluate:
-                    self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
+                    self.rotate_expert_counts()  # before saving, since a resumed run does not repeat the evaluation
                 self._save_if_due(record, is_finite, progress, rank_log=rank_log)
                 if should_evaluate:
                     with self._record_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
-                    if self.step < self.run.training.steps:  # the last one is told at the end
+                    if self.step < self.run.training.steps:  # the last one is printed at the end
                         progress.log(f"step {self.step}: {evaluation_message(evaluation)}")
                 if is_sample_due(run, self.step):
                     with self._record_pause("sample", rank_log):
@@ -135,7 +141,9 @@ class Trainer(ResumableLearner):
         return evaluation
 
     def train_step(self, batches: Iterator[Batch]) -> MetricsRecord:
-        """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
+        """Run one optimizer update, and return its record.
+
+        The phases are forward and backward passes, their sum over ranks, and the update."""
         phases = StepPhaseTimer(self.strategy)
         micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
@@ -143,7 +151,7 @@ class Trainer(ResumableLearner):
         sums = self.forward_backward(micros, stop_state)
         phases.end("passes")
         reduced = self.reduce(sums)
-        sums, norm = copy_to_host(reduced.sums, reduced.norm)  # all that is read of a step, at once
+        sums, norm = copy_to_host(reduced.sums, reduced.norm)  # all values of a step in one copy
         tokens, loss, auxiliary, stop_requests, announced_step, dropped = sums[:NUM_SCALARS].tolist()
         phases.end("reduce")
         record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(norm)}
@@ -171,8 +179,10 @@ class Trainer(ResumableLearner):
         return record | self._performance_metrics(self.step_record, int(tokens))
 
     def _update_stop_step(self, step: int, stop_requested: bool, announced_step: int) -> None:
-        """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
-        servers miss none, and announce from the next on one that nobody can have passed by then."""
+        """Decide after which step all ranks stop, from the sums of `step`.
+
+        Asynchronous workers may miss a step. Servers miss none, and announce a later step that no rank can have passed
+        by then."""
         staleness = self.run.layout.max_staleness
         if self.stop_after_step is not None:
             return
@@ -193,27 +203,27 @@ class Trainer(ResumableLearner):
             self.strategy.zero_grad()
 
     def _count_expert_loads(self, loads: Tensor, apply: bool) -> None:
-        """Add up the loads of experts over all ranks, and correct the routers' biases by them."""
+        """Accumulate the loads of experts over all ranks, and update the routers' biases."""
         self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
         for moe_index, router in self.routers.items():
             router.load.copy_(loads[moe_index])
-            router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker is sent its biases
+            router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker receives its biases
 
-    # -- evaluation, saving, returning -------------------------------------------------------------------------------
+    # -- evaluation and saving ---------------------------------------------------------------------------------------
 
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""
         return evaluate(self, self.micro_batches)
 
     def rotate_expert_counts(self) -> None:
-        """What was counted of experts until now is told by the next evaluation."""
+        """Move the expert counts to the record of the next evaluation, and restart them."""
         self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
 
     def _save_if_due(
         self, record: MetricsRecord, is_finite: bool, progress: ProgressDisplay, rank_log: Logger | None
     ) -> None:
-        """Save after a step, on disk and in memory, where each is due."""
-        # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
+        """Save after a step, on disk and in memory, if due."""
+        # Weights without a finite gradient may be corrupt. (Asynchronous ranks are not notified at once.)
         is_sound = is_finite or self.run.layout.max_staleness is not None
         is_scheduled = self.checkpoint_scheduler.due(self.step, record["step_seconds"], self.checkpointer.is_saving)
         if ((is_scheduled or self.should_stop) and is_sound) or self.step == self.run.training.steps:
@@ -224,7 +234,7 @@ class Trainer(ResumableLearner):
                 self.save_in_memory()
 
     def _save_and_schedule_next(self, progress: ProgressDisplay) -> None:
-        """Save, and settle when to do it again."""
+        """Save, and decide when the next checkpoint is due."""
         started_at = time.perf_counter()
         self.save()
         if self.run.checkpoint.every != "auto":
@@ -260,7 +270,7 @@ class Trainer(ResumableLearner):
             record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
             hardware_flops = self.flops_per_token + self.recomputed_flops
-            if self.device.type == "cpu" and not self.run.cluster.peak_flops:  # measured in a moment, perhaps a bad one
+            if self.device.type == "cpu" and not self.run.cluster.peak_flops:  # a short measurement, perhaps too low
                 self.peak_flops = max(self.peak_flops, tokens_per_second * hardware_flops / ranks)
             record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks=ranks)
             record["hfu"] = mfu(tokens_per_second, hardware_flops, self.peak_flops, ranks=ranks)
@@ -270,7 +280,7 @@ class Trainer(ResumableLearner):
 
     @contextmanager
     def _record_pause(self, pause: str, rank_log: Logger | None) -> Iterator[None]:
-        """Around what stands between steps."""
+        """Record the time of work between steps."""
         started_at = time.perf_counter()
         yield
         if rank_log is not None:
@@ -283,7 +293,7 @@ class Trainer(ResumableLearner):
             rank_log.write(dict(record))
 
     def _check_replicas(self) -> None:
-        """Raise CorruptionError if ranks do not hold alike what they must."""
+        """Raise CorruptionError if replicated state differs between ranks."""
         every = self.run.training.replica_check_interval
         error = check_replica_consistency(self.strategy, self.optimizers, self.mesh.dims, step=self.step, every=every)
         if error is not None:
@@ -296,13 +306,11 @@ class Trainer(ResumableLearner):
             self.checkpointer.wait()
             raise DivergenceError(
                 f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: {_describe_step(record)}; "
-                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
+                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and use --resume"
             )
         if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
             self.checkpointer.wait()
-            raise DivergenceError(
-                f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
-            )
+            raise DivergenceError(f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median")
 
     def _write(self, logs: list[Logger], record: MetricsRecord, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
@@ -315,5 +323,5 @@ def _describe_step(record: MetricsRecord) -> str:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens at this one."""
+    """Return whether an action that happens `every` steps (0: never) is due after this step."""
     return every > 0 and step % every == 0

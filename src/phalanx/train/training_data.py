@@ -1,4 +1,4 @@
-"""The data of a run as the trainer reads it: training tokens, held-out tokens, and the tokenizer."""
+"""The data of a run for the trainer: training tokens, held-out tokens, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Everything a trainer needs from outside but the run file."""
+    """The inputs of a trainer besides the run file."""
 
     train: IndexedDataset | None
-    """None where the text is tokenized while training (data.streaming)."""
+    """None if the text is tokenized while training (data.streaming)."""
     held_out: IndexedDataset
     tokenizer: Tokenizer
     weights: Callable[[str, torch.Size], Tensor] | None = None
-    """Initial weights by parameter name; None draws them."""
+    """Initial weights by parameter name; None: they are drawn at random."""
 
     def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
-        """This rank's loader of global steps of so many sequences."""
+        """Return this rank's loader of global steps.
+
+        Args:
+            run: Run with the sequence length and the seed.
+            sequences: Number of sequences of a global step.
+            rank: Data-parallel rank.
+            ranks: Number of data-parallel ranks.
+        """
         loader_args = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
         if self.train is None:
             return StreamingLoader(run.data, self.tokenizer, *loader_args)
@@ -41,7 +48,7 @@ class TrainingData:
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
-    """Open prepared data; a run that is not `fresh` has its weights in a checkpoint, and draws or reads no others."""
+    """Open prepared data; a run that is not `fresh` reads its weights from a checkpoint only."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
     weights = initial_weights(run) if fresh else await_checkpoint
@@ -49,15 +56,16 @@ def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True)
 
 
 def await_checkpoint(name: str, shape: torch.Size) -> Tensor:
-    """Return what stands for a parameter until a checkpoint is loaded: no number, so that none is taken for one."""
+    """Return NaNs for a parameter until a checkpoint is loaded, so that no value is used by mistake."""
     return torch.full((), math.nan).expand(shape)
 
 
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
-    """Weights to start from, if the run names a Hugging Face directory.
+    """Return the initial weights, if the run names a Hugging Face directory.
 
-    Raises UserError if these are not there, have more tokens than the run's model, or are a dense model's that the
-    run's experts cannot begin as.
+    Raises:
+        UserError: the weights are missing, have more tokens than the run's model, or belong to a dense model whose MLP
+            does not fit the run's experts.
     """
     if run.model.from_hf is None:
         return None

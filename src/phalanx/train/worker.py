@@ -1,4 +1,4 @@
-"""One rank's life: join the others, train, say how it went."""
+"""Entry point of a rank: initialize the process group, train, report the result."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
 FLUSH_SECONDS = 1.0
-"""What ranks note may be so late in their files: thousands of them may share a file system."""
+"""Maximum delay of rank records in their files: thousands of ranks may share a file system."""
 
 
 @dataclass(frozen=True)
 class ReducedRanks:
-    """Other ranks than a run was meant for."""
+    """Fewer ranks than a run was configured for, and their layout."""
 
     layout: Layout
     ranks: int
@@ -70,14 +70,14 @@ class ReducedRanks:
 
 @dataclass
 class _RankContext:
-    """What is known of this rank by now, for whoever has to say how it ended."""
+    """State of this rank, used to write its failure record."""
 
     directory: Path
     trainer: Trainer | None = None
     signals: list[int] = field(default_factory=list)
 
     def on_signal(self, number: int) -> None:
-        """A signal: from the first step on all ranks settle together when to stop."""
+        """Record a signal; from the first step on, all ranks agree on the step to stop after."""
         self.signals.append(number)
         if self.trainer is not None:
             self.trainer.stop_requested = True
@@ -93,10 +93,18 @@ def run_rank(
     device: str | None = None,
     force: bool = False,
 ) -> int:
-    """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
-    `measure` asks for what one step holds and sends, `window` for all that these steps do; `reduced` is given
-    if fewer ranks train than the run was meant for, and a launcher says on which `device`; with `force` a
-    run file may plan more memory than there is."""
+    """Train on this rank, and return the exit code.
+
+    Args:
+        source: A run directory, or a run file from which rank 0 creates one.
+        overrides: Changes of a run file's fields.
+        resume: Continue from the newest checkpoint.
+        measure: Measure the memory and the traffic of one step.
+        window: Steps to profile.
+        reduced: Layout of fewer ranks than the run was configured for.
+        device: Device type chosen by a launcher.
+        force: Start even if a run file plans more memory than is available.
+    """
     context = _RankContext(source)
     try:
         with handling_signals(context.on_signal):
@@ -110,7 +118,7 @@ def run_rank(
                 device_type=device,
                 force=force,
             )
-    except SystemExit as system_exit:  # rank 0 says why
+    except SystemExit as system_exit:  # rank 0 prints the reason
         return int(system_exit.code or 0)
     except BaseException as error:
         return _record_failure(context, error)
@@ -118,7 +126,7 @@ def run_rank(
     if trainer is not None and trainer.should_stop and trainer.step < trainer.run.training.steps:
         is_interactive = (
             context.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
-        )  # a launcher says so itself
+        )  # a launcher prints this itself
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
     return 0
 
@@ -136,7 +144,7 @@ def _run(
     source = context.directory
     prepared = context.directory.is_dir()
     if prepared and overrides:
-        raise UserError("--set", overrides, "has no effect on a run directory", fix="give the run file instead")
+        raise UserError("--set", overrides, "has no effect on a run directory", fix="pass the run file instead")
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
@@ -149,7 +157,7 @@ def _run(
     directory = context.directory
     run, data = read_run_directory(directory)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    # Of a start before, a rank that lost the others notices it when a collective's time is over.
+    # A rank of a previous start that lost the others exits only after the timeout of its collective.
     lock_timeout = timeout_seconds if LAUNCHER_PID_ENV in os.environ else SHUTDOWN_GRACE_SECONDS
     launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
     lock = acquire_run_lock(directory, lock_timeout + SHUTDOWN_GRACE_SECONDS, launcher) if is_rank0 else None
@@ -161,7 +169,7 @@ def _run(
         remove_dumps_from_rank(directory, dist.get_world_size() if dist.is_initialized() else 1)
     fresh = not checkpoints(directory / CHECKPOINTS_DIR)
     if measure or window:
-        remove_measured(directory)  # of an earlier start, maybe of other ranks
+        remove_measured(directory)  # from an earlier start, perhaps with other ranks
     corpus = open_training_data(run, data, fresh)
     peak_flops = rank_peak_flops(run, device)
     with Watchdog(directory, timeout_seconds) as watchdog, OrderGuard(directory) as order_guard:
@@ -171,7 +179,7 @@ def _run(
             watchdog.trainer = context.trainer = Trainer(
                 current_run, corpus, directory, device=device, peak_flops=peak_flops
             )
-            context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
+            context.trainer.stop_requested = bool(context.signals)  # signals that arrived before there was a trainer
             return context.trainer
 
         train = partial(_train, measure=measure, window=window, order_guard=order_guard)
@@ -187,7 +195,7 @@ def _train_with_rollbacks(
     train: Callable[[Trainer, bool], None],
     resume: bool,
 ) -> None:
-    """Train, and where a loss is beyond repair go back and begin anew, as often as the run may."""
+    """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
     allowed = run.recovery.max_rollbacks
     spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
     rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
@@ -204,7 +212,7 @@ def _train_with_rollbacks(
 
 
 def _record_failure(context: _RankContext, error: BaseException) -> int:
-    """Leave word of a failure, for a launcher where there is one; returns the exit code."""
+    """Write a failure record for the launcher, or print the error without one; return the exit code."""
     trainer, error = context.trainer, as_user_error(error, context.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     if is_run_directory(context.directory):
@@ -220,8 +228,10 @@ def _record_failure(context: _RankContext, error: BaseException) -> int:
 
 
 def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
-    """Settle from where another trainer goes on: the newest checkpoint, or the one before where that has led astray
-    twice. Raises the error where there is none before."""
+    """Choose the checkpoint for a rollback, and record the rollback.
+
+    It is the newest checkpoint, or the previous one if the newest has led to divergence twice. Raises `error` without a
+    previous one."""
     directory = trainer.directory
     checkpoint_directory = trainer.checkpointer.directory
     newest = latest_step(checkpoint_directory)
@@ -234,17 +244,17 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
         if before_step is not None:
             quarantine(checkpoint_directory, [step_name(before_step)], checkpoint)
         record_rollback(directory, trainer.step, to_step, reason=str(error))
-        skipped_text = f"the text of steps {to_step + 1} to {trainer.step} is passed over"
-        print(f"phalanx: {error}\n  going back to step {to_step}; {skipped_text}", file=sys.stderr)
+        skipped_text = f"skipping the text of steps {to_step + 1} to {trainer.step}"
+        print(f"phalanx: {error}\n  rolling back to step {to_step}; {skipped_text}", file=sys.stderr)
     if dist.is_initialized():
         dist.barrier()
 
 
 def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
-    """Under torchrun nobody was there before the ranks: rank 0 sets up, the others wait."""
+    """Create the run on rank 0 under torchrun, while the other ranks wait."""
     if not dist.is_initialized():
         return _create_run(run, 1, resume, force=force)
-    # Through the store, not a collective: tokenizing may take longer than any collective should.
+    # Through the store, not a collective: tokenizing may take longer than the timeout of collectives.
     store = dist.distributed_c10d._get_default_store()
     key = "phalanx/run directory"
     if dist.get_rank() == 0:
@@ -287,21 +297,19 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
         steps = run.training.steps if run.training.has_decided_steps else None
         with ProgressDisplay(trainer.step, steps, quiet) as progress:
             for name, problem in damaged.items():
-                progress.log(f"checkpoint {name} is damaged and was set aside: {problem}")
+                progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
                 if trainer.is_main:
                     append_event(directory, QUARANTINED, checkpoint=name, problem=problem)
             progress.log(start_message(trainer, resumed))
             if window is not None and not steps_to_profile:
-                progress.log(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")
+                progress.log(f"no step is profiled: {window[0]} to {window[-1]} are done, or after the last step")
             profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
             if profiler is not None and profiler.metered_step is None:
-                progress.log(
-                    f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
-                )
+                progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
             step = order_guard.after_each(profiler or trainer.train_step)
             evaluation = trainer.train(logs, progress, step, rank_log=rank_log)
             if steps_to_profile and trainer.step < steps_to_profile[0]:
-                progress.log(f"no step was looked at closely: the last was {trainer.step}")
+                progress.log(f"no step was profiled: the last step was {trainer.step}")
         failed = False
         if trainer.is_main:
             append_event(directory, FINISHED, step=trainer.step)
@@ -316,7 +324,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:
-    """The steps to look at closely: of `window` those that are to be done, or the one that `measure` asks for."""
+    """Return the steps to profile: the remaining steps of `window`, or one step for `measure`."""
     if window is None:
         first = trainer.step + first_steady_step(trainer.run)
         return range(first, first + measure)
@@ -324,7 +332,7 @@ def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> ran
 
 
 def open_step_records(trainer: Trainer) -> Logger:
-    """Where this rank notes what it does, with its opening written."""
+    """Open this rank's step records, and write their header."""
     file = rank_record_file(trainer.directory, trainer.mesh.rank)
     offset = measure_clock_offset(trainer.device, trainer.run.training.collective_timeout_seconds)
     file.parent.mkdir(exist_ok=True)

@@ -1,0 +1,1 @@
+"""Verification of the plan against the traced program."""

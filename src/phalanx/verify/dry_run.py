@@ -1,9 +1,9 @@
-"""The very program that `train` runs, on a rank of any world, with no hardware: the same layout applied to the same
-model, and a step of it, on PyTorch's fake process group and tensors without numbers.
+"""Dry run of the training program on any rank of any world, without hardware.
 
-Experts are balanced: every rank has equally many tokens for each of the others. Ranks are traced as CPU ranks: a
-reduce-scatter is the all-to-all and the sum that it is on gloo. Blocks are traced as they are written, not compiled,
-and what would rest in files rests in memory."""
+The same layout is applied to the same model, and one step runs on PyTorch's fake process group and tensors without
+values. Experts are balanced: every rank has an equal number of tokens for each other rank. Ranks are traced as CPU
+ranks: a reduce-scatter is the all-to-all and the sum of gloo. Blocks are traced without compilation, and tensors that
+are offloaded to files are in memory."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from phalanx.verify.fake_tensors import shape_only_tensors
 _ALL = sys.maxsize
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
-"""What a rank's step holds, sends and computes (see `profile_step`), and what tracing it took."""
+"""Memory, traffic and FLOPs of a rank's step (see `profile_step`), and the cost of tracing it."""
 
 
 def check_traceable(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for a run that cannot be traced, or cannot be run at all."""
+    """Raise UserError for a run that cannot be traced, or cannot run at all."""
     check_layout(run, world_size)
     if run.layout.max_staleness is not None:
         raise UserError(
@@ -57,9 +57,16 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
 
 
 def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2) -> Iterator[Traced]:
-    """Trace each of these ranks in a process of its own; yields them in their order.
+    """Yield the traces of these ranks in order, each from a separate process.
 
-    Raises UserError before a process starts.
+    Args:
+        run: Run to trace.
+        world_size: Number of ranks of the run.
+        ranks: Ranks to trace.
+        max_workers: Maximum number of concurrent processes.
+
+    Raises:
+        UserError: the run cannot be traced; then no process is started.
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
@@ -73,8 +80,10 @@ def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers
 
 
 def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
-    """The first and the last rank of every axis: the very first and the very last, and of each axis the one that is
-    last there and first on all others. Of parameter servers and workers the first and the last."""
+    """Return the first and the last rank of every axis.
+
+    These are the first and the last rank of the world, and for each axis the rank that is last on it and first on all
+    others. With parameter servers, they are the first and the last server and worker."""
     sizes = parallel_dims(run.layout, world_size)
     if sizes.servers:
         return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
@@ -84,7 +93,7 @@ def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
 
 
 class TraceError(RuntimeError):
-    """A rank's program failed; PyTorch's own errors cannot always be sent from a process to another."""
+    """A failure of a rank's program; some PyTorch errors cannot be sent between processes."""
 
 
 def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
@@ -95,7 +104,13 @@ def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
 
 
 def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
-    """A step of one rank, in this process, which must not have a process group."""
+    """Trace a step of one rank in this process, which must not have a process group.
+
+    Args:
+        run: Run to trace.
+        world_size: Number of ranks of the run.
+        rank: Rank to trace.
+    """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
     run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
@@ -127,12 +142,14 @@ def _empty_weight(_: str, shape: torch.Size) -> Tensor:
 
 
 def _num_warmup_steps(learner: Learner) -> int:
-    """The first step makes what optimizers keep; DDP settles its buckets in the second."""
+    """Return the number of steps before the measured one.
+
+    The first step creates the state of optimizers; DDP rebuilds its buckets in the second."""
     return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
 
 
 def _min_micro_batches(run: RunSpec) -> int:
-    """Micro-batches that do for a step before the one that counts."""
+    """Return the number of micro-batches that suffices for a warm-up step."""
     if run.layout.pp == 1:
         return 1
     for count in range(1, 2 * representative_schedule(run.layout).stages):
@@ -143,14 +160,16 @@ def _min_micro_batches(run: RunSpec) -> int:
 
 
 def run_step(learner: Learner, micro_batches: int = _ALL) -> None:
-    """As `Trainer.train_step`, but that nobody looks at what came out."""
+    """Run a step like `Trainer.train_step`, without reading its results."""
     micros = _make_micro_batches(learner)[:micro_batches] if learner.strategy.runs_model else []
     learner.reduce(learner.forward_backward(micros))
     learner.update(1.0)
 
 
 def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
-    """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
+    """Return micro-batches with this rank's rows of a step.
+
+    Each row is one document; documents are given only if they are masked."""
     run = learner.run
     batch = learner.batch
     rows = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size))

@@ -1,6 +1,6 @@
-"""Tensors that have a shape, a dtype and bytes, but no numbers: a program runs on them at any size.
+"""Tensors with a shape, a dtype and a size, but no values, so that a program runs at any size.
 
-PyTorch's fake tensors, with what a whole training step under any layout needs beside them."""
+They are PyTorch's fake tensors, with extensions for a full training step under any layout."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 INTEGER_DTYPES = (torch.int32, torch.int64, torch.bool)
 MAX_REAL_ELEMENTS = 2**20
-"""Elements of a tensor that keeps its numbers, at most."""
+"""Maximum number of elements of a tensor that keeps its values."""
 
 
 @contextmanager
 def shape_only_tensors() -> Iterator[None]:
-    """Inside, tensors are made without numbers."""
+    """Create tensors without values inside."""
     with ExitStack() as stack:
         # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
         stack.enter_context(mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None))
@@ -33,8 +33,10 @@ def shape_only_tensors() -> Iterator[None]:
 
 
 class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors, but for two kinds: those on the meta device, which have no numbers as it is; and small ones of
-    whole numbers which depend on no others, such as the ranks of a mesh, or the order of DDP's buckets."""
+    """Fake tensors, with two exceptions.
+
+    These are tensors on the meta device, which have no values anyway, and small integer tensors that depend on no
+    others, such as the ranks of a mesh, or the order of DDP's buckets."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,13 +74,16 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _empty_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """PyTorch tells the shape of grouped products only in bf16. Rows by group times a matrix of each, or columns by
-    group times rows by group."""
+    """Return an empty result of a grouped product, whose shape PyTorch derives only in bf16.
+
+    The operands are rows by group and a matrix per group, or columns by group and rows by group."""
     return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(offsets), a.shape[0], b.shape[1])
 
 
 def _attach_result(args: Any, out: Any) -> Any:
-    """What a collective gave, its work one that knows the tensors: the fake group's has none, and DDP asks for them."""
+    """Return a collective's output with work that contains the tensors: DDP needs them.
+
+    The work of the fake group contains none."""
     if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(out)):
         return out
     is_single = isinstance(out, torch.ScriptObject)

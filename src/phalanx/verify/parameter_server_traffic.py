@@ -1,4 +1,4 @@
-"""What parameter servers and their workers send in a step, by operation and the ranks that take part."""
+"""Traffic of parameter servers and their workers in a step, by operation and group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ Group = tuple[int, ...]
 
 
 def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
-    """Workers send each server the gradients that it owns, and all sums; it broadcasts its weights to them. The first
-    tells beside them what the step came to; servers sum the gradient's norm among themselves."""
+    """Return the planned traffic of a rank by operation and ranks of the group.
+
+    Workers send each server its gradients, and all sums; the server broadcasts its weights to them. The first server
+    also broadcasts the result of the step. Servers sum the gradient's norm among themselves.
+
+    Args:
+        run: Run of the plan.
+        world_size: Number of ranks.
+        rank: Rank whose traffic is planned.
+    """
     servers = parallel_dims(run.layout, world_size).servers
     element_bytes = STATE_BYTES[run.training.precision]
     workers = tuple(range(servers, world_size))

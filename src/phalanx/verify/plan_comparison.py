@@ -1,4 +1,4 @@
-"""The traced program held against the plan: collectives by operation and group, memory by part, FLOPs."""
+"""Comparison of the traced program with the plan: collectives by group, memory by part, FLOPs."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ from phalanx.spec.run import RunSpec
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
 
 RELATIVE_TOLERANCE = 0.05
-"""How far memory and FLOPs may be off, as a share of the plan's."""
+"""Maximum deviation of memory and FLOPs, relative to the plan."""
 Kind = Literal["collective", "memory", "flops"]
 
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Something of a rank's step, as it is planned and as the program has it."""
+    """A planned quantity of a rank's step, and its traced value."""
 
     kind: Kind
     what: str
     """An operation of torch.distributed, a part of memory, or FLOPs."""
     among: str
-    """Whom the operation joins: the axes, or what else ranks share (`spec.communication_groups.GroupKind`)."""
+    """The group of the operation: its axes, or other shared property (`GroupKind`)."""
     ranks: int
-    """How many that are."""
+    """Number of ranks of the group."""
     planned: float
-    """Bytes that a rank sends, or holds; FLOPs."""
+    """Bytes that a rank sends or has in memory, or FLOPs."""
     traced: float
     planned_calls: int = 0
     traced_calls: int = 0
     agrees: bool = True
     why: str = ""
-    """Where a difference comes from, if that is known."""
+    """The cause of a difference, if known."""
 
 
 def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """The lines of one traced rank (`verify.dry_run`)."""
+    """Return the checks of one traced rank (`verify.dry_run`).
+
+    Args:
+        run: Run of the plan.
+        world_size: Number of ranks.
+        traced: Trace of the rank.
+    """
     return [
         *_compare_collectives(run, world_size, traced),
         *_compare_memory(run, world_size, traced),
@@ -92,7 +98,13 @@ def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) 
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
-    """What the plan has a rank send, by operation and the ranks that take part."""
+    """Return the planned traffic of a rank by operation and ranks of the group.
+
+    Args:
+        run: Run of the plan.
+        world_size: Number of ranks.
+        rank: Rank whose traffic is planned.
+    """
     sizes = parallel_dims(run.layout, world_size)
     rows_by_group = defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
@@ -116,8 +128,10 @@ def _explain_difference(run: RunSpec, operation: str) -> str:
 
 
 def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """The plan is that of the fullest rank of each place: the first there. Others may have less. Ranks are traced as on
-    a CPU, whose kernels save other tensors than CUDA's."""
+    """Return the checks of a rank's memory.
+
+    The plan is that of the first rank of each stage, which has the maximum memory; others may have less. Ranks are
+    traced as on a CPU, whose kernels save other tensors than CUDA's."""
     if run.cluster.uses_cuda:
         run = run.on_device("cpu")
     sizes = parallel_dims(run.layout, world_size)

@@ -101,8 +101,8 @@ def test_pipeline_check_reports_every_violation(tmp_path: Path):
     assert pipeline_json("check", str(picture), "--order")["valid"] is True
     picture.write_text("0F0,0B0\n1B0,1F0\n")
     assert pipeline_json("check", str(picture), exit_code=1)["violations"] == [
-        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
-        "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
+        "rank 0: 0B0 (number 2 in its row) waits forever for 1B0",
+        "rank 1: 1B0 (number 1 in its row) waits forever for 1F0",
     ]
 
 

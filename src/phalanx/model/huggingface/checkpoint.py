@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: read one parameter at a time, and written so that transformers loads them.
+"""Hugging Face checkpoints, read one parameter at a time.
 
 Safetensors and JSON only; transformers itself is not needed."""
 
@@ -26,27 +26,27 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 HEAD = "lm_head.weight"
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
-"""Tensors that old versions saved and every version computes: rotary frequencies, and GPT-2's causal mask."""
+"""Tensors of old versions that every version computes: rotary frequencies, and GPT-2's causal mask."""
 
 FIELD = "model.from_hf"
-SHAPE_FIX = "give a whole causal language model, and leave the model's shape as its config.json has it"
+SHAPE_FIX = "use a complete causal language model, and the model shape of its config.json"
 DOWNLOAD_FIX = "download it again"
-DIRECTORY_FIX = "give a directory that save_pretrained wrote"
+DIRECTORY_FIX = "use a directory that save_pretrained wrote"
 
 
 def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, torch.Size], Tensor]:
-    """Return a function that reads one parameter of the model `spec`, by our name, from what `save_pretrained` wrote.
+    """Return a function that reads one parameter of `spec` by name from a `save_pretrained` directory.
 
-    It returns the full tensor on the CPU in the checkpoint's dtype, and holds no more than that in memory.
+    It returns the full tensor on the CPU in the checkpoint's dtype, and keeps only that tensor in memory.
 
     Args:
         directory: The checkpoint's directory, or the config.json in it.
-        spec: The model that is to have these weights.
+        spec: The model to initialize with these weights.
 
     Raises:
-        UserError: At once, if there are no safetensors of a known model type, if a field of config.json may change
-            what the model computes and nobody reads it, if a tensor is missing, or if a tensor in the files is not
-            one of the model's. When the function is called, if the tensor has another shape.
+        UserError: At once, if there are no safetensors of a known model type, if an unknown field of config.json may
+            change the model's computation, if a tensor is missing, or if a tensor in the files is not one of the
+            model's. When the function is called, if the tensor has another shape.
     """
     config_file = hf_config_file(str(directory))
     directory = config_file.parent
@@ -55,7 +55,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     if kind not in FAMILIES:
         raise UserError("config.json model_type", kind, "is not supported", fix=f"known: {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
-        raise UserError(FIELD, str(directory), "holds quantized weights", fix="give the checkpoint in bf16 or fp32")
+        raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
     require_known_fields(config)
     files = _tensor_files(directory)
     names = _stored_names(kind, spec, files, directory=directory)
@@ -85,9 +85,8 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
 def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directory: Path) -> dict[str, str]:
     """Return the name in the files of each tensor of the model, by its Hugging Face name.
 
-    Raises UserError for a tensor that is missing, and for one in the files that the model does not have.
-    """
-    # A model saved without its head has no "model." or "transformer." before its names.
+    Raises UserError for a missing tensor, and for a tensor in the files that the model does not have."""
+    # A model saved without its head has names without the prefix "model." or "transformer.".
     prefix = "transformer." if kind == "gpt2" else "model."
     names: dict[str, str] = {}
     for hf_name in hf_sources(kind, parameter_shapes(spec)):
@@ -98,7 +97,7 @@ def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directo
     unread = sorted(name for name in files.keys() - set(names.values()) - tied if not IGNORED_TENSORS.search(name))
     if unread:
         more = f", as are {len(unread) - 1} more" if len(unread) > 1 else ""
-        note = " (transformers drops it too: without a bias in config.json there is none)" * unread[0].endswith(".bias")
+        note = " (transformers drops it too, as config.json has no bias)" * unread[0].endswith(".bias")
         raise UserError(FIELD, unread[0], f"is a tensor that the model would not use{note}{more}", fix=SHAPE_FIX)
     return names
 
@@ -109,7 +108,7 @@ def _read_tensor(file: Any, name: str) -> Tensor:
     except SafetensorError as error:
         raise UserError(FIELD, name, f"cannot be read: {error}", fix=DOWNLOAD_FIX) from None
     if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", fix="give the checkpoint in bf16 or fp32")
+        raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", fix="use the checkpoint in bf16 or fp32")
     return tensor
 
 
@@ -121,9 +120,11 @@ def _check_shape(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by its name there. A single file comes before an index, as in transformers."""
+    """Return the file of each tensor, by its name in the checkpoint.
+
+    A single file has priority over an index, as in transformers."""
     if (directory / ADAPTER_FILE).is_file():
-        problem = f"holds an adapter ({ADAPTER_FILE}) over the weights of another model"
+        problem = f"contains an adapter ({ADAPTER_FILE}) for the weights of another model"
         raise UserError(
             FIELD, str(directory), problem, fix="merge it into the model: merge_and_unload(), save_pretrained()"
         )
@@ -132,13 +133,13 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(_open_safetensors(single_file).keys(), single_file)
     if (directory / INDEX_FILE).is_file():
         weight_map = read_json(directory / INDEX_FILE).get("weight_map", {})
-        # Only the last part: an index from outside must not point out of its directory.
+        # Only the file name: an untrusted index must not refer to files outside its directory.
         files = {tensor: directory / Path(str(file)).name for tensor, file in weight_map.items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", fix="download the whole checkpoint")
+            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", fix="download the full checkpoint")
         return files
     if any(directory.glob("*.bin")):
-        problem = "has its weights as pickled .bin only, which may run code when they are read"
+        problem = "has only pickled .bin weights, which may run code when they are loaded"
         raise UserError(FIELD, str(directory), problem, fix="save it again as safetensors")
     raise UserError(FIELD, str(directory), f"has no {SINGLE_FILE}", fix=DIRECTORY_FIX)
 
@@ -151,7 +152,11 @@ def _open_safetensors(file: Path) -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file of a Hugging Face directory. Raises UserError if it is missing or not a JSON object."""
+    """Read a JSON file of a Hugging Face directory.
+
+    Raises:
+        UserError: the file is missing or not a JSON object.
+    """
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError:

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face checkpoint: safetensors in shards, with an index."""
+"""Export of a model as a Hugging Face checkpoint: safetensors in shards, with an index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRECISIONS = ("fp32", "bf16")
 SHARD_BYTES = 5_000_000_000
 LICENSE_PREFIXES = ("LICENSE", "NOTICE")
 GIVEN_FILES = ("config.json", "tokenizer.json")
-"""Files of a source of which an export has the trained model's."""
+"""Files of a source that an export replaces by those of the trained model."""
 
 
 def export_hf(
@@ -39,32 +39,31 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     source: Path | None = None,
 ) -> list[str]:
-    """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load, whole or not at all.
+    """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
     Args:
         spec: The model.
-        tensors: Full parameters by our names.
-        directory: Where to write.
+        tensors: Full parameters by Phalanx's names.
+        directory: Output directory.
         tokenizer: A tokenizer.json; None for that of `source`.
         eos_id: The id of its end-of-text token.
         dtype: "fp32" or "bf16".
         shard_bytes: The maximum size of one file of weights.
-        source: A directory with the files of the model that training started from, but its weights. They are handed
-            on: config.json with what `spec` changes, and the others as they are. Of those that `tokenizer` contradicts,
-            licences only.
+        source: A directory with the files of the initial model except its weights. They are copied, with the changes of
+            `spec` in config.json. Of the files that `tokenizer` contradicts, only licenses are copied.
 
     Returns:
-        The names of the files of `source` that are not handed on, but tokenizer.json.
+        The names of the files of `source` that are not copied, except tokenizer.json.
 
     Raises:
-        UserError: If the directory exists and is not empty, if no Hugging Face architecture has the model's shape, or
-            if a parameter is missing.
+        UserError: the directory exists and is not empty, no Hugging Face architecture has the model's shape, or a
+            parameter is missing.
     """
     directory = Path(directory).expanduser()
     if dtype not in PRECISIONS:
         raise UserError("dtype", dtype, "is not supported", fix=f"use one of {', '.join(PRECISIONS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError("directory", str(directory), "exists and is not empty", fix="give a new one")
+        raise UserError("directory", str(directory), "exists and is not empty", fix="choose a new directory")
     config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
@@ -73,7 +72,7 @@ def export_hf(
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
-        raise UserError("weights", wrong[0], "is missing or of another shape", fix="export a whole checkpoint")
+        raise UserError("weights", wrong[0], "is missing or has a wrong shape", fix="export a complete checkpoint")
     sources = hf_sources(config["model_type"], shapes)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
@@ -84,7 +83,7 @@ def export_hf(
         _write_tensors(
             sources, shapes, tensors, directory=partial_directory, dtype=TORCH_DTYPES[dtype], shard_bytes=shard_bytes
         )
-        for file in partial_directory.glob("*.safetensors"):  # which safetensors makes for their owner alone
+        for file in partial_directory.glob("*.safetensors"):  # safetensors makes them readable by their owner only
             shutil.copymode(partial_directory / "config.json", file)
         partial_directory.rename(directory)
     finally:
@@ -134,7 +133,7 @@ def _write_tensors(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    """One file, or several with the index of what they hold; one file's tensors are in memory at a time."""
+    """Write one file, or several files with an index; the tensors of one file are in memory at a time."""
     sizes = {name: _num_elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
     shards = shard_names(sizes, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
@@ -159,7 +158,7 @@ def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: to
 
 
 def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Names in their order, in runs of at most `limit_bytes`; a larger one is alone."""
+    """Return consecutive groups of names of at most `limit_bytes` each; a larger one is a group by itself."""
     shards: list[list[str]] = []
     free_bytes = 0
     for name, size in sizes.items():

@@ -1,6 +1,6 @@
-"""Where Hugging Face checkpoints keep our parameters: one table per family.
+"""Names of Phalanx's parameters in Hugging Face checkpoints: one table per family.
 
-{i} is the layer; where {e} stands, each expert is a tensor of its own."""
+{i} is the layer; {e} means that each expert is a separate tensor."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from phalanx.spec.model import ModelSpec
 
 
 class TensorLocation(NamedTuple):
-    """The tensor of a checkpoint that holds one of our parameters, alone or with others."""
+    """The tensor of a checkpoint that contains one of Phalanx's parameters, alone or with others."""
 
     name: str
     part: int = 0
-    """Which of `parts` equal parts along the output axis is ours."""
+    """Index of the parameter among `parts` equal parts along the output axis."""
     parts: int = 1
     transposed: bool = False
-    """Kept as [in, out]: GPT-2's Conv1D."""
+    """Stored as [in, out]: GPT-2's Conv1D."""
 
 
 Names = dict[str, TensorLocation]
 
 
 def _block_names(prefix: str, names: Names) -> Names:
-    """A block's names as whole names, for any layer."""
+    """Return a block's names as full names, for any layer."""
     return {
         f"blocks.{{i}}.{ours}": location._replace(name=f"{prefix}.{{i}}.{location.name}")
         for ours, location in names.items()
@@ -109,34 +109,36 @@ FAMILIES: dict[str, Names] = {
     "olmoe": LLAMA,
     "mixtral": MIXTRAL,
 }
-"""By config.json's model_type."""
+"""Tables by config.json's model_type."""
 
 
 def hf_location(kind: str, name: str) -> TensorLocation:
-    """Where a checkpoint of model type `kind` keeps our parameter `name`; only {e} is left open.
+    """Return the location of parameter `name` in a checkpoint of model type `kind`, with {e} unresolved.
 
-    Raises UserError if that model type has no such parameter.
+    Raises:
+        UserError: the model type has no such parameter.
     """
     layer = re.match(r"blocks\.(\d+)\.", name)
     location = FAMILIES[kind].get(re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name))
     if location is None:
         problem = f"has no counterpart in a checkpoint of type {kind}"
-        raise UserError("model.from_hf", name, problem, fix="leave the model's shape as its config.json has it")
+        raise UserError("model.from_hf", name, problem, fix="use the model shape of its config.json")
     return location._replace(name=location.name.replace("{i}", layer[1])) if layer else location
 
 
 class TensorSource(NamedTuple):
-    """What a Hugging Face tensor is made of: these parameters one after the other along the output axis."""
+    """The parameters that form a Hugging Face tensor, concatenated along the output axis."""
 
     names: tuple[str, ...]
     expert: int | None
-    """Which row of stacked experts, if they are stacked with us and single there."""
+    """Row of stacked experts that are separate tensors in the checkpoint; else None."""
     transposed: bool
 
 
 def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
-    """Every tensor of a checkpoint of type `kind`, by its Hugging Face name; `shapes` are our parameters', in
-    the model's own order, which is also that of fused parts."""
+    """Return the sources of every tensor of a checkpoint of type `kind`, by its Hugging Face name.
+
+    `shapes` are those of Phalanx's parameters, in the model's own order, which is also that of fused parts."""
     sources: dict[str, TensorSource] = {}
     for name, shape in shapes.items():
         location = hf_location(kind, name)
@@ -149,6 +151,6 @@ def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, TensorS
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Return the shape of each parameter of a model by our name, in the model's own order."""
+    """Return the shape of each parameter of a model by Phalanx's name, in the model's own order."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}

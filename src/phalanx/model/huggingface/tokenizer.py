@@ -1,4 +1,4 @@
-"""A run's tokenizer as the files that transformers' AutoTokenizer loads."""
+"""A run's tokenizer as files for transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import BYTES_TOKENIZER, END_OF_TEXT
 
 VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.model")
-"""What tokenizer.json repeats of its model, but added tokens."""
+"""Files that repeat the vocabulary of tokenizer.json, without added tokens."""
 
 
 def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json, by name; `eos_id` is the id of the end-of-text token.
+    """Return the texts of tokenizer.json and tokenizer_config.json, by file name.
 
-    Raises UserError if `path` is not a tokenizer.json.
+    Args:
+        path: Path of a tokenizer.json.
+        eos_id: Id of the end-of-text token.
+        context: Maximum number of tokens of the model.
+
+    Raises:
+        UserError: `path` is not a tokenizer.json.
     """
     text, tokenizer = _read_tokenizer(path)
     eos_token = None if eos_id is None else tokenizer.id_to_token(eos_id)
@@ -33,9 +39,8 @@ def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str
 def outdated_tokenizer_files(path: Path, source: Path) -> set[str] | None:
     """Return the names of the files in `source` that the tokenizer at `path` contradicts.
 
-    These are none if it is the tokenizer of `source`, and tokenizer.json and files of the vocabulary if it adds ids to
-    that. None means another tokenizer, for which no file of `source` about tokens holds.
-    """
+    The set is empty if it is the tokenizer of `source`. It is tokenizer.json and vocabulary files if the tokenizer adds
+    ids. None means another tokenizer, so that no tokenizer file of `source` is valid."""
     _, tokenizer = _read_tokenizer(path)
     try:
         _, source_tokenizer = _read_tokenizer(source / "tokenizer.json")
@@ -60,11 +65,13 @@ def _read_tokenizer(path: Path) -> tuple[str, Any]:
         text = byte_tokenizer_json() if json.loads(text) == BYTES_TOKENIZER else text
         return text, Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
-        raise UserError("tokenizer", str(path), f"cannot be read: {error}", fix="give a tokenizer.json") from None
+        raise UserError("tokenizer", str(path), f"cannot be read: {error}", fix="pass a tokenizer.json") from None
 
 
 def byte_tokenizer_json() -> str:
-    """The byte tokenizer (ids 0..255 the bytes of UTF-8, 256 the end of text) as a BPE without merges."""
+    """Return the byte tokenizer as a BPE without merges.
+
+    Its ids are 0..255 for the bytes of UTF-8, and 256 for the end of text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # GPT-2's alphabet: a printable byte is its own character, the others follow from U+0100 on.

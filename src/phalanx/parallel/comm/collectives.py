@@ -1,4 +1,4 @@
-"""The collectives that every sharded strategy uses: gather one tensor, reduce-scatter one."""
+"""The collectives of all sharded strategies: gather one tensor, reduce-scatter one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
-# Of one tensor each; torch 2.13 renamed both.
+# Collectives of one tensor; torch 2.13 renamed both.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("asked_for", default=None)
-"""What an operation stands for while it is called, for whoever records operations."""
+"""The operation that the current call implements, for recorders of operations."""
 
 
 @contextmanager
 def recorded_as(operation: str) -> Iterator[None]:
-    """Around the call of an operation that does the work of another."""
+    """Record the calls inside as `operation`, which they implement."""
     token = REQUESTED_OPERATION.set(operation)
     try:
         yield
@@ -32,20 +32,27 @@ def recorded_as(operation: str) -> Iterator[None]:
 
 
 def sends_gpu_tensors(group: dist.ProcessGroup | None) -> bool:
-    """Whether NCCL is among the backends of a group; the groups of a mesh then have no other."""
+    """Return whether NCCL is among the backends of a group; groups of a mesh then have no other."""
     return "nccl" in dist.get_backend_config(group)
 
 
 def to_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Move a tensor that is offloaded to the GPU if `group` sends GPU tensors."""
+    """Move an offloaded tensor to the GPU if `group` sends GPU tensors."""
     return tensor.cuda() if sends_gpu_tensors(group) else tensor
 
 
 def start_all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: WaitTimer
 ) -> Callable[[], None]:
-    """Start to sum tensors of one dtype and device over the ranks by one all-reduce. The returned function finishes it
-    and writes the sums into the tensors."""
+    """Start to sum tensors of one dtype and device over the ranks by one all-reduce.
+
+    The returned function finishes the all-reduce and writes the sums into the tensors.
+
+    Args:
+        tensors: Tensors to sum in place.
+        group: Ranks of the sum.
+        exposed: Timer of the time spent waiting.
+    """
     flat = to_group_device(torch.cat([tensor.flatten() for tensor in tensors]), group)
     work = dist.all_reduce(flat, group=group, async_op=True)
 
@@ -60,14 +67,14 @@ def start_all_reduce(
 
 
 class ReduceScatter:
-    """Rank r's part, summed over ranks, of what each rank sends: under way from the construction to `wait`.
+    """A reduce-scatter that runs from its construction to `wait`.
 
-    Gloo has no reduce-scatter (PyTorch makes it of an all-reduce); there it is an all-to-all and a local sum, 2 to 3.5
-    times as fast. In bf16 it is so on NCCL, too, whose ring would round the sum at every rank: the bytes are the same.
-    """
+    Gloo has no reduce-scatter (PyTorch implements it by an all-reduce). On gloo it is an all-to-all and a local sum, 2
+    to 3.5 times as fast. In bf16 NCCL uses the same method, because its ring would round the sum at every rank. The
+    number of bytes is equal."""
 
     def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: WaitTimer) -> None:
-        """`sent` [N x n] holds a part for each of the N ranks, `out` [n] takes this rank's."""
+        """Start to send `sent` [N x n], a part for each of N ranks; `out` [n] receives this rank's sum."""
         self.sent = sent
         self.out = out
         self.exposed = exposed
@@ -80,7 +87,7 @@ class ReduceScatter:
             self.work = reduce_scatter(out, sent, group=group, async_op=True)
 
     def wait(self) -> None:
-        """End it: `out` has the sum."""
+        """Wait for the reduction; then `out` has the sum."""
         with self.exposed.measure():
             self.work.wait()
         if self.received is not None:

@@ -1,4 +1,4 @@
-"""When things happened on a device: a GPU runs behind its host, and keeps time of its own."""
+"""Timestamps of events on a device: a GPU runs asynchronously to its host, with its own clock."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 Timestamp = Any
-"""A moment, until `DeviceClock.resolve` says when it was: of the host a number, of a GPU an event."""
+"""A point in time for `DeviceClock.resolve`: a number for the host, an event for a GPU."""
 
 
 MAX_ANCHOR_AGE_SECONDS = 10.0
-"""The clocks of a GPU and of its host drift apart by some millionths."""
+"""Maximum age of the anchor; the clocks of a GPU and its host drift by some millionths."""
 
 
 class DeviceClock:
-    """Moments of the host on a CPU, and of the stream of a GPU, both told by time.perf_counter()."""
+    """Timestamps of the host or of a GPU's stream, both in seconds of time.perf_counter()."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._anchor: tuple[Timestamp, float] | None = None
-        """An event of the GPU, and when the host saw that it had happened."""
+        """An event of the GPU, and the host time at which it was complete."""
 
     def record(self) -> Timestamp:
-        """This moment."""
+        """Return a timestamp of the current time."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -33,7 +33,7 @@ class DeviceClock:
         return event
 
     def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """When they were, in seconds. Waits for a GPU unless it has come to all of them."""
+        """Return timestamps in seconds; synchronizes with a GPU unless it has reached all of them."""
         if self.device.type != "cuda":
             return list(timestamps)
         anchor = self._anchor

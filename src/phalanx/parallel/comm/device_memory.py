@@ -1,4 +1,4 @@
-"""Memory of a device: in all, and at its peak."""
+"""Memory of a device: total and peak."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pathlib import Path
 
 import torch
 
-# On Linux getrusage's peak is at least that of the process which started this one, before exec.
+# On Linux getrusage's peak is at least that of the parent process before exec.
 STATUS = Path("/proc/self/status")
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Return the memory of a device; of a CPU, that of the machine."""
+    """Return the memory of a device; for a CPU, that of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the maximum memory of this process: resident on a CPU; of a GPU, what PyTorch's allocator reserved, and
-    what the driver, NCCL and other processes on the same GPU use."""
+    """Return the peak memory of this process.
+
+    On a CPU, this is the resident memory. On a GPU, it is the memory that PyTorch's allocator reserved, and the memory
+    of the driver, NCCL and other processes on the same GPU."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)

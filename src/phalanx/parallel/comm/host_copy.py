@@ -1,4 +1,4 @@
-"""Reading what a device computed: the host waits for it there."""
+"""Copies from a device to the host, which waits for the device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 def copy_to_host(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors in CPU memory (those that are there already, themselves). The host waits for a GPU once, however
-    many tensors there are."""
+    """Return tensors in CPU memory (without a copy if they are there already).
+
+    The host waits for a GPU once, for any number of tensors."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     for device in {tensor.device for tensor in tensors}:
         wait_for_host_copies(device)
@@ -16,6 +17,6 @@ def copy_to_host(*tensors: Tensor) -> list[Tensor]:
 
 
 def wait_for_host_copies(device: torch.device) -> None:
-    """Wait until copies from a device that did not block are in CPU memory."""
+    """Wait until non-blocking copies from a device are in CPU memory."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Send Python objects between ranks."""
+"""Communication of Python objects between ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def broadcast_from_rank0(compute: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, in the order of ranks. Without torch.distributed, return `[value]`."""
+    """Return the values of all ranks, in rank order. Without torch.distributed, return `[value]`."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

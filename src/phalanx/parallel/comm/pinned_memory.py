@@ -1,4 +1,4 @@
-"""CPU memory that a GPU copies to and from while the host goes on."""
+"""Pinned CPU memory, for GPU copies that do not block the host."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from torch import Tensor
 
 
 class PinnedMemory(mmap.mmap):
-    """A mapping that CUDA page-locks; it is unlocked and unmapped with the last tensor in it.
+    """A mapping that CUDA page-locks; it is unlocked and unmapped with its last tensor.
 
-    If CUDA refuses to lock so much (RLIMIT_MEMLOCK, WSL), the memory is pageable, and the first time a line says so.
-    Copies to and from it are right, but the host waits for them.
-    """
+    If CUDA cannot lock the memory (RLIMIT_MEMLOCK, WSL), it is pageable, and a warning is printed once. Copies to and
+    from it are correct, but block the host."""
 
     _unregister: Callable[[int], object] | None = None
-    """Kept here, since modules may be gone when the process ends."""
+    """A reference on the instance, because modules may be unloaded at exit."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Lock the mapping, which mmap's `__new__` has made of the same arguments."""
+        """Lock the mapping, which mmap's `__new__` has created from the same arguments."""
         self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         runtime = torch.cuda.cudart()
         try:
@@ -39,7 +38,7 @@ class PinnedMemory(mmap.mmap):
 
 
 def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros in PinnedMemory of just their size: PyTorch rounds its own up to a power of two."""
+    """Return zeros in PinnedMemory of their exact size: PyTorch rounds its own up to a power of two."""
     if not shape.numel():
         return torch.zeros(shape, dtype=dtype)
     memory = PinnedMemory(-1, shape.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -47,8 +46,10 @@ def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _clear_pending_error() -> None:
-    """Launch a kernel for nothing. CUDA reports a call that failed once more at this thread's next launch, where
-    PyTorch would take it for the launch's error."""
+    """Launch a no-op kernel to clear a pending CUDA error.
+
+    CUDA reports a failed call again at this thread's next launch. PyTorch would report it as an error of that launch.
+    """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 

@@ -1,4 +1,4 @@
-"""How long this rank stood still for communication: the part of it that computation did not hide."""
+"""Exposed communication time: the time that this rank waits and computation does not hide."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 
 class WaitTimer:
-    """The spans in which the host waited for a collective. Exact on the CPU, where waiting blocks the host; on a GPU
-    the host does not wait, and the total stays 0."""
+    """The time in which the host waits for collectives.
+
+    It is exact on the CPU, where waiting blocks the host. On a GPU the host does not wait, and the total stays 0."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Since the last `take`."""
+        """Seconds since the last `pop_seconds`."""
         self.spans: list[tuple[float, float]] | None = None
-        """Each span, by time.perf_counter(), while somebody keeps a list here."""
+        """Start and end of each wait, by time.perf_counter(); None unless a caller sets a list."""
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -30,19 +31,19 @@ class WaitTimer:
             self.add(start, time.perf_counter())
 
     def add(self, start: float, end: float) -> None:
-        """Count a span that was waited."""
+        """Count a wait from `start` to `end`."""
         self.seconds += end - start
         if self.spans is not None:
             self.spans.append((start, end))
 
     def pop_seconds(self) -> float:
-        """The seconds since the last call."""
+        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class TimedWork(dist.Work):
-    """A collective under way whose wait is counted."""
+    """A pending collective whose wait is counted."""
 
     def __init__(self, work: dist.Work, exposed: WaitTimer) -> None:
         super().__init__()
@@ -50,5 +51,6 @@ class TimedWork(dist.Work):
         self.exposed = exposed
 
     def wait(self, *timeout: timedelta) -> bool:
+        """Wait for the collective."""
         with self.exposed.measure():
             return self.work.wait(*timeout)

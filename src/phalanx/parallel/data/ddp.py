@@ -1,6 +1,7 @@
-"""Data parallelism (DDP): every rank holds the whole model, reads its own share of the batch, and gradients are summed.
+"""Data parallelism (DDP): every rank has the full model and a share of the batch.
 
-Gradients are all-reduced in buckets while the backward pass goes on (PyTorch Distributed, arXiv 2006.15704)."""
+Gradients are summed over ranks: all-reduced in buckets during the backward pass (PyTorch Distributed, arXiv
+2006.15704)."""
 
 import time
 import weakref
@@ -26,22 +27,26 @@ from phalanx.spec.layout import Layout
 
 MAX_INT = 2**31 - 1
 POWERSGD_FROM_STEP = 10
-"""PowerSGD sends whole gradients before: the first ones change most, and DDP settles its buckets (arXiv 1905.13727)."""
+"""Step from which PowerSGD compresses gradients.
+
+The first gradients change most, and DDP rebuilds its buckets during these steps (arXiv 1905.13727)."""
 
 
 class OverlappingReplica(Strategy):
-    """Data parallelism without DDP, which follows one micro-batch at a time: gradients are summed in `collect`, for
-    those whose micro-batches overlap (a pipeline)."""
+    """Data parallelism without DDP, for overlapping micro-batches (a pipeline).
+
+    DDP supports one micro-batch at a time. Here `finalize_gradients` sums the gradients."""
 
     def __init__(
         self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, excluded: frozenset[str] = frozenset()
     ) -> None:
-        """`excluded` are parameters whose gradients these ranks do not sum."""
+        """Create a replica; `excluded` names parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
         self.excluded_names = excluded
         self.bucket_bytes = int(layout.bucket_mb * 2**20)
 
     def finalize_gradients(self) -> None:
+        """All-reduce the gradients of the step in buckets."""
         for parameter in self.trainable_parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -52,15 +57,17 @@ class OverlappingReplica(Strategy):
 
 
 class DDP(Strategy):
-    """A replica of the model. DDP divides summed gradients by the ranks; the trainer divides the loss by the tokens
-    of the global batch, so `loss_scale` takes DDP's division back."""
+    """A replica of the model under PyTorch's DDP.
+
+    DDP divides summed gradients by the number of ranks. The trainer divides the loss by the tokens of the global batch,
+    so `loss_scale` cancels DDP's division."""
 
     model: DistributedDataParallel
 
     def __init__(
         self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, excluded: frozenset[str] = frozenset()
     ) -> None:
-        """`excluded` are parameters whose gradients these ranks do not sum."""
+        """Create a replica; `excluded` names parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
         self.loss_scale = float(group.size())
         self.excluded_names = excluded
@@ -89,7 +96,7 @@ class DDP(Strategy):
             self._powersgd = PowerSGDState(group, layout.powersgd_rank, POWERSGD_FROM_STEP)
             self.model.register_comm_hook(self._powersgd, powerSGD_hook)
         self._last_gradient_time = 0.0
-        # Weak: autograd keeps the hooks of a parameter alive, and this would keep the group of ranks with it.
+        # Weak: autograd keeps the hooks of a parameter alive, and a strong reference would keep the group alive.
         ready = partial(DDP._record_gradient_time, weakref.proxy(self))
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -100,7 +107,7 @@ class DDP(Strategy):
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch; only the `last` one of a step communicates."""
+        """Wrap the forward and backward pass of a micro-batch; only the `last` one of a step communicates."""
         if not last:
             with self.model.no_sync():
                 yield
@@ -112,42 +119,46 @@ class DDP(Strategy):
             self.comm_wait.add(min(now, self._last_gradient_time), now)
 
     def reduce_partial_gradients(self) -> None:
-        """As everywhere; DDP did not divide those that are apart."""
+        """Reduce as `Strategy` does, after dividing the excluded gradients, which DDP did not divide."""
         excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.excluded_names]
         device = next(self.module.parameters()).device
         scale_gradients(excluded_gradients, torch.full((), 1 / self.loss_scale, dtype=torch.float64, device=device))
         super().reduce_partial_gradients()
 
     def zero_grad(self) -> None:
-        """Set them to zero where they lie, in the buckets that DDP keeps: dropped, the micro-batches before the last
-        would make a second set of them. A part that a step may leave unused must have none."""
+        """Set the gradients to zero in the buckets that DDP keeps.
+
+        If they were dropped, the micro-batches before the last would allocate a second set. A module that a step may
+        leave unused must have no gradients."""
         self.module.zero_grad(set_to_none=self.finds_unused_parameters)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        """As everywhere, and what PowerSGD did not send yet."""
+        """Return the persistent tensors of this rank by part, with the unsent error of PowerSGD."""
         unsent = self._powersgd.error_dict.values() if self._powersgd else ()
         return super().resident_tensors(optimizers) | {"communication": list(unsent)}
 
     def join(self) -> AbstractContextManager[None]:
-        """Around the last steps of a run, of which ranks have different numbers: those that are done shadow the others'
-        collectives with zeros (DDP's own join), and get their weights at the end.
+        """Return the context manager for ranks with different numbers of steps (`torch` Join).
 
-        Inside it `update` follows `accumulate`: who is done takes no part in `reduce`. The state of optimizers is not
-        sent, so those who were done early must not train on with theirs."""
-        # The default divides by all ranks, gone or not, and `loss_scale` takes just that back: gradients stay sums.
+        Ranks without batches participate in collectives with zeros, and receive the final weights on exit. Inside it
+        `update` follows `accumulate`: a finished rank takes no part in `reduce`. The state of optimizers is not sent, so a
+        rank that finished early must not continue training with its state."""
+        # The default divides by all ranks, finished or not, and `loss_scale` cancels it: gradients stay sums.
         return self.model.join()
 
 
 def _bucket_options(layout: Layout) -> dict[str, Any]:
-    """DDP's options for the size of buckets, in MiB."""
+    """Return DDP's options for the size of buckets, in MiB."""
     if layout.first_bucket_mb is None:
         return {"bucket_cap_mb": layout.bucket_mb}
     return {"bucket_cap_mb_list": [layout.first_bucket_mb, layout.bucket_mb]}
 
 
-# DDP compares the types as objects, so that this file does not postpone annotations.
+# DDP compares the types as objects, so this file does not postpone annotations.
 def bf16_allreduce_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """Half the bytes of fp32 on the wire. (PyTorch's own hook of this kind is refused by name without NCCL.)"""
+    """All-reduce a bucket in bf16: half the bytes of fp32.
+
+    (Without NCCL, DDP rejects PyTorch's own hook of this kind by its name.)"""
     buffer = bucket.buffer()
     compressed = buffer.to(torch.bfloat16).div_(group.size())
     work = dist.all_reduce(compressed, group=group, async_op=True)

@@ -1,9 +1,12 @@
-"""ZeRO-3 (arXiv 1910.02054, section 5.3) by PyTorch's FSDP2: parameters, gradients and optimizer state are split over
-ranks; a unit's parameters are gathered just before use, and its gradients reduce-scattered just after, at every
-micro-batch. HSDP splits within groups of ranks and replicates between them.
+"""ZeRO-3 (arXiv 1910.02054, section 5.3) and HSDP with PyTorch's FSDP2.
 
-On gloo FSDP2 gathers synchronously and reduces twice what it needs (its reduce-scatter is an all-reduce); here gathers
-run ahead of the units that need them, and a reduce-scatter is an all-to-all and a local sum, ended one unit later."""
+Parameters, gradients and optimizer state are sharded over ranks. A unit's parameters are gathered just before use, and
+its gradients reduce-scattered just after, at every micro-batch. HSDP shards within groups of ranks and replicates
+between groups.
+
+On gloo FSDP2 gathers synchronously and reduces twice the necessary bytes (its reduce-scatter is an all-reduce). Here
+gathers run ahead of the units that need them. A reduce-scatter is an all-to-all and a local sum, finished one unit
+later."""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from phalanx.spec.layout import Layout
 
 
 class FSDP(Strategy):
-    """A sharded model. Gradients are summed over ranks, not averaged: the trainer divides the loss."""
+    """A sharded model; gradients are summed over ranks, not averaged, as the trainer divides the loss."""
 
     autocast = False
 
@@ -45,9 +48,20 @@ class FSDP(Strategy):
         expert_parameters: frozenset[str] = frozenset(),
         expert_mesh: DeviceMesh | None = None,
     ) -> None:
-        """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
-        are gathered, while gradients are reduced and state is kept in the parameters' own dtype. The parameters
-        `expert_parameters` are split over `expert_mesh`."""
+        """Shard a module into FSDP2 units.
+
+        Args:
+            module: Full model.
+            blocks: Parts of the module that are gathered one at a time.
+            layout: Selects units, prefetching and resharding.
+            mesh: One-dimensional mesh (ZeRO-3), or replicate x shard (HSDP).
+            compute_dtype: Dtype of gathered parameters. Gradients are reduced and state is stored in the parameters'
+                own dtype.
+            offload: Storage of the trained shards, if not the device.
+            group: The ranks over which the trainer sums its scalars.
+            expert_parameters: Names of the parameters that are sharded over `expert_mesh`.
+            expert_mesh: Mesh of the ranks with the same experts.
+        """
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,
@@ -69,7 +83,7 @@ class FSDP(Strategy):
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        # A deferred sum comes when FSDP2 believes that it is there, and must not be cast in between.
+        # A deferred sum completes after FSDP2 assumes that it is complete, and must not be cast in between.
         cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trainable_parameters.values())
         self.deferred = mesh.ndim == 1 and not cast
         self.offload = offload
@@ -80,7 +94,7 @@ class FSDP(Strategy):
             self._install_gloo_collectives()
 
     def _prefetch(self, depth: int) -> None:
-        """Gather `depth` units ahead of the one that computes."""
+        """Gather `depth` units ahead of the current unit."""
         backward = [self.root, *reversed(self.units[1:])]
         for index, unit in enumerate(self.units):
             unit.set_modules_to_forward_prefetch(self.units[index + 1 : index + 1 + depth])
@@ -96,8 +110,10 @@ class FSDP(Strategy):
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch. Gradients are split after each of them: kept whole
-        until the last, they would take as much memory as the model. Replicas sum theirs after the last."""
+        """Wrap the forward and backward pass of a micro-batch.
+
+        Gradients are sharded after each micro-batch: full gradients until the last would need as much memory as the
+        model. Replicas sum their gradients after the last."""
         if self.in_pipeline:
             self._set_gradient_sync(False)
             yield
@@ -107,7 +123,7 @@ class FSDP(Strategy):
         if self.reduce_scatter is None or not self.reduce_scatter.deferred:
             yield
             return
-        # FSDP2 would add to gradients whose sum has not come yet: they accumulate here.
+        # FSDP2 would add to gradients whose sum is still pending: they accumulate here.
         accumulated = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
         self.zero_grad()
         yield
@@ -117,20 +133,25 @@ class FSDP(Strategy):
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _set_gradient_sync(self, enabled: bool) -> None:
-        """Whether gradients are split, and parameters given back, when a backward pass ends. A pipeline's micro-batches
-        overlap, and halves of backward passes go on with parameters that must still be those of the forward pass."""
+        """Set whether the end of a backward pass shards gradients and parameters.
+
+        A pipeline's micro-batches overlap. Half backward passes continue with parameters that must still be those of
+        the forward pass."""
         self.root.set_requires_gradient_sync(enabled)
         self.root.set_reshard_after_backward(enabled)
         self.root.set_is_last_backward(enabled)
 
     def finish_weight_grad_pass(self) -> None:
-        """FSDP2 adds a pass's gradients up, in the dtype in which it reduces them, when the pass ends. What tells it so
-        hangs on the units' inputs and outputs, which this pass did not reach."""
+        """Accumulate the gradients of a pass of weight gradients, in FSDP2's reduction dtype.
+
+        FSDP2 does so at the end of a pass. Its hooks are on the units' inputs and outputs, which this pass did not
+        reach."""
         self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finalize_gradients(self) -> None:
-        """What FSDP2 does when a backward pass ends, once for all of a pipeline's step (as PyTorch's own pipelining
-        does it, `_PipelineStageBase.perform_reduce_grad`)."""
+        """Run FSDP2's work at the end of a backward pass, once for all of a pipeline's step.
+
+        PyTorch's own pipelining does the same (`_PipelineStageBase.perform_reduce_grad`)."""
         self._set_gradient_sync(True)
         state = self.root._get_fsdp_state()
         for unit_state in state._state_ctx.all_states:
@@ -141,7 +162,7 @@ class FSDP(Strategy):
             self.reduce_scatter.finish()
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step all at once, or what is offloaded piece by piece."""
+        """Step all parameters at once, or offloaded parameters piece by piece."""
         check_shardable_optimizers(optimizers)
         if self.offload is None:
             super().update(optimizers)
@@ -155,20 +176,23 @@ class FSDP(Strategy):
                 step_parameters(optimizers, piece, piece_gradients)
 
     def _largest_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
-        """Return the bytes of the largest share that a rank has of a parameter. By these all ranks cut the same pieces,
-        which matters to an optimizer that communicates."""
+        """Return the bytes of the largest shard of a parameter on any rank.
+
+        With these sizes all ranks form the same pieces, which matters to an optimizer that communicates."""
         name, parameter = named_parameter
         shape = parameter.shape if self.shared is None else self.shared.largest_shape(name)
         return shape.numel() * parameter.element_size()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        """Return zeros like `parameter`, in the offload storage if there is one."""
         return self.offload.zeros_like(parameter) if self.offload else super().init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """Return the persistent tensors of this rank by part."""
         resident = super().resident_tensors(optimizers)
         resident["parameters"] = list(
             self.trainable_parameters.values()
-        )  # whole ones are gathered, which `elastic` counts
+        )  # full parameters are gathered buffers, which `resizable_buffers` returns
         return (
             resident
             if self.offload is None
@@ -176,30 +200,31 @@ class FSDP(Strategy):
         )
 
     def resizable_buffers(self) -> list[Tensor]:
+        """Return the all-gather buffers of FSDP2."""
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
         parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
         return [buffer for parameter in parameters for buffer in getattr(parameter, "all_gather_outputs", [])]
 
     def reshard_parameters(self) -> None:
-        """Split the parameters again that a forward pass without a backward pass left gathered."""
+        """Reshard the parameters that a forward pass without a backward pass left gathered."""
         for unit in self.units:
             unit.reshard()
 
 
 def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
-    """The modules whose own parameters these are."""
+    """Return the modules that own these parameters directly."""
     owners = {name.rpartition(".")[0] for name in names}
     return [part for name, part in named_modules(module) if name in owners]
 
 
 def _fsdp_units(block: nn.Module, wrap: str) -> list[nn.Module]:
-    """What is gathered at once of a block: all of it, its parts, or nothing of its own (the whole model at once)."""
+    """Return the units of a block: the block, its submodules, or none (the full model is one unit)."""
     parts = [child for child in block.children() if any(True for _ in child.parameters())]
     return {"model": [], "block": [block], "sublayer": parts}[wrap]
 
 
 class TimedAllGather(DefaultAllGather):
-    """PyTorch's all-gather, with the time spent waiting for it counted."""
+    """PyTorch's all-gather with a timer of the time spent waiting for it."""
 
     def __init__(self, exposed: WaitTimer) -> None:
         self.exposed = exposed
@@ -207,32 +232,33 @@ class TimedAllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        """Gather, and return the pending work."""
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         return TimedWork(work, self.exposed) if work is not None else None
 
 
 class DeferredReduceScatter(DefaultReduceScatter):
-    """Our reduce-scatter in FSDP2's place for it.
+    """Phalanx's reduce-scatter, in place of FSDP2's.
 
-    Deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange runs beside the
-    backward pass of one more unit; at most one unit's buffers are held meanwhile.
-    """
+    If deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange overlaps the
+    backward pass of one more unit. At most one unit's buffers are allocated meanwhile."""
 
     def __init__(self, exposed: WaitTimer, deferred: bool) -> None:
         self.exposed = exposed
         self.deferred = deferred
         self._pending: ReduceScatter | None = None
 
-    def __call__(  # type: ignore[override]  # FSDP2 drops what comes back
+    def __call__(  # type: ignore[override]  # FSDP2 ignores the return value
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
+        """Finish the previous exchange, and start the next."""
         self.finish()
         self._pending = ReduceScatter(input_tensor, output_tensor, group, exposed=self.exposed)
         if not self.deferred:
             self.finish()
 
     def finish(self) -> None:
-        """End the exchange under way, if any."""
+        """Finish the pending exchange, if any."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

@@ -1,8 +1,8 @@
-"""Offload: what is trained, its gradients and its optimizer state rest outside the device and are stepped there.
+"""Offload: trained parameters, gradients and optimizer state are stored and stepped off the device.
 
-To CPU memory (ZeRO-Offload, arXiv 2101.06840), or to files on a local disk (ZeRO-Infinity, arXiv 2104.07857), mapped
-into memory. On disk they are stepped piece by piece: while one is stepped, the next is read and the one before is
-written, so that three pieces are in memory at a time, however large the state is."""
+Storage is CPU memory (ZeRO-Offload, arXiv 2101.06840), or memory-mapped files on a local disk (ZeRO-Infinity, arXiv
+2104.07857). On disk they are stepped piece by piece. While a piece is stepped, the next is read and the previous is
+written, so three pieces are in memory at a time, however large the state is."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from phalanx.spec.open_files import raise_open_files_limit
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 MMAP_THRESHOLD_BYTES = 2**20
 NUM_WRITERS = 4
-"""Files that are written at once: each waits for the disk more than it works."""
+"""Number of concurrent file writers: each waits for the disk more than it works."""
 MIN_OFFLOAD_BYTES = 2**16
-"""Tensors below this stay in memory: norms and biases are many and weigh nothing."""
+"""Minimum size of a tensor on disk; norms and biases are many and small, and stay in memory."""
 
 
 class CpuOffload:
-    """To CPU memory, pinned where a GPU copies from it."""
+    """Offload to CPU memory, pinned if a GPU copies from it."""
 
     piece_bytes = 256 * 2**20
-    """What is trained, stepped at once."""
+    """Bytes of trained parameters that are stepped at once."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor in the place where it rests; of one without memory, zeros."""
+        """Return a copy of a tensor in the offload storage; zeros for a tensor without memory."""
         host_copy = self._allocate_like(tensor)
         return host_copy if tensor.is_meta else host_copy.copy_(tensor)
 
@@ -53,10 +53,10 @@ class CpuOffload:
         return torch.zeros_like(like, device="cpu")
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to bring back to where they rest tensors that were changed outside `piece`."""
+        """Start to write tensors that were changed outside `stepping` to their storage."""
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        """Optimizer state of a parameter that rests here, not stepped yet."""
+        """Return initial optimizer state of an offloaded parameter."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return _wrap_like(parameter, self._allocate_like(local))
 
@@ -68,27 +68,27 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Around the step of a piece; the same piece has the same `index` at every step."""
+        """Wrap the step of a piece; a piece has the same `index` at every step."""
         yield
 
 
 class DiskOffload(CpuOffload):
-    """To unnamed files in a directory: they vanish with the process, however it ends."""
+    """Offload to unnamed files in a directory, which vanish with the process, however it exits."""
 
     piece_bytes = 16 * 2**20
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError if files cannot be made there."""
+        """Prepare the offload; raises UserError if the directory does not accept files."""
         self.directory = directory
         self.files: dict[int, MappedFile] = {}
-        """By the address of their tensor."""
+        """Files by the address of their tensor."""
         self.pieces: dict[int, list[MappedFile]] = {}
         self._reader = ThreadPoolExecutor(1)
         self._writer = ThreadPoolExecutor(NUM_WRITERS)
         self._pending_writes: list[Future[None]] = []
-        # What the launcher has for speed is undone: memory is what is short here.
+        # Revert the launcher's tuning for speed: memory is scarce here.
         tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
-        raise_open_files_limit()  # each tensor has a file with two descriptors (the map's is its own)
+        raise_open_files_limit()  # each tensor has a file with two descriptors (the map has a separate one)
 
     @contextmanager
     def stepping(
@@ -98,6 +98,7 @@ class DiskOffload(CpuOffload):
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
+        """Read the next piece during the step of a piece, and write the piece afterwards."""
         self._reader.submit(_read_all, self.pieces.get(index + 1, []))
         yield
         if index not in self.pieces:
@@ -105,10 +106,11 @@ class DiskOffload(CpuOffload):
         self._write(self.pieces[index])
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
+        """Start to write the files of these tensors."""
         self._write(self._mapped_files(tensors))
 
     def _write(self, files: Sequence[MappedFile]) -> None:
-        """Begin to write files; waits for those before them, so that what is in memory stays bounded."""
+        """Start to write files, after waiting for the previous writes, which bounds the memory."""
         writing = [self._writer.submit(file.write) for file in files]
         for previous in self._pending_writes:
             previous.result()
@@ -120,7 +122,7 @@ class DiskOffload(CpuOffload):
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> list[MappedFile]:
-        """Put on disk the state that optimizers made in memory at their first step; the files of these parameters."""
+        """Move the state that optimizers created at their first step to disk; return these parameters' files."""
         tensors = [*parameters, *(gradient for gradient in gradients if gradient is not None)]
         for parameter in parameters:
             for optimizer in optimizers:
@@ -145,10 +147,10 @@ class DiskOffload(CpuOffload):
 
 
 class MappedFile:
-    """A tensor whose memory is a file's."""
+    """A tensor whose memory is a memory-mapped file."""
 
     def __init__(self, directory: Path, like: Tensor) -> None:
-        """Zeros of the shape and type of `like`. Raises UserError if the disk has no room for them."""
+        """Create zeros of the shape and dtype of `like`; raises UserError if the disk is full."""
         size = like.numel() * like.element_size()
         try:
             self.file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
@@ -161,14 +163,14 @@ class MappedFile:
         self.tensor = torch.frombuffer(self.memory, dtype=like.dtype).view(like.shape)
 
     def read(self) -> None:
-        """Read all of it, so that nobody waits for a page of it."""
+        """Read the full file, so that no access waits for a page."""
         address = ctypes.c_void_p(self.tensor.data_ptr())
         size = ctypes.c_size_t(len(self.memory))
         if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
             self.memory.madvise(mmap.MADV_WILLNEED)
 
     def write(self) -> None:
-        """Write what has changed, and give its memory back."""
+        """Write the changed pages, and release their memory."""
         os.fdatasync(self.file.fileno())
         self.memory.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -182,11 +184,14 @@ def _read_all(files: Sequence[MappedFile]) -> None:
 def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(directory).free
-        problem = f"has no room for {size / 1e9:.3f} GB of optimizer state more ({free / 1e9:.3f} GB are free)"
-        return problem, "free space, or name a directory on another disk; the last checkpoint stands"
+        problem = f"has no space for another {size / 1e9:.3f} GB of optimizer state ({free / 1e9:.3f} GB free)"
+        return problem, "free space, or choose a directory on another disk; the last checkpoint is valid"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "needs more open files than this process may have", "raise the hard limit of open files (ulimit -Hn)"
-    return f"cannot be written: {error.strerror}", "name a directory on a local disk that can be written"
+        return (
+            "requires more open files than the limit of this process",
+            "raise the hard limit of open files (ulimit -Hn)",
+        )
+    return f"cannot be written: {error.strerror}", "choose a writable directory on a local disk"
 
 
 def _local_tensor(tensor: Tensor) -> Tensor:
@@ -194,7 +199,7 @@ def _local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor that is split as `tensor` is."""
+    """Return `local` as this rank's shard of a tensor with the sharding of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     return as_dtensor(local, tensor.device_mesh, tensor.placements, shape=tensor.shape)

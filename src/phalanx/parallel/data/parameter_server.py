@@ -1,16 +1,14 @@
-"""Parameter server (Li et al., OSDI 2014): servers own the parameters and their optimizer state, workers compute.
+"""Parameter server (Li et al., OSDI 2014): servers own parameters and their state, workers compute.
 
-A step has four parts: servers broadcast the weights; each worker does its forward and backward passes; servers add up
-the workers' gradients, in the order of the workers, and divide them by the tokens behind them; servers update. The
-first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
-whatever the optimizer.
+A step has four parts. Servers broadcast the weights; each worker runs its forward and backward passes. Servers add the
+workers' gradients, in the order of the workers, and divide them by the number of tokens; servers update. The first
+ranks are the servers, and parameters are assigned to them by bytes. A worker has only weights and gradients, whatever
+the optimizer. All messages pass through CPU memory and gloo: servers need no GPU, and workers' GPUs need not reach each
+other.
 
-Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a
-worker goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker,
-and weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1
-copies of its weights.
-
-All of it goes through CPU memory and gloo: servers need no GPU, and workers none that reach each other."""
+Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a worker continues while its
+weights lack at most s updates. Each update still uses one gradient of every worker, and received weights are used
+immediately. A server then needs memory for s + 1 gradients of every worker and s + 1 copies of its weights."""
 
 from __future__ import annotations
 
@@ -40,35 +38,35 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Who does what."""
+    """The roles of ranks and their process groups."""
 
     servers: list[int]
     workers: list[int]
     owned: list[Shapes]
     """The parameters of each server."""
     groups: list[dist.ProcessGroup]
-    """Each server and all workers."""
+    """For each server, the group of the server and all workers."""
     server_group: dist.ProcessGroup
     staleness: int | None
-    """Updates that a worker's weights may lack; None: it waits for every update."""
+    """Maximum number of updates that a worker's weights may lack; None: it waits for every update."""
 
 
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
-    """This rank's part in it: a server or a worker. Raises UserError for parameters of more than one dtype."""
+    """Return this rank's strategy, a server or a worker; raises UserError for mixed dtypes."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise UserError(
             "layout.data_parallel",
             layout.data_parallel,
-            f"sends parameters as one vector, of one dtype: there is {description}",
+            f"sends parameters as one vector of one dtype, but the module has {description}",
             fix="convert the module to one dtype, or use another layout.data_parallel",
         )
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
     owner = assign_parameters_to_servers({name: shape.numel() for name, shape in shapes.items()}, layout.num_servers)
-    # Servers are in CPU memory, whatever the workers compute on; a dry run has no other backend than its own.
+    # Servers use CPU memory, whatever the workers' device; a dry run has only its own backend.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     roles = ServerTopology(
         servers,
@@ -84,14 +82,14 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
 
 
 class ParameterServerWorker(Strategy):
-    """Computes gradients, and trains nothing itself."""
+    """A rank that computes gradients and trains no parameters."""
 
     def __init__(self, module: nn.Module, roles: ServerTopology, device: torch.device) -> None:
         parameters = dict(named_parameters(module))
         self.weights = [flatten_parameters(parameters, shapes, device) for shapes in roles.owned]
-        """One vector for each server's parameters, which the model's are views of."""
+        """One vector per server of its parameters; the model's parameters are views."""
         self.sums = [torch.zeros_like(weights) for weights in self.weights]
-        """Of gradients, likewise."""
+        """One vector per server of summed gradients."""
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
             gradients = parameter_views(sums, shapes)
             for name, view in parameter_views(weights, shapes).items():
@@ -104,16 +102,16 @@ class ParameterServerWorker(Strategy):
         self.roles = roles
         self.biases = router_biases(module)
         self.steps_sent = 0
-        """Steps whose gradients were sent."""
+        """Number of steps whose gradients were sent."""
         self.versions = [0] * len(roles.servers)
-        """Updates in the weights of each server."""
+        """Number of updates in the weights of each server."""
         self._posted_receives: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
         self._newest_values = torch.zeros(2)
-        """Version, gradient norm and sums of the last update heard of."""
+        """Version, gradient norm and sums of the last received update."""
         self._message_size = 2
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
-        """Send this step's gradients, and take the weights that there are, or must be."""
+        """Send this step's gradients, and receive the available and the required weights."""
         message = torch.cat([sums, sums.new_tensor([min(self.versions)])]).cpu()
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
@@ -130,23 +128,25 @@ class ParameterServerWorker(Strategy):
                 work.wait()
         for gradients in self.sums:
             gradients.zero_()
-        # Who waits for every update has just had this step's.
+        # A synchronous worker has just received this step's update.
         version = self.steps_sent if self.roles.staleness is None else int(self._newest_values[0])
         reported_sums = (
             self._newest_values[2:].to(sums.device) if version else sums
-        )  # of no update yet: its own, for want of better
+        )  # before the first update, this rank's own sums
         return StepReduction(self._newest_values[1], reported_sums, steps_behind=self.steps_sent - version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """The servers'."""
+        """No-op: the servers run the optimizer."""
 
     def zero_grad(self) -> None:
-        """They were sent."""
+        """No-op: gradients have already been sent."""
 
     def sync_model_weights(self) -> None:
+        """Receive the weights of all servers."""
         self._receive_broadcast()
 
     def drain_pending_updates(self) -> None:
+        """Receive the updates of all sent steps."""
         self._receive_updates(self.steps_sent)
 
     def _receive_broadcast(self) -> None:
@@ -161,7 +161,7 @@ class ParameterServerWorker(Strategy):
         self._parse_header(header)
 
     def _receive_updates(self, needed: int) -> None:
-        """Take updates of every server until there are `needed` of them, and those beyond that have come."""
+        """Receive updates of every server until there are `needed`, and further ones that have arrived."""
         for index, server in enumerate(self.roles.servers):
             while self.versions[index] < self.steps_sent:
                 tag = 2 * (self.versions[index] + 1)
@@ -169,7 +169,7 @@ class ParameterServerWorker(Strategy):
                     header = self._header_buffer()
                     expected = self._posted_receives[index] = irecv(header, server, tag), header
                 work, header = expected
-                # Gloo says that a message has come only to who waits for it; its first number says so before.
+                # Gloo reports an arrival only to a waiting receiver; the header's first number shows it before.
                 if self.versions[index] >= needed and header[0] < 0:
                     break
                 received = receive_buffer(self.weights[index])
@@ -183,7 +183,7 @@ class ParameterServerWorker(Strategy):
                     self._parse_header(header)
 
     def _header_buffer(self) -> Tensor:
-        """For version, gradient norm and sums, and routers' biases."""
+        """Return a buffer for version, gradient norm, sums and router biases."""
         size = self._message_size + sum(bias.numel() for bias in self.biases)
         return torch.full((size,), -1.0, dtype=torch.float64)
 
@@ -194,7 +194,7 @@ class ParameterServerWorker(Strategy):
 
 
 class ParameterServer(Strategy):
-    """Trains its share of the parameters with the workers' gradients, and computes none itself."""
+    """A rank that trains its share of the parameters with the workers' gradients."""
 
     runs_model = False
 
@@ -218,17 +218,18 @@ class ParameterServer(Strategy):
         self.roles = roles
         self.biases = router_biases(module)
         self.steps_done = 0
-        """Updates."""
+        """Number of updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
         self._receive_buffer: Tensor | None = None
         self._posted_receives: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
         self._pending_sends: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return the summed gradient of this server's parameters."""
         return {"all": self.sum}
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
-        """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
+        """Add the workers' gradients and sums to `sums`, which are 0 except for this server's requests."""
         total = sums.double().cpu()
         oldest_version = self.steps_done
         for worker in self.roles.workers:
@@ -246,20 +247,23 @@ class ParameterServer(Strategy):
         return StepReduction(norm, total.to(sums.device), staleness=self.steps_done - oldest_version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step the optimizers, and send the weights."""
         for optimizer in optimizers:
             optimizer.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """End the step, updated or not: the workers wait for its weights."""
+        """Finish the step, with or without an update: the workers wait for its weights."""
         self.steps_done += 1
         self._broadcast() if self.roles.staleness is None else self._send()
 
     def sync_model_weights(self) -> None:
+        """Broadcast the weights with an empty header."""
         self._header = torch.zeros(2, dtype=torch.float64)
         self._broadcast()
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """Return the persistent tensors of this rank by part."""
         received = [gradients for posted in self._posted_receives.values() for _, _, gradients in posted]
         staging_buffers = [] if self._receive_buffer is None else [self._receive_buffer]
         return {
@@ -270,6 +274,7 @@ class ParameterServer(Strategy):
         }
 
     def drain_pending_updates(self) -> None:
+        """Wait for all pending sends."""
         self._finish_sending(max_pending=0)
 
     def _finish_sending(self, max_pending: int) -> None:
@@ -278,8 +283,7 @@ class ParameterServer(Strategy):
                 work.wait()
 
     def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
-        """The next gradients of a worker, and what it sent with them. Synchronously there is one place to receive them
-        in; asynchronously each worker has its own, which are received in ahead of time."""
+        """Return the next gradients of a worker, and their message; asynchronous receives are posted ahead."""
         if self.roles.staleness is None:
             self._receive_buffer = torch.empty_like(self.sum) if self._receive_buffer is None else self._receive_buffer
             self._post_receive(worker, torch.empty(size, dtype=torch.float64), self._receive_buffer, steps_ahead=0)
@@ -295,7 +299,7 @@ class ParameterServer(Strategy):
         return message, gradients
 
     def _post_receive(self, worker: int, message: Tensor, gradients: Tensor, steps_ahead: int) -> None:
-        """Begin to receive what a worker sends `steps_ahead` steps from now."""
+        """Start to receive the message that a worker sends `steps_ahead` steps from now."""
         tag = 2 * (self.steps_done + steps_ahead)
         works = [irecv(message, worker, tag), irecv(gradients, worker, tag + 1)]
         self._posted_receives[worker].append((works, message, gradients))
@@ -311,10 +315,10 @@ class ParameterServer(Strategy):
             dist.broadcast(self.weights, rank, group=self.roles.groups[rank])
 
     def _send(self) -> None:
-        """Send each worker a copy of the weights, which go on changing."""
+        """Send each worker a copy of the weights, which continue to change."""
         self._finish_sending(
             max_pending=self.roles.staleness or 0
-        )  # a worker further behind would have been waited for
+        )  # servers have already waited for workers that are further behind
         message = self._build_message()
         weights = self.weights.clone()
         works = []

@@ -12,7 +12,7 @@ Shapes = dict[str, torch.Size]
 
 
 def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
-    """The named parameters one after another; zeros for those without memory."""
+    """Concatenate the named parameters into a vector, with zeros for parameters without memory."""
     dtype = next(iter(parameters.values())).dtype
     vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
     for name, view in parameter_views(vector, shapes).items():
@@ -22,28 +22,32 @@ def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, devi
 
 
 def parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """The parts of such a vector by name."""
+    """Return the views of a flat vector by parameter name."""
     parts = vector.split([shape.numel() for shape in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def router_biases(module: nn.Module) -> list[Tensor]:
-    """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
+    """Return the router biases, which a server updates and sends with its weights.
+
+    An asynchronous worker does not receive every update, so it cannot compute them."""
     return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
 
 
 def receive_buffer(weights: Tensor) -> Tensor:
-    """Where to receive weights: in their place, or beside a GPU's."""
+    """Return the buffer for received weights: the weights themselves, or CPU memory for a GPU's."""
     return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
 
 
 def isend(tensor: Tensor, destination: int, tag: int) -> dist.Work:
+    """Start to send a tensor to a rank, and return the pending work."""
     work = dist.isend(tensor, destination, tag=tag)
     assert work is not None
     return work
 
 
 def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
+    """Start to receive a tensor from a rank, and return the pending work."""
     work = dist.irecv(tensor, source, tag=tag)
     assert work is not None
     return work

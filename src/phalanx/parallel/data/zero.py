@@ -1,13 +1,13 @@
-"""ZeRO-1 and ZeRO-2 (arXiv 1910.02054, sections 5.1 and 5.2): every rank computes with the whole model, and trains its
-rows of it.
+"""ZeRO-1 and ZeRO-2: every rank computes with the full model, and trains its rows of the model.
 
-A rank owns an N-th of every parameter's rows and the optimizer state for them. Gradients are reduce-scattered in
-buckets to the owners of their rows while the backward pass goes on; the owners step; the new rows are gathered.
-ZeRO-1 keeps whole gradients and sends them once per step. ZeRO-2 sends them at every micro-batch and keeps its rows.
+Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
+During the backward pass, gradients are reduce-scattered in buckets to the owners of their rows. The owners step; then
+the new rows are gathered. ZeRO-1 keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every
+micro-batch and keeps only its rows.
 
-Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or
-4 + (4 + 8)/N. In bf16 the model and its gradients are bf16, and owners keep fp32 rows beside: 2 + 2 + 12/N or
-2 + (2 + 12)/N (section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches add up in fp32: 2 bytes more."""
+Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
+8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
+(section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches accumulate in fp32: 2 bytes more."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from phalanx.spec.layout import Layout
 
 
 class ZeRO(Strategy):
-    """Stage 1 or 2. The trained parameters are this rank's rows, as DTensors (whole where there is one rank)."""
+    """ZeRO stage 1 or 2; trains this rank's rows as DTensors (full parameters on a single rank)."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class ZeRO(Strategy):
         expert_mesh: DeviceMesh | None = None,
         model_sharding: ModelShardingProtocol | None = None,
     ) -> None:
-        """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
-        keeps what is trained, and its state, elsewhere. The parameters `expert_parameters` are split
-        over `expert_mesh`. `model_sharding` says how ranks share the model itself, if they do."""
+        """Shard a module over `mesh`, which has one axis (None: a single rank).
+
+        The model computes in `compute_dtype` (None: unchanged). `offload` stores trained rows and their state.
+        `expert_mesh` shards `expert_parameters`. `model_sharding` has the model's shards, if any."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
         shardings = {
@@ -95,13 +96,13 @@ class ZeRO(Strategy):
         }
         self.trainable_parameters = {name: part.master for name, part in owned.items()}
         limit = layout.bucket_mb * MIB
-        if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
+        if offload is not None:  # a piece is complete buckets; their bytes are of all ranks, in the model's precision
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
         self._communicates = True
         self._num_started = 0
         self._gradient_factor: Tensor | None = None
-        """What gradients that rest elsewhere still have to be multiplied by."""
+        """Factor that offloaded gradients must still be multiplied by."""
         self._gathering_bucket: Bucket | None = None
         # Weak: autograd keeps the hooks of a parameter alive, and these would keep the groups of ranks with them.
         for bucket in self.buckets:
@@ -111,7 +112,7 @@ class ZeRO(Strategy):
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch."""
+        """Wrap the forward and backward pass of a micro-batch."""
         self._communicates = last or not self.keeps_full_gradients
         self._num_started = 0
         for bucket in self.buckets:
@@ -119,18 +120,19 @@ class ZeRO(Strategy):
         yield
         if self._communicates:
             for bucket in self.buckets:
-                bucket.num_missing = 0  # what had no gradient has none on any rank, or counts as 0
+                bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
             self._reduce_ready()
             self.buckets[-1].finish_reduce(self.keeps_full_gradients)
 
     def end_rehearsal(self) -> None:
-        """Load also the kernels that sum in fp32, and let the step's gradients be counted from none."""
+        """Load the kernels that sum in fp32, and drop the gradients of the rehearsal."""
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.float().add_(parameter.grad)
         self.zero_grad()
 
     def finalize_gradients(self) -> None:
+        """Reduce all gradients of the step."""
         with self.accumulate(last=True):
             pass
 
@@ -142,7 +144,7 @@ class ZeRO(Strategy):
             self._reduce_ready()
 
     def _reduce_ready(self) -> None:
-        """Send the buckets that are complete, in the same order on every rank, one at a time."""
+        """Send the complete buckets, in the same order on every rank, one at a time."""
         while self._num_started < len(self.buckets) and not self.buckets[self._num_started].num_missing:
             if self._num_started:
                 self.buckets[self._num_started - 1].finish_reduce(self.keeps_full_gradients)
@@ -150,13 +152,13 @@ class ZeRO(Strategy):
             self._num_started += 1
 
     def gradients(self) -> dict[str, Tensor]:
-        """The summed gradients of the owned rows."""
+        """Return the summed gradients of the owned rows."""
         parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
         reduced = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
         return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
-        """As everywhere; gradients that rest elsewhere are divided and clipped when the step reads them anyway."""
+        """Normalize and clip as `Strategy` does; the step scales offloaded gradients when it reads them."""
         if self.offload is None:
             return super().normalize_and_clip(norm, weight, clip_norm)
         norm = norm / weight.to(norm.dtype)
@@ -164,7 +166,7 @@ class ZeRO(Strategy):
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step the owned rows piece by piece, in the order of the forward pass, and gather what they have become."""
+        """Step the owned rows piece by piece, in the order of the forward pass, and gather the results."""
         check_shardable_optimizers(optimizers)
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
         pieces = chunk_by_bytes(self.buckets[::-1], limit)
@@ -184,14 +186,14 @@ class ZeRO(Strategy):
         self._finish_gather()
 
     def _master_gradients(self, parts: Sequence[OwnedParameter]) -> list[Tensor | None]:
-        """The gradients of these masters, scaled, in one wait for the device."""
+        """Return the scaled gradients of these masters, with a single wait for the device."""
         gradients = [part.master_gradient(self._gradient_factor) for part in parts]
-        if self.offload is not None and self.keeps_full_gradients:  # they were on the device until now
+        if self.offload is not None and self.keeps_full_gradients:  # the gradients were on the device until now
             wait_for_host_copies(parts[0].parameter.device)
         return gradients
 
     def _start_gather(self, bucket: Bucket) -> None:
-        """Begin to gather a bucket, and end the one before: two are under way at a time, not the whole model."""
+        """Start to gather a bucket, and finish the previous one: at most two are in flight."""
         bucket.start_gather()
         self._finish_gather()
         self._gathering_bucket = bucket
@@ -202,13 +204,16 @@ class ZeRO(Strategy):
             self._gathering_bucket = None
 
     def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
         for bucket in self.buckets:
             bucket.drop_gradients()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        """Return zeros like `parameter`, in the offload storage if there is one."""
         return self.offload.zeros_like(parameter) if self.offload else super().init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """Return the persistent tensors of this rank by part."""
         parts = [part for bucket in self.buckets for part in bucket.parts]
         master_rows = [part.rows for part in parts if not part.is_aliased]
         row_gradients = [part.gradient for part in parts if part.gradient is not None]

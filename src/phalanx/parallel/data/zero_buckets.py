@@ -1,4 +1,4 @@
-"""Buckets of ZeRO-1 and 2: gradients reduced to the owner of each row, parameters gathered from it."""
+"""Buckets of ZeRO-1 and 2: each row's gradient is reduced to its owner, and the row gathered from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import MAX_BF16_SUMS
 
 PIECE_BYTES = 256 * MIB
-"""Owned rows that are stepped at once: their gradients are cast to the rows' precision just for it."""
+"""Bytes of owned rows that are stepped at once; their gradients are cast to the rows' precision."""
 
 
 class RowSharding:
-    """Which rows of a tensor are this rank's: of N ranks the first own as many as it takes, the last may have fewer."""
+    """Assignment of a tensor's rows to N ranks.
+
+    All ranks own equally many rows (rounded up), except that the last ranks may have fewer."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
@@ -31,26 +33,27 @@ class RowSharding:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
+        """The process group of the mesh; None for a single rank."""
         return self.mesh.get_group() if self.mesh is not None else None
 
     def rows_per_rank(self, full: Tensor) -> int:
-        """Rows per rank."""
+        """Return the number of rows per rank, with padding."""
         return -(-len(full) // self.ranks)
 
     def rows(self, full: Tensor) -> Tensor:
-        """This rank's rows (a view)."""
+        """Return this rank's rows (a view)."""
         rows_per_rank = self.rows_per_rank(full)
         return full.detach()[
             min(self.rank * rows_per_rank, len(full)) : min((self.rank + 1) * rows_per_rank, len(full))
         ]
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
-        """This rank's rows as part of a tensor like `full`."""
+        """Return this rank's rows as part of a tensor like `full`."""
         return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], shape=full.shape)
 
 
 class OwnedParameter:
-    """A parameter that computes, and the rows of it that this rank trains."""
+    """A parameter of the model, and the rows of it that this rank trains."""
 
     def __init__(
         self,
@@ -61,36 +64,45 @@ class OwnedParameter:
         offload: CpuOffload | None,
         largest_shape: torch.Size,
     ) -> None:
-        """`master_rows` are the rows where they are not those of the parameter itself. `largest_shape` is that of the
-        largest share that a rank has of the parameter."""
+        """Create the trained rows of a parameter.
+
+        Args:
+            name: Name of the parameter.
+            parameter: Parameter that computes.
+            sharding: Assignment of rows to ranks.
+            master_rows: Separate trained rows; None if the parameter's own rows are trained.
+            offload: Storage of the trained rows, if not the device.
+            largest_shape: Shape of the largest shard of the parameter on any rank.
+        """
         self.name = name
         self.parameter = parameter
         self.split = sharding
         self.offload = offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
-        """Elements of a rank, with padding."""
+        """Number of elements per rank, with padding."""
         self.largest_numel = largest_shape.numel()
-        """By these and the next all ranks cut the same buckets and pieces, which matters to an optimizer that
-        communicates."""
+        """With this number and `largest_size`, all ranks form the same buckets and pieces.
+
+        Equal pieces matter to an optimizer that communicates."""
         self.largest_size = -(-largest_shape[0] // sharding.ranks) * largest_shape[1:].numel()
         self.is_aliased = master_rows is None
         self.rows = sharding.rows(parameter) if master_rows is None else master_rows
         self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
         self.gradient: Tensor | None = None
-        """Of the rows, summed over ranks, in the precision of the model, or of more micro-batches in fp32."""
+        """Gradient of the rows, summed over ranks, in the model's dtype, or in fp32 for many micro-batches."""
         self._full_sum: Tensor | None = None
-        """Of a step's micro-batches the whole gradient in fp32, where these are many."""
+        """Full gradient of a step's micro-batches in fp32, if there are many."""
         self._host_gradient: Tensor | None = None
         self._num_added = 0
 
     @property
     def full_gradient(self) -> Tensor | None:
-        """The whole gradient, as far as this rank computed it."""
+        """The full gradient, as this rank has computed it so far."""
         return self.parameter.grad if self._full_sum is None else self._full_sum
 
     def add_full_gradient(self) -> None:
-        """Add what autograd left of a micro-batch to a sum in fp32, where there are more than `MAX_BF16_SUMS`."""
+        """Add a micro-batch's gradient to an fp32 sum, if there are more than `MAX_BF16_SUMS`."""
         self._num_added += 1
         gradient = self.parameter.grad
         if gradient is None or not needs_fp32_sum(gradient.dtype, self._num_added):
@@ -99,16 +111,17 @@ class OwnedParameter:
         self.parameter.grad = None
 
     def drop_full_gradient(self) -> None:
+        """Drop the full gradient."""
         self.parameter.grad = self._full_sum = None
 
     def drop_gradient(self) -> None:
-        """Forget the step's gradients."""
+        """Drop the gradients of the step."""
         self.drop_full_gradient()
         self.gradient = None
         self._num_added = 0
 
     def accumulate(self, received: Tensor, keep_full: bool) -> None:
-        """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
+        """Save a reduced gradient in the full gradient's rows, or add it to those of earlier micro-batches."""
         full_gradient = self.full_gradient
         if full_gradient is not None and (keep_full or self.offload is None):
             self.gradient = self.split.rows(full_gradient)
@@ -129,7 +142,7 @@ class OwnedParameter:
             self.gradient.add_(received)
 
     def _add_on_host(self, received: Tensor, offload: CpuOffload) -> Tensor:
-        """Return the sum that rests in CPU memory, in which the step's first gradient replaces those of the last."""
+        """Return the sum in CPU memory; the step's first gradient replaces the sum of the last step."""
         is_first = self.gradient is None
         if self._host_gradient is None:
             self._host_gradient = offload.to_host(received)
@@ -142,8 +155,9 @@ class OwnedParameter:
         return self._host_gradient
 
     def master_gradient(self, factor: Tensor | None) -> Tensor | None:
-        """The gradient, times a factor in CPU memory, where and as precise as the master is. It comes to CPU memory by
-        `wait_for_host_copies`."""
+        """Return the scaled gradient with the device and dtype of the master.
+
+        The optional `factor` is in CPU memory. A gradient is complete in CPU memory after `wait_for_host_copies`."""
         if self.gradient is None:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
@@ -152,10 +166,9 @@ class OwnedParameter:
 
 
 class Bucket:
-    """Parameters whose gradients are sent at once, and whose rows are gathered at once.
+    """Parameters whose gradients are sent in one message, and whose rows are gathered in one message.
 
-    On the way they lie in a buffer [N, n]: for each rank its rows of every parameter, padded where they are fewer.
-    """
+    The message buffer is [N, n]: for each rank its rows of every parameter, padded where there are fewer."""
 
     def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
         self.parts = parts
@@ -163,17 +176,19 @@ class Bucket:
         self.group = sharding.group
         self.sizes = [part.size for part in parts]
         self.num_missing = len(parts)
-        """Gradients of the micro-batch under way that have not come yet."""
+        """Number of gradients of the current micro-batch that are not ready."""
         self._reducing: ReduceScatter | None = None
         self._gathering: tuple[dist.Work, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of the owned rows, with padding, on the rank that has most of them: all ranks step the same pieces."""
+        """Bytes of the owned rows, with padding, on the rank with the most rows.
+
+        The number is equal on all ranks, so they step the same pieces."""
         return sum(part.largest_size * part.rows.element_size() for part in self.parts)
 
     def start_reduce(self, keep_full: bool) -> None:
-        """Send each owner its rows of these gradients."""
+        """Start to send each owner its rows of these gradients."""
         if self.group is None:
             return
         for part in self.parts:
@@ -187,13 +202,13 @@ class Bucket:
         self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, exposed=self.exposed)
 
     def _full_matrices(self) -> list[Tensor]:
-        """Return the whole gradients as matrices, in one dtype."""
+        """Return the full gradients as matrices, in one dtype."""
         gradients = [part.full_gradient for part in self.parts if part.full_gradient is not None]
         dtype = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
         return [gradient.to(dtype).view(part.matrix) for gradient, part in zip(gradients, self.parts, strict=True)]
 
     def finish_reduce(self, keep_full: bool) -> None:
-        """Hand every parameter the sum of its owned rows' gradients."""
+        """Wait for the reduction, and give every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
             parts = [part for part in self.parts if part.full_gradient is not None]
             received = [part.full_gradient for part in parts if part.full_gradient is not None]
@@ -209,11 +224,12 @@ class Bucket:
             part.accumulate(gradient, keep_full)
 
     def drop_gradients(self) -> None:
+        """Drop the gradients of all parameters of the bucket."""
         for part in self.parts:
             part.drop_gradient()
 
     def start_gather(self) -> None:
-        """Send the owned rows, as they were trained, to every rank."""
+        """Start to send the owned rows, as trained, to every rank."""
         if self.group is None:
             for part in self.parts:
                 if not part.is_aliased:
@@ -221,7 +237,7 @@ class Bucket:
             return
         local_rows = self.parts[0].parameter.new_zeros(sum(self.sizes))
         for part, flat in zip(self.parts, local_rows.split(self.sizes), strict=True):
-            # Cast there: the host would cast into memory that is not pinned, and wait for the device.
+            # Cast on the device: the host would cast into memory that is not pinned, and wait for the device.
             rows = part.rows.to(flat.device, non_blocking=True)
             flat[: part.rows.numel()].view_as(part.rows).copy_(rows)
         gathered = local_rows.new_empty(self.group.size() * len(local_rows))
@@ -229,7 +245,7 @@ class Bucket:
         self._gathering = work, gathered.view(self.group.size(), -1)
 
     def finish_gather(self) -> None:
-        """Let the model compute with what came."""
+        """Wait for the gathered rows, and copy them to the model's parameters."""
         if self._gathering is None:
             return
         work, gathered = self._gathering
@@ -245,25 +261,26 @@ class Bucket:
 
 
 def needs_fp32_sum(dtype: torch.dtype, micro_batches: int) -> bool:
-    """Whether the sum of gradients in this dtype is to be kept in fp32: bf16 rounds at each addition, by more the more
-    the sum is above what is added."""
+    """Return whether the sum of gradients of this dtype must be fp32.
+
+    bf16 rounds at each addition; the error grows with the ratio of the sum to the addend."""
     return dtype.itemsize < 4 and micro_batches > MAX_BF16_SUMS
 
 
 def trainable_parameters_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are not frozen: every rank keeps the others whole, and trains nothing of them."""
+    """Yield the parameters that are not frozen; every rank has full frozen parameters."""
     return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
 
 
 def master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:
-    """Rows that are trained apart from the parameter; a tensor without memory gives rows to be filled."""
+    """Return separate rows to train; for a tensor without memory, uninitialized rows."""
     if offload is not None:
         return offload.to_host(rows)
     return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)
 
 
 def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
-    """Buckets of about `limit` bytes of parameters of one dtype, in the order in which the backward pass comes by."""
+    """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
     for part in reversed(list(owned)):

@@ -1,11 +1,9 @@
-"""Expert parallelism (GShard, arXiv 2006.16668, section 3): ranks have different experts of every layer, and send each
-other the tokens that chose them.
+"""Expert parallelism (GShard, arXiv 2006.16668, section 3): ranks have different experts.
 
-An all-to-all brings every token's row to the ranks of its experts, another brings back what they made of it: as many
-rows as there are, none dropped and none padded. Experts that all tokens pass through work while the first is under way,
-and in the backward pass while its gradients are.
-These ranks are data-, context- or tensor-parallel ones to the rest of the model; those with the same experts sum the
-gradients of these among themselves."""
+An all-to-all sends every token's row to the ranks of its experts, a second returns the experts' outputs. Exactly the
+chosen rows are sent, none dropped and none padded. Shared experts compute during the first all-to-all, and in the
+backward pass during that of its gradients. For the rest of the model these ranks are data-, context- or tensor-parallel
+ranks. Ranks with the same experts sum the gradients of these experts."""
 
 from __future__ import annotations
 
@@ -35,31 +33,33 @@ class ExpertParallelGroup:
     """The ranks that have different experts."""
 
     def __init__(self, group: dist.ProcessGroup, permutation: Tensor | None = None) -> None:
-        """The first rank has the first experts, and so on; or experts are ordered by `permutation`, [E + 1]."""
+        """Create the group; experts are in rank order, or in the order of `permutation`, [E + 1]."""
         self.group = group
         self.size = group.size()
         self.expert_permutation = permutation
         self.exposed = WaitTimer()
         self.waits = WaitTimer()
-        """Of what `exposed` counts, that for all-to-alls."""
+        """The part of `exposed` that is spent in all-to-alls."""
         self.rows = 0
-        """That came, since they were last taken."""
+        """Number of rows received since the last `pop_row_count`."""
 
     def wait(self, work: dist.Work | None) -> None:
-        """For an exchange to end."""
+        """Wait for a pending exchange, if any."""
         with self.exposed.measure(), self.waits.measure():
             if work is not None:
                 work.wait()
 
     def pop_row_count(self) -> int:
-        """How many came since the last call."""
+        """Return the number of rows received since the last call."""
         rows, self.rows = self.rows, 0
         return rows
 
     def start_all_to_all(
         self, rows: Tensor, send_counts: list[int], recv_counts: list[int]
     ) -> tuple[Tensor, dist.Work | None]:
-        """Start to send `send_counts[i]` rows to rank i, in order, and to receive `recv_counts[j]` rows from rank j."""
+        """Start to send `send_counts[i]` rows to rank i, in order, and to receive `recv_counts[j]` from j.
+
+        Returns the receive buffer and the pending work."""
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows.contiguous(), recv_counts, send_counts, group=self.group, async_op=True
@@ -68,24 +68,24 @@ class ExpertParallelGroup:
 
 
 def expert_parameter_names(module: nn.Module) -> frozenset[str]:
-    """The parameters that ranks with different experts have apart."""
+    """Return the names of the parameters of experts, which differ between expert-parallel ranks."""
     owners = [f"{name}." for name, part in named_modules(module) if isinstance(part, Experts)]
     return frozenset(name for name, _ in named_parameters(module) if name.startswith(tuple(owners)))
 
 
 def apply_expert_parallel(model: Transformer, ranks: ExpertParallelGroup) -> None:
-    """Let the layers of a model, of whose experts this rank has its share, send tokens to the others."""
+    """Make the expert layers of a model, with this rank's experts, send tokens to the other ranks."""
     for part in model.modules():
         if isinstance(part, MoE):
             part.forward = partial(_moe_forward, part, ranks)  # type: ignore[method-assign]
 
 
 def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """See MoE.forward."""
+    """Return the output and auxiliary loss of `MoE.forward`, with tokens sent to their experts' ranks."""
     weights, chosen, auxiliary = moe.router(x_BTD)
     chosen = chosen if ranks.expert_permutation is None else ranks.expert_permutation[chosen]
     order, counts_E = sort_by_expert(chosen, moe.router.moe.num_experts)
-    # How many rows each rank sends to each expert of each other.
+    # The number of rows that each rank sends to each expert of the other ranks.
     recv_counts_E = torch.empty_like(counts_E)
     ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
     both = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
@@ -111,24 +111,26 @@ def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[T
 
 @dataclass
 class InFlightDispatch:
-    """Rows on their way to experts, or their gradients on the way back."""
+    """A pending all-to-all of rows to experts, or of their gradients in the opposite direction."""
 
     ranks: ExpertParallelGroup
     send_counts: list[int]
     recv_counts: list[int]
     work: dist.Work | None = None
     gradient: Tensor | None = None
-    """Where the gradients arrive."""
+    """Receive buffer of the gradients."""
 
     def wait(self) -> None:
-        """Until they are here."""
+        """Wait for the exchange."""
         self.ranks.wait(self.work)
         self.work = None
 
 
 class _StartDispatch(torch.autograd.Function):
-    """Send rows to their experts; what it returns is there after `_FinishDispatch`. Autograd runs backward what was
-    done last first: what stands between the two works while gradients, too, are under way."""
+    """Send rows to their experts; the output is valid after `_FinishDispatch`.
+
+    Autograd runs backward functions in reverse order. Operations between the two functions thus overlap the exchange of
+    gradients, too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: InFlightDispatch) -> Tensor:
@@ -145,7 +147,7 @@ class _StartDispatch(torch.autograd.Function):
 
 
 class _FinishDispatch(torch.autograd.Function):
-    """Wait for rows; begin to send their gradients back, which are there after `_StartDispatch`."""
+    """Wait for rows; in backward, start to send their gradients, which are valid after `_StartDispatch`."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, dispatch: InFlightDispatch) -> Tensor:
@@ -159,11 +161,11 @@ class _FinishDispatch(torch.autograd.Function):
         dispatch.gradient, dispatch.work = dispatch.ranks.start_all_to_all(
             gradient, dispatch.recv_counts, dispatch.send_counts
         )
-        return gradient, None  # not of these rows, but on time: `_StartDispatch` has those
+        return gradient, None  # a placeholder that keeps the order: `_StartDispatch` returns the received gradients
 
 
 class _Combine(torch.autograd.Function):
-    """Send rows, as many as came, to where they came from."""
+    """Return the received rows to their source ranks."""
 
     @staticmethod
     def forward(

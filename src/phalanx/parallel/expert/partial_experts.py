@@ -1,8 +1,8 @@
-"""Experts that others train (SPES, arXiv 2602.11543, section 3): of each layer this replica trains its own, with
-gradients and optimizer state; it computes with the others as they are, and these rest in as few bits as one likes.
+"""Partially trained experts (SPES, arXiv 2602.11543, section 3): a replica trains some experts.
 
-Routing knows nothing of it: a token goes to the experts that it chooses. An expert that is frozen passes gradients on
-to its tokens, and has none."""
+Only the trained experts of each layer have gradients and optimizer state. The replica computes with the frozen experts,
+which are stored with a configurable number of bits. Routing is unaffected: a token goes to the experts that it chooses.
+A frozen expert passes gradients on to its tokens, and has none of its own."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Weights = Callable[[str, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class TrainedExperts:
-    """Which experts of every layer are trained here, and how the others rest."""
+    """The trained experts of every layer, and the storage format of the frozen ones."""
 
     experts: tuple[int, ...]
     frozen: Codec = "fp32"
 
 
 class PartiallyTrainedExperts(Experts):
-    """Those of a layer's experts that are here, of which some are trained: parameters stack these alone."""
+    """The experts of a layer on this rank, of which some are trained; parameters stack only these."""
 
     is_trained_mask: Tensor
 
@@ -48,7 +48,14 @@ class PartiallyTrainedExperts(Experts):
         local_experts: tuple[int, ...],
         sharding: ModelShardingProtocol | None,
     ) -> None:
-        """`experts` has tensors like those of `local_experts`; `sharding` is given where ranks share the model."""
+        """Create the trained parameters and the frozen buffers of a layer.
+
+        Args:
+            experts: Layer with tensors like those of `local_experts`.
+            trained_experts: Experts that the replica trains.
+            local_experts: Experts on this rank.
+            sharding: Shards of the model, if ranks share it.
+        """
         nn.Module.__init__(self)
         self.experts_on_rank = local_experts
         self.all_trained_experts = trained_experts.experts
@@ -67,14 +74,14 @@ class PartiallyTrainedExperts(Experts):
         self.register_buffer("is_trained_mask", torch.zeros(len(local_experts), dtype=torch.bool), persistent=False)
 
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
-        """See Experts.forward: rows of its own experts go through these, the rest through the others."""
+        """Return the experts' outputs as `Experts.forward`, by the trained and the frozen experts."""
         counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
         is_trained = self.is_trained_mask.repeat_interleave(counts, output_size=len(x_ND))
         trained_rows = is_trained.nonzero().squeeze(1)
         frozen_rows = (~is_trained).nonzero().squeeze(1)
         if self.trained_on_rank:
             y = super().forward(x_ND[trained_rows], counts[self.is_trained_mask].cumsum(0))
-        else:  # no rows; but parameters, if empty, that gradients are asked of
+        else:  # no rows, but empty parameters that need gradients
             y = x_ND[trained_rows] + self.gate.sum() + self.up.sum() + self.down.sum()
         z = (
             self._apply_frozen_experts(x_ND[frozen_rows].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
@@ -92,7 +99,7 @@ class PartiallyTrainedExperts(Experts):
 
 
 class FrozenExpertWeights(nn.Module):
-    """Stacked weights that nothing is learned of, in fp32, bf16, or blocks of 8 bits."""
+    """Stacked weights that are not trained, in fp32, bf16, or 8-bit blocks."""
 
     numbers: Tensor
     scale: Tensor
@@ -120,15 +127,16 @@ class FrozenExpertWeights(nn.Module):
             self.numbers[index].copy_(weight)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[experts, O, I], to compute with."""
+        """Return the weights in a compute dtype, [experts, O, I]."""
         if self.storage_codec != "int8":
             return self.numbers.to(dtype)
         return dequantize_blocks(self.numbers, self.scale, self.shape[1:].numel()).view(self.shape).to(dtype)
 
 
 class _FrozenGroupedLinear(torch.autograd.Function):
-    """Rows times the weights of their experts. What these are made of is kept for the backward pass, not the weights as
-    they are computed with: those are made again."""
+    """Product of rows and the frozen weights of their experts.
+
+    The stored weights are saved for the backward pass, not the dequantized ones, which are computed again."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, frozen_weights: FrozenExpertWeights, offsets_E: Tensor) -> Tensor:
@@ -144,8 +152,9 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 
 
 def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:
-    """Which experts each of the ranks that have different ones has: of those that are trained its rows of their stack,
-    and as many others as it has room for."""
+    """Return the experts of each expert-parallel rank.
+
+    A rank has its rows of the stack of trained experts, and fills its remaining slots with frozen experts."""
     remaining = iter([expert for expert in range(experts) if expert not in trained])
     assignment = []
     first = 0
@@ -158,7 +167,7 @@ def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) ->
 
 
 def expert_permutation(experts_per_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[E + 1]: where each expert stands if those of the first rank come first, and so on; no expert (E) stays last."""
+    """Return the position of each expert in rank order, [E + 1]; "no expert" (E) stays last."""
     order = [expert for rank_experts in experts_per_rank for expert in rank_experts]
     return torch.tensor([*order, len(order)], device=device).argsort()
 
@@ -169,7 +178,14 @@ def freeze_experts(
     local_experts: tuple[int, ...],
     sharding: ModelShardingProtocol | None,
 ) -> None:
-    """Leave of each layer's experts that are here parameters for its own alone."""
+    """Replace the experts of each layer by partially trained experts.
+
+    Args:
+        model: Model with this rank's experts.
+        trained_experts: Experts that the replica trains.
+        local_experts: Experts on this rank.
+        sharding: Shards of the model, if ranks share it; its shapes become those of the trained stacks.
+    """
     for part in model.modules():
         if isinstance(part, MoE):
             part.experts = PartiallyTrainedExperts(part.experts, trained_experts, local_experts, sharding=sharding)
@@ -179,8 +195,9 @@ def freeze_experts(
 
 
 def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
-    """Let choices of experts that are trained here count for `ratio` in the balance loss from now on, so that a router
-    may use them more; 1 is as without. Where all are trained here, there are no others to be used less."""
+    """Set the weight of choices of trained experts in the balance loss, so that routers may use them more.
+
+    A `ratio` of 1 restores the usual loss. If all experts are trained, there are no other experts to use less."""
     for part in module.modules():
         if isinstance(part, MoE) and isinstance(part.experts, PartiallyTrainedExperts):
             relief = torch.ones_like(part.router.load)
@@ -189,7 +206,7 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
 
 
 def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, experts: int) -> Weights:
-    """What `weights` gives, of stacked experts the part that is trained here."""
+    """Wrap `weights` to return only the trained experts of a stack."""
 
     def select_part(name: str, shape: torch.Size) -> Tensor:
         if not name.endswith(tuple(f".experts.{kind}" for kind in KINDS)):
@@ -200,7 +217,7 @@ def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, ex
 
 
 def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> None:
-    """Give what rests its values, from those of whole stacks of experts by name."""
+    """Initialize the frozen experts from the full stacks of experts by name."""
     for name, part in partially_trained_layers(module):
         sharding = part.model_sharding
         part.is_trained_mask.copy_(torch.tensor([expert in part.trained_on_rank for expert in part.experts_on_rank]))
@@ -215,7 +232,7 @@ def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> No
 
 
 def partially_trained_layers(module: nn.Module) -> Iterator[tuple[str, PartiallyTrainedExperts]]:
-    """The layers of which some experts are trained here, by the name of their experts."""
+    """Yield the partially trained layers and the names of their experts."""
     for name, part in named_modules(module):
         if isinstance(part, PartiallyTrainedExperts):
             yield name, part

@@ -1,4 +1,4 @@
-"""What pipeline ranks send each other in a step: activations, and their gradients."""
+"""Point-to-point messages of pipeline ranks in a step: activations and their gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Action, Schedule, act
 
 
 class PipelineP2P:
-    """The messages of a step between this rank and the others of its pipeline.
+    """The messages of a step between this rank and the other ranks of its pipeline.
 
-    On every link they come in the order in which they are sent, which the schedule tells both ends: so nothing but the
-    tensors is sent, and a few receives can be under way ahead of their use.
-    """
+    The schedule fixes the order of the messages on every link for both ends. Thus ranks send tensors only, without
+    headers, and post a few receives ahead of their use."""
 
     def __init__(
         self,
@@ -30,8 +29,16 @@ class PipelineP2P:
         like: Tensor,
         waits: WaitTimer,
     ) -> None:
-        """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
-        activation; `like` has their dtype and device."""
+        """Create the message queues of this rank, and post the first receives.
+
+        Args:
+            schedule: Schedule of the step.
+            rank: Index of this rank in the pipeline.
+            groups: Groups for messages to later ranks and to earlier ranks.
+            shapes: Shape of the activation of each micro-batch.
+            like: Tensor with the dtype and device of the activations.
+            waits: Timer of the time spent waiting for messages.
+        """
         self.schedule = schedule
         self.rank = rank
         self.groups = groups
@@ -52,7 +59,7 @@ class PipelineP2P:
             self._post_receives(sender)
 
     def send(self, message: Action, tensor: Tensor) -> None:
-        """Send what a stage gave to the stage that needs it; returns at once."""
+        """Send the output of a stage to the stage that needs it, without blocking."""
         receiver = self.schedule.receiver(message)
         if receiver == self.rank:
             self._inbox[message] = tensor
@@ -62,7 +69,7 @@ class PipelineP2P:
         self._sends[receiver].append((work, sent))
 
     def receive(self, message: Action) -> Tensor:
-        """What a stage gave, once it is here."""
+        """Wait for the output of a stage, and return it."""
         while message not in self._inbox:
             sender = self.schedule.rank_of[message.stage]
             received, work, tensor = self._posted_receives[sender].popleft()
@@ -75,12 +82,12 @@ class PipelineP2P:
         return self._inbox.pop(message)
 
     def finish(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for all pending sends."""
         for receiver, sends in self._sends.items():
             self._release_sends(receiver, self._num_released[receiver] + len(sends))
 
     def _release_sends(self, receiver: int, count: int) -> None:
-        """Let go of the first `count` messages that a rank was sent."""
+        """Release the buffers of the first `count` messages to a rank."""
         while self._num_released[receiver] < count:
             work, _ = self._sends[receiver].popleft()
             self._num_released[receiver] += 1
@@ -104,11 +111,10 @@ class PipelineP2P:
 def connect_peers(
     schedule: Schedule, rank: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], token: Tensor
 ) -> None:
-    """Exchange `token` once over each link, in each group, in one order on all ranks.
+    """Exchange `token` once over each link of each group, in one order on all ranks.
 
-    NCCL makes a communicator for a pair of ranks at its first message, and the host waits there for the other rank:
-    receives that both post ahead of any send would wait for each other.
-    """
+    NCCL creates the communicator of a pair of ranks at its first message, and the host blocks until the other rank
+    joins. Two ranks that both post receives before any send would deadlock."""
     pairs = {(min(link), max(link)) for link in schedule.links} | {(min(schedule.end_ranks), max(schedule.end_ranks))}
     for forward, group in zip((True, False), groups, strict=True):
         for low, high in sorted(pairs):
@@ -122,8 +128,10 @@ def connect_peers(
 
 @lru_cache(maxsize=16)
 def count_delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
-    it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
+    """Count the messages of `rank` that the sender received before it sent each message to `rank`.
+
+    When `rank` receives a message, it knows that this number of its own messages has arrived. Gloo does not report when
+    a send is complete."""
     delivered: dict[Action, int] = {}
     for sender in range(schedule.ranks):
         if sender == rank:

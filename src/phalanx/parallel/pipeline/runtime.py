@@ -1,9 +1,11 @@
-"""Pipeline parallelism: the model's blocks are cut into stages, each of a rank; a step's micro-batches pass through all
-of them and their gradients back, in the order of a `Schedule`, the very one that is simulated and drawn.
+"""Pipeline parallelism: ranks have stages of the model's blocks and run a `Schedule` of micro-batches.
 
-A rank sends what a stage gives, an activation or its gradient, as soon as it is there, and goes on; it waits only for
-what its next action needs. Where a schedule asks for halves, backward passes are really split (`split_backward`).
-Gradients add up over the step and are summed over data-parallel ranks once, at its end."""
+Activations of a step's micro-batches pass through all stages, and their gradients back. The same `Schedule` is
+simulated and drawn.
+
+A rank sends the output of a stage, an activation or a gradient, as soon as it is ready, without blocking. It waits only
+for the input of its next action. Where a schedule has half actions, backward passes are split (`split_backward`).
+Gradients accumulate over the step, and data-parallel ranks sum them once, at its end."""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ LAZY_LOADING_DEVICES = ("cuda",)
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """What a stage keeps of a micro-batch from its forward to its backward pass."""
+    """The tensors of a micro-batch that a stage saves from its forward to its backward pass."""
 
     x: Tensor
     output: Tensor
@@ -41,20 +43,20 @@ class SavedActivation:
 
 @dataclass
 class PipelineStepState:
-    """A step under way on a rank."""
+    """The state of a running step on a rank."""
 
     micros: Sequence[MicroBatchProtocol]
     losses: LossFunction
     saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
-    """By stage and micro-batch."""
+    """Saved activations by stage and micro-batch."""
     deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
-    """What the second halves of backward passes have to do, likewise."""
+    """Work of the second halves of backward passes, by stage and micro-batch."""
     losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
 
 
 class PipelineStrategy(Strategy):
-    """A rank's stages under a data parallelism of their own (`inner`)."""
+    """A rank's pipeline stages, combined with the data-parallel strategy `inner`."""
 
     def __init__(
         self,
@@ -68,10 +70,12 @@ class PipelineStrategy(Strategy):
         like: Tensor,
         cp_size: int = 1,
     ) -> None:
-        """`make_schedule` gives the schedule for a number of micro-batches, and `representative` is one of them.
-        `groups` are the ranks of the pipeline, for messages to later ones and to earlier ones; `world_group` are these
-        and their data-parallel replicas. `forward_context` is entered around forward passes. `like` has the dtype and
-        device of the activations that stages send; a micro-batch has a `cp_size`-th of the tokens of its rows."""
+        """Create the pipeline of this rank's stages.
+
+        `make_schedule` returns the schedule for a number of micro-batches; `representative` is one of them. `groups`
+        send messages to later ranks of the pipeline and to earlier ranks; `world_group` has these ranks and their
+        data-parallel replicas. `forward_context` returns the context manager of forward passes. `like` has the dtype
+        and device of the activations that stages send. `cp_size` ranks share the tokens of a row."""
         super().__init__(inner.module, world_group)
         self.inner = inner
         self.stages = stage_module
@@ -109,12 +113,13 @@ class PipelineStrategy(Strategy):
     def forward_backward(
         self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
-        of this rank's stages."""
+        """Run the schedule, and yield the loss and auxiliary loss of each micro-batch.
+
+        The loss is 0 on ranks without the last stage; the auxiliary loss is that of this rank's stages."""
         schedule = self.schedule_of(len(micros))
         state = PipelineStepState(micros, losses)
         self.timeline = []
-        self.pipeline_wait.pop_seconds()  # those of an evaluation
+        self.pipeline_wait.pop_seconds()  # discards the waits of an evaluation
         with self.inner.accumulate(last=False):
             self._load_kernels(micros, losses)
             links = self._make_p2p(schedule, micros)
@@ -133,6 +138,7 @@ class PipelineStrategy(Strategy):
             yield loss, auxiliary
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
+        """Return the loss of a micro-batch without a backward pass; 0 without the last stage."""
         schedule = self.forward_only
         loss = self.activation_template.new_zeros((), dtype=torch.float32)
         self._load_kernels([micro], losses)
@@ -151,7 +157,7 @@ class PipelineStrategy(Strategy):
 
     @torch.no_grad()
     def _full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
+        """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
         def copy_logits(
@@ -165,17 +171,17 @@ class PipelineStrategy(Strategy):
         return logits, logits.new_zeros(())
 
     def _receive_input(self, schedule: Schedule, links: PipelineP2P, action: Action) -> Tensor | None:
-        """What an action needs from another stage, if anything."""
+        """Receive an action's input from another stage; None if the action needs none."""
         needed = schedule.input_message(action)
         return None if needed is None else links.receive(needed)
 
     def _load_kernels(self, micros: Sequence[MicroBatchProtocol], losses: LossFunction) -> None:
-        """Compute this rank's stages once for each new shape of micro-batches, before a message is under way.
+        """Compute this rank's stages once for each new shape of micro-batches, before any message.
 
-        CUDA loads a kernel at its first launch, and the host then waits for all that the GPU has begun ("Lazy Loading",
-        CUDA C++ Programming Guide): also for a receive whose message depends on that kernel, as seen on an H100.
-        Rehearsals send, too, as experts' tokens: they depend on nothing of one rank only, such as its rows' documents.
-        """
+        CUDA loads a kernel at its first launch, and the host then waits for all pending work of the GPU ("Lazy
+        Loading", CUDA C++ Programming Guide). A receive whose message depends on that kernel would deadlock, as
+        observed on an H100. Rehearsals also communicate, such as tokens of experts. They depend on nothing that only
+        one rank knows, such as the documents of its rows."""
         if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
             return
         shapes = self._activation_shapes(micros)
@@ -183,7 +189,7 @@ class PipelineStrategy(Strategy):
             return
         self._loaded_cases.add(case)
         loss_scale, self.loss_scale = self.loss_scale, 0.0  # gradients of zero
-        for index in sorted({0, len(micros) - 1}):  # only the last may be smaller
+        for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
             for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
@@ -192,8 +198,10 @@ class PipelineStrategy(Strategy):
         self.inner.end_rehearsal()
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
-        """Compute this rank's stages on made-up activations of this shape: all forth and then, if gradients are wanted,
-        all back. (At the end of any backward pass FSDP2 visits all stages, and needs them gathered before.)"""
+        """Compute this rank's stages on synthetic activations of this shape.
+
+        All forward passes precede all backward passes. (At the end of any backward pass FSDP2 visits all stages, which
+        must have been gathered before.)"""
         template = self.activation_template
         state = PipelineStepState([micro], losses)
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
@@ -202,7 +210,7 @@ class PipelineStrategy(Strategy):
                 self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
         halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
-        for _ in range(2):  # the second time gradients are added to others, which is a kernel of its own
+        for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
             for stage in self.stages.layers:
                 self._execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
             for stage, kind in product(self.stages.layers, halves):
@@ -216,7 +224,7 @@ class PipelineStrategy(Strategy):
             self.pop_expert_rows()
 
     def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
-        """Do an action; returns what another stage may need of it."""
+        """Run an action, and return its output for another stage, if any."""
         stage, kind, index = action
         saved = state.saved_activations
         last = stage == self.stages.last
@@ -243,7 +251,7 @@ class PipelineStrategy(Strategy):
         return activation.x.grad
 
     def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
-        """The stage's output, of the last the loss."""
+        """Return the output of a stage; for the last stage, the loss."""
         if stage == self.stages.last:
             return SavedActivation(x, *losses(lambda _, documents: self.inner.model(x, documents, stage), micro))
         with self.computing():
@@ -259,7 +267,7 @@ class PipelineStrategy(Strategy):
             torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
-        """The shapes of what stages send of each micro-batch."""
+        """Return the shape of each micro-batch's activation between stages."""
         shared = self.inner.tensor
         width = self.stages.spec.hidden_size
         tokens = [micro.tokens.shape for micro in micros]
@@ -271,19 +279,22 @@ class PipelineStrategy(Strategy):
             schedule, self.rank, self.groups, shapes=shapes, like=self.activation_template, waits=self.pipeline_wait
         )
 
-    # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
+    # -- the interface of every strategy -------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the inner strategy."""
         return self.inner.gradients()
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return `tensor` as part of a tensor of the full model."""
         return self.inner.as_global_dtensor(name, tensor)
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
+        """Return the summed loss of the logits."""
         return self.inner.cross_entropy(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
-        """As everywhere; the norm is that of the gradients of all stages."""
+        """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
         self._sync_tied_embedding(gradients=True)
         self.inner.finalize_gradients()
         self.inner.reduce_partial_gradients()
@@ -295,19 +306,24 @@ class PipelineStrategy(Strategy):
         return StepReduction(self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step the optimizers, and copy the tied embedding to the last stage."""
         self.inner.update(optimizers)
         self._sync_tied_embedding()
 
     def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
         self.inner.zero_grad()
 
     def sync_model_weights(self) -> None:
+        """Copy the trained weights to the model, and the tied embedding to the last stage."""
         self.inner.sync_model_weights()
         self._sync_tied_embedding()
 
     def _sync_tied_embedding(self, gradients: bool = False) -> None:
-        """Where embedding and head are one, on two ranks: the first trains it, and sends its weights to the last after
-        every update; before that it adds the last's gradients to its own."""
+        """Synchronize a tied embedding between the first and the last stage on different ranks.
+
+        The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after
+        every update."""
         first, last = self.forward_only.end_ranks
         if not self.stages.spec.tie_embeddings or first == last or self.rank not in (first, last):
             return
@@ -329,16 +345,20 @@ class PipelineStrategy(Strategy):
                     dist.send(weight.detach(), group=self.groups[0], group_dst=last)
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
+        """Return initial optimizer state of a parameter."""
         return self.inner.init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
+        """Return the persistent tensors of this rank by part, with the copy of a tied embedding."""
         resident = self.inner.resident_tensors(optimizers)
         if self.stages.tied_embedding_copy is not None:
             resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
         return resident
 
     def resizable_buffers(self) -> list[Tensor]:
+        """Return the resizable buffers of the inner strategy."""
         return self.inner.resizable_buffers()
 
     def reshard_parameters(self) -> None:
+        """Reshard the parameters of the inner strategy."""
         self.inner.reshard_parameters()

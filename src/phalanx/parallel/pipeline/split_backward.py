@@ -1,8 +1,9 @@
-"""Backward passes in two halves (zero bubble, arXiv 2401.10241): the gradient of a stage's input at once, for the stage
-before waits for it; those of its weights later.
+"""Split backward passes (zero bubble, arXiv 2401.10241): input gradients now, weight gradients later.
 
-Linear layers and experts, which have nearly all of the work, put their second half off: what it needs, the layer's
-input and the gradient of its output, is kept until then. Autograd's own graph is done with after the first half."""
+The previous stage waits for the gradient of a stage's input; nothing waits for the gradients of its weights.
+
+Linear layers and experts, which have nearly all of the work, defer the second half. They save its operands, the layer's
+input and the gradient of its output. Autograd's own graph is complete after the first half."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from phalanx.model.moe import Experts, rows_per_expert, supports_grouped_mm
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[Tensor, Callable[[], Tensor]]
-"""A weight as it was used (it may be a cast or a part of a parameter), and how to compute its gradient."""
+"""A weight as it was used (perhaps a cast or part of a parameter), and a function for its gradient."""
 
 
 class DeferredWeightGrads:
-    """Where the layers of a model put what they put off."""
+    """The list to which the layers of a model append deferred weight gradients."""
 
     def __init__(self) -> None:
         self.deferred: list[WeightGradient] | None = None
-        """None while nothing is put off."""
+        """None while gradients are computed immediately."""
 
     @contextmanager
     def deferring(self) -> Iterator[list[WeightGradient]]:
-        """Around the first half of a backward pass; gives what is left for the second."""
+        """Defer weight gradients in the first half of a backward pass, and yield their list."""
         self.deferred = []
         try:
             yield self.deferred
@@ -39,7 +40,7 @@ class DeferredWeightGrads:
             self.deferred = None
 
     def defer_or_compute(self, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-        """The gradient of a weight, or None if it is put off."""
+        """Return the gradient of a weight, or None if it is deferred."""
         if self.deferred is None:
             return gradient()
         self.deferred.append((weight, gradient))
@@ -47,7 +48,9 @@ class DeferredWeightGrads:
 
 
 def compute_weight_grads(deferred: list[WeightGradient]) -> None:
-    """The second half: gradients reach the parameters, and whoever waits for them, as in any backward pass."""
+    """Compute the deferred gradients: the second half of a backward pass.
+
+    Gradients reach the parameters and their hooks as in any backward pass."""
     weights = [weight for weight, _ in deferred]
     gradients = []
     while deferred:
@@ -58,8 +61,7 @@ def compute_weight_grads(deferred: list[WeightGradient]) -> None:
 
 
 def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> None:
-    """Let the linear layers and experts of a model defer the gradients of their weights into
-    `deferred_grads`."""
+    """Make the linear layers and experts of a model defer their weight gradients into `deferred_grads`."""
     if "logits" not in vars(module):
         module.logits = partial(split_backward_linear, deferred_grads=deferred_grads)  # type: ignore[method-assign]
     for part in module.modules():
@@ -72,7 +74,7 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
 def split_backward_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deferred_grads: DeferredWeightGrads
 ) -> Tensor:
-    """x W^T + b, whose weight's gradient may be put off."""
+    """Return x W^T + b; the gradient of the weight may be deferred."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -117,7 +119,7 @@ def _split_grouped_product(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The experts' product, each with its own rows."""
+    """The experts' product, with separate rows for each expert."""
 
     @staticmethod
     def forward(
@@ -153,7 +155,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped_outer_product(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
+    """Return each expert's gradient rows times its input rows: [E, O, I]."""
     if supports_grouped_mm(x_NI, weight_EOI):
         return F.grouped_mm(grad_NO.T, x_NI, offs=offsets_E.to(torch.int32))
     sizes = rows_per_expert(offsets_E, len(x_NI))

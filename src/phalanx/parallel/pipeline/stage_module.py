@@ -1,4 +1,4 @@
-"""The part of a transformer that one pipeline rank holds."""
+"""The part of a transformer on one pipeline rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ class InferenceMicroBatch:
 
 
 class StageModule(Transformer):
-    """The stages of one rank: a transformer without the blocks, embedding and head that other ranks have. What it has
-    is named as in the whole."""
+    """The stages of one rank: a transformer without the blocks, embedding and head of other ranks.
+
+    Parameters have the same names as in the full model."""
 
     def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
-        """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
+        """Create this rank's stages.
+
+        Args:
+            spec: Specification of the full model.
+            layers: Blocks of each of this rank's stages.
+            stages: Number of stages of the pipeline.
+        """
         super().__init__(spec)
         self.layers = dict(layers)
         self.last = stages - 1
@@ -34,7 +41,7 @@ class StageModule(Transformer):
         self.blocks = nn.ModuleDict(local_blocks)  # type: ignore[assignment]
         self.deferred_weight_grads = DeferredWeightGrads()
         self.tied_embedding_copy: Tensor | None = None
-        """Of the embedding, where it is also the head and another rank trains it."""
+        """Copy of the embedding, where it is also the head and another rank trains it."""
         if 0 not in layers:
             del self.embedding
             if spec.position_embedding == "learned":
@@ -45,7 +52,9 @@ class StageModule(Transformer):
                 del self.head
 
     def forward(self, x: Tensor, documents: Documents | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
-        """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
+        """Return a stage's output, or the logits of the last stage, and its auxiliary loss.
+
+        `x` is the stage's input; for the first stage, the tokens."""
         x_BTD = self.embed(x, documents) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
         x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)
@@ -53,4 +62,5 @@ class StageModule(Transformer):
 
     @property
     def head_weight(self) -> Tensor:
+        """The weight of the head, or this rank's copy of a tied embedding."""
         return super().head_weight if self.tied_embedding_copy is None else self.tied_embedding_copy

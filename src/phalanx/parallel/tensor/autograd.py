@@ -1,5 +1,7 @@
-"""Autograd functions of tensor parallelism: column- and row-parallel products, all-gather, reduce-scatter, all-reduce,
-and the cross entropy over a vocabulary in shards."""
+"""Autograd functions of tensor parallelism.
+
+Column- and row-parallel products, all-gather, reduce-scatter, all-reduce, and the cross entropy over a sharded
+vocabulary."""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
-    """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
+    """Return this rank's columns of the products of `x` with each layer's matrix."""
     products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
     return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
 def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
-    """The second: the sum over ranks of their products, as the residual stream has it."""
+    """Return the sum over ranks of their products, with the tokens of the residual stream."""
     return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
 
 
@@ -35,10 +37,13 @@ def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ColumnParallelLinear(torch.autograd.Function):
-    """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
+    """z_i = x W_i^T.
+
+    The input is saved with the tokens of the residual stream, and gathered again for the weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
+        """Gather the tokens, and return their product with each weight."""
         *weights, ranks = weights_and_ranks
         ctx.save_for_backward(x)
         ctx.weights = weights
@@ -48,10 +53,11 @@ class ColumnParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the input and the weights; the latter may be deferred."""
         (x,) = ctx.saved_tensors
         weights = ctx.weights
         ranks = ctx.ranks
-        # A weight's gradient that is put off fetches its input when its time comes.
+        # A deferred weight gradient gathers its input when it is computed.
         gather_now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
         finish_gather = ranks.start_gather_tokens(x) if gather_now else partial(ranks.gather_tokens, x)
         grad_x = gradients[0] @ weights[0]
@@ -73,6 +79,7 @@ class RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        """Return the reduced product."""
         ctx.save_for_backward(hidden)
         ctx.weight = weight
         ctx.ranks = ranks
@@ -80,6 +87,7 @@ class RowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the input and the weight; the latter may be deferred."""
         (hidden,) = ctx.saved_tensors
         weight = ctx.weight
         ranks = ctx.ranks
@@ -98,7 +106,7 @@ def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
 
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:
-    """Operands of a product as autocast would have them."""
+    """Cast the operands of a product as autocast does."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -106,63 +114,74 @@ def autocast_operands(*tensors: Tensor) -> TensorTuple:
 
 
 class GatherFromSequence(torch.autograd.Function):
-    """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
+    """All-gather of the residual stream's tokens; each rank's gradient is a term of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        """Return all tokens."""
         ctx.ranks = ranks
         return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Reduce the gradients to the tokens of each rank."""
         return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
 
 
 class ReduceToSequence(torch.autograd.Function):
-    """The way back."""
+    """Reverse of `GatherFromSequence`: reduce partial sums and scatter tokens."""
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        """Reduce the terms to the tokens of each rank."""
         ctx.ranks = ranks
         return ranks.reduce_tokens(term if ranks.sequence else term.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all tokens."""
         return ctx.ranks.gather_tokens(gradient), None
 
 
 class AllReduce(torch.autograd.Function):
-    """A sum over ranks of which every rank's loss has a share."""
+    """Sum over ranks, where every rank's loss depends on the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        """Return the sum."""
         ctx.ranks = ranks
         return ranks.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients."""
         return ctx.ranks.all_reduce(gradient.clone()), None
 
 
 class AllReduceForward(torch.autograd.Function):
-    """A sum over ranks in which each counts its own share."""
+    """Sum over ranks, where each rank's gradient is that of its own term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        """Return the sum."""
         return ranks.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient unchanged."""
         return gradient, None
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
+    """log sum_v exp x_v - x_target, by three all-reduces of a number per token.
+
+    Source: Megatron-LM, section 3."""
 
     @staticmethod
     def forward(
         ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first_row: int, ranks: TensorParallelGroup
     ) -> Tensor:
+        """Return the loss summed over the targets that are not `ignored`."""
         column = target_N - first_row
         is_local = (column >= 0) & (column < x_NV.shape[1])
         column = column.masked_fill(~is_local, 0)[:, None]
@@ -176,6 +195,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of this rank's logits."""
         probs_NV, column, is_local, is_counted = ctx.saved_tensors
         grad_x = probs_NV.scatter_add(1, column, -is_local.to(probs_NV.dtype)[:, None])
         return grad_x.mul_((is_counted * gradient)[:, None]), None, None, None, None

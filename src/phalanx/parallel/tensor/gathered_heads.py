@@ -1,8 +1,8 @@
-"""Tensor parallelism of attention whose heads the ranks cannot divide: each has some columns of the queries, keys and
-values, whichever heads they are of. Queries and keys are gathered, values stay where they are.
+"""Tensor parallelism of attention whose number of heads the ranks do not divide.
 
-Beside what every pair of products sends (`autograd.py`), that is a gather of both forward, and backward a scatter of
-their gradients."""
+Each rank has some columns of the queries, keys and values, possibly parts of heads. Queries and keys are gathered;
+values stay on their rank. Compared with a pair of products (`autograd.py`), this adds a gather of both in the forward
+pass, and a scatter of their gradients in the backward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.spec.model import ModelSpec
 
 
 def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None:
-    """Let attention, whose products `apply_tensor_parallel` has split, work on columns of heads."""
+    """Make attention work on columns of heads; `apply_tensor_parallel` has sharded its products."""
     columns = GatheredHeads(model.spec, ranks)
     for part in model.modules():
         if isinstance(part, Attention):
@@ -31,8 +31,10 @@ def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None
 
 
 class GatheredHeads:
-    """Attention where ranks cannot share heads: each has some columns of queries, keys and values. Queries and keys are
-    gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
+    """Attention where each rank has some columns of queries, keys and values instead of full heads.
+
+    Queries and keys are gathered. The rank computes the heads that its columns of the values belong to, and returns
+    only these columns."""
 
     def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
         num_columns = spec.num_heads * spec.head_dim // ranks.size
@@ -43,7 +45,7 @@ class GatheredHeads:
             first_column - self.heads.start * spec.head_dim,
             self.heads.stop * spec.head_dim - first_column - num_columns,
         )
-        """Columns of these heads that other ranks have, before and behind."""
+        """Number of columns of these heads on other ranks, before and after this rank's."""
 
 
 def _project_in_gathered(
@@ -63,7 +65,7 @@ def _attend_local_heads(
 
 
 class _GatherColumns(torch.autograd.Function):
-    """All ranks' columns; their gradients are summed where they belong."""
+    """All-gather of columns; their gradients are reduced to the rank of each column."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:

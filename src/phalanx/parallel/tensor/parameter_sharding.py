@@ -1,5 +1,6 @@
-"""Which part of the whole model's tensors this rank has, where ranks share one model: cutting them, and telling where
-in the whole a part, its gradient or its optimizer state lies."""
+"""Sharding of the model's tensors over ranks that share one model.
+
+Shards tensors, and maps a shard, its gradient or its optimizer state to its position in the full tensor."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, te
 
 
 class ModelSharding:
-    """The shares of tensor- and expert-parallel ranks in a transformer. To data parallelism the model is a smaller one,
-    of which it may give ranks some rows."""
+    """The shards of tensor- and expert-parallel ranks in a transformer.
+
+    For data parallelism the model is a smaller one, which it may shard further by rows."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh) -> None:
         self.spec = spec
         self.layout = layout
         self.mesh = mesh
         self.shapes: dict[str, torch.Size] = {}
-        """Of whole tensors."""
+        """Shapes of full tensors by name."""
         self._placements: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
         replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
         self._kv_head_mesh: DeviceMesh | None = None
@@ -37,11 +39,11 @@ class ModelSharding:
             self._kv_head_mesh = make_device_mesh(mesh.device_mesh.device_type, rank_grid, ("others", "parts", "same"))
 
     def sharding_of(self, name: str) -> TensorSharding:
-        """Of the parameter with this name."""
+        """Return the sharding of the parameter with this name."""
         return tensor_sharding(self.spec, self.layout, name)
 
     def shard_parameters(self, module: nn.Module) -> None:
-        """Leave of each parameter, still on the meta device, what this rank has of it."""
+        """Replace each parameter, still on the meta device, by this rank's shard."""
         for name, parameter in list(named_parameters(module)):
             self.shapes[name] = parameter.shape
             replace_parameter(
@@ -49,11 +51,11 @@ class ModelSharding:
             )
 
     def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
-        """Return the shape of this rank's share of a tensor with the shape `global_shape`."""
+        """Return the shape of this rank's shard of a tensor with the shape `global_shape`."""
         return self._local_shard(self.sharding_of(name), torch.empty(global_shape, device="meta")).shape
 
     def largest_shape(self, name: str) -> torch.Size:
-        """Return the shape of the largest share that a rank has of the parameter `name`."""
+        """Return the shape of the largest shard of the parameter `name` on any rank."""
         sharding = self.sharding_of(name)
         shape = list(self.shapes[name])
         if sharding.dim is not None:
@@ -61,7 +63,7 @@ class ModelSharding:
         return torch.Size(shape)
 
     def expert_shard(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's shard of an expert that it has; `full` is the whole expert."""
+        """Return this rank's shard of one of its experts; `full` is the full expert."""
         sharding = self.sharding_of(name)
         return full if sharding.mesh_axis == "ep" else self._local_shard(sharding, full[None])[0]
 
@@ -73,7 +75,7 @@ class ModelSharding:
         return full.narrow(sharding.dim, sum(parts[:index]), parts[index])
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor like the trained parameter `name`, as part of one like the whole: the same memory, as a DTensor."""
+        """Return a tensor like the trained parameter `name` as a DTensor of the full shape (shared memory)."""
         if self.sharding_of(name).dim is None:
             return tensor
         rows = tensor if isinstance(tensor, DTensor) else None
@@ -82,11 +84,11 @@ class ModelSharding:
         return as_dtensor(local, mesh, placements, shape=self.shapes[name])
 
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks that each have a term of this parameter's gradient."""
+        """Return the group over which this parameter's gradient must be summed; None if there is none."""
         sharding = self.sharding_of(name)
         if not sharding.is_partial_sum:
             return None
-        if sharding.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
+        if sharding.mesh_axis == "ep":  # ZeRO and FSDP ranks with sharded state sum the gradients themselves
             is_zero = self.layout.data_parallel in ("zero1", "zero2") or self.layout.offload != "none"
             sharded = is_zero or self.mesh.data_dims.dp_shard > 1
             return None if sharded else self.mesh.expert_dp_group
@@ -96,7 +98,7 @@ class ModelSharding:
         return self._kv_head_mesh["same"].get_group()
 
     def _dtensor_placement(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
-        """Where the tensor's part lies: first by the share, then by the rows that data parallelism gave this rank."""
+        """Return the mesh and placements of a shard: first by model sharding, then by data-parallel rows."""
         key = name, None if rows is None else rows.device_mesh
         if key not in self._placements:
             sharding = self.sharding_of(name)
@@ -128,13 +130,13 @@ class ModelSharding:
         return self._placements[key]
 
     def _mesh_for(self, sharding: TensorSharding) -> DeviceMesh:
-        """The mesh in which ranks that share something stand."""
+        """Return the mesh of the ranks that share a tensor."""
         devices = self.mesh.device_mesh if sharding.mesh_axis == "tp" else self.mesh.ep_mesh
         assert devices is not None
         return devices
 
     def _num_parts(self, sharding: TensorSharding) -> int:
-        """Return the number of different shares of a tensor."""
+        """Return the number of different shards of a tensor."""
         return self._group(sharding).size() // sharding.replication
 
     def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:

@@ -1,16 +1,16 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): ranks share every large matrix product.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): ranks share large matrix products.
 
-Products come in pairs. The first is cut by output, so each rank has some heads of attention, or columns of the MLP, and
-works on these alone; the second is cut by input, and gives each rank a term of the sum that all of them need. Forward
-that is one all-reduce after a pair, backward one before it. With sequence parallelism (arXiv 2205.05198, section 4.2.2)
-a rank keeps only its share of the tokens between pairs, for norms and residuals; then the pair begins with an
-all-gather of tokens and ends with a reduce-scatter, which together send as much.
+Products form pairs. The first is sharded by output: each rank has some heads of attention, or columns of the MLP, and
+works on these alone. The second is sharded by input, and yields a term of the sum that all ranks need. The forward pass
+has one all-reduce after a pair, the backward pass one before it. With sequence parallelism (arXiv 2205.05198, section
+4.2.2) a rank has only its share of the tokens between pairs, for norms and residuals. The pair then starts with an
+all-gather of tokens and finishes with a reduce-scatter, which together send the same number of bytes.
 
-Embedding and head are cut by vocabulary, and the loss is computed of each rank's logits; no rank has all of them. A
-vocabulary that the ranks do not divide leaves the last with fewer rows, not with padding.
+Embedding and head are sharded by vocabulary, and the loss is computed from each rank's logits; no rank has all logits.
+If the ranks do not divide the vocabulary, the last rank has fewer rows, without padding.
 
-The model's modules stay as they are, with smaller tensors in them; only products are replaced here. Backward passes
-send the gradient of a product's input while they compute those of its weights."""
+The model's modules are unchanged, with smaller tensors; only products are replaced here. Backward passes send the
+gradient of a product's input while they compute those of its weights."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ from phalanx.parallel.tensor.autograd import (
 
 
 class TensorParallelGroup:
-    """The ranks that share matrix products, and what they send each other.
+    """The ranks that share matrix products, and their communication.
 
-    Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
-    own: [B, T / ranks, D]."""
+    Between pairs of products a rank has a residual stream of all tokens, equal on all ranks. With `sequence` it has its
+    own tokens: [B, T / ranks, D]."""
 
     def __init__(
         self, group: dist.ProcessGroup, sequence: bool, vocab: int, deferred_grads: DeferredWeightGrads
     ) -> None:
-        """`deferred_grads` collects the weight gradients that a pipeline defers."""
+        """Create the group; `deferred_grads` collects the weight gradients that a pipeline defers."""
         self.group = group
         self.sequence = sequence
         self.later = deferred_grads
         self.size = group.size()
         self.rank = group.rank()
         self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
-        """Of the vocabulary, on this rank."""
+        """First row of the vocabulary on this rank."""
         self.exposed = WaitTimer()
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """What the residual stream, or its gradient, is for all tokens."""
+        """Return the residual stream, or its gradient, of all tokens."""
         return self.start_gather_tokens(x)()
 
     def reduce_tokens(self, term: Tensor) -> Tensor:
-        """The sum of what each rank has for all tokens, as the residual stream has it."""
+        """Return the sum over ranks of a term for all tokens, as tokens of the residual stream."""
         return self.start_reduce_tokens(term)()
 
     def start_gather_tokens(self, x: Tensor) -> Callable[[], Tensor]:
@@ -90,7 +90,7 @@ class TensorParallelGroup:
         return finish
 
     def start_all_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
-        """Starts to put all ranks' `x` side by side along an axis."""
+        """Start to concatenate all ranks' `x` along an axis; the returned function finishes it."""
         gathered = x.new_empty(self.size, *x.shape)
         work = all_gather(gathered.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
 
@@ -101,7 +101,7 @@ class TensorParallelGroup:
         return finish
 
     def start_reduce_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
-        """Starts to sum the ranks' terms, of which each gets its part along an axis."""
+        """Start to sum the ranks' terms and scatter them along an axis; the returned function finishes it."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         local_shard = torch.empty_like(parts[0])
         scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, exposed=self.exposed)
@@ -113,18 +113,23 @@ class TensorParallelGroup:
         return finish
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduced in place."""
+        """All-reduce a tensor in place, and return it."""
         self.wait(dist.all_reduce(x, op, group=self.group, async_op=True))
         return x
 
     def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
-        """The shape of the residual stream, but for its width, where a micro-batch has the shape `tokens`."""
+        """Return the shape of the residual stream without its width, for a micro-batch of shape `tokens`."""
         rows, count = tokens
         return rows, count // self.size if self.sequence else count
 
     def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """Negative log-likelihood of the targets in nats, summed, where each rank has the logits of its part of the
-        vocabulary; at least in fp32."""
+        """Return the summed negative log-likelihood of the targets in nats, at least in fp32.
+
+        Args:
+            logits_BTV: Logits of this rank's part of the vocabulary.
+            targets_BT: Token ids of the full vocabulary.
+            ignored: Token id of targets that are not counted.
+        """
         logits = logits_BTV.flatten(0, 1)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return cast(
@@ -132,7 +137,7 @@ class TensorParallelGroup:
         )
 
     def wait(self, work: dist.Work | None) -> None:
-        """For what is under way."""
+        """Wait for pending communication, if any."""
         with self.exposed.measure():
             if work is not None:
                 work.wait()
@@ -150,9 +155,14 @@ class TensorParallelGroup:
 def apply_tensor_parallel(
     model: Transformer, ranks: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
 ) -> None:
-    """Let a model with sharded tensors (`parameter_sharding.py`) compute with the ranks that have the other shards.
-    `unsharded_experts`: experts are not sharded, each is on one rank; `sharded_heads`: ranks have different heads,
-    unless these are gathered (`gathered_heads.py`)."""
+    """Make a model with sharded tensors (`parameter_sharding.py`) compute with the ranks of the group.
+
+    Args:
+        model: Model with this rank's shards.
+        ranks: The ranks with the other shards.
+        unsharded_experts: Each expert is on one rank, not sharded.
+        sharded_heads: Ranks have different heads; if false, the heads are gathered (`gathered_heads.py`).
+    """
     for part in model.modules():
         if isinstance(part, Attention):
             _parallelize_pair(part, ranks, ("wq", "wk", "wv"), second="wo")
@@ -181,19 +191,19 @@ def apply_tensor_parallel(
 
 
 def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
-    # Looked up at every call: whoever wraps the layers (ZeRO-3, recomputation) may put others in their place.
+    # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
     part.project_in = lambda x: column_parallel(x, ranks, *(getattr(part, name) for name in first))
     part.project_out = lambda hidden: row_parallel(hidden, ranks, getattr(part, second))
 
 
 def _local_logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
-    """This rank's columns of the logits, [B, T, V / ranks]."""
+    """Return this rank's columns of the logits, [B, T, V / ranks]."""
     (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
     return cast(Tensor, logits)
 
 
 def _embed_tokens(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
-    """A row of each token from the rank that has it."""
+    """Return the embedding of each token from the rank that has its row."""
     row = tokens_BT - ranks.first_row
     is_remote = (row < 0) | (row >= len(embedding.weight))
     x_BTD = F.embedding(row.masked_fill(is_remote, 0), embedding.weight).masked_fill(is_remote[..., None], 0)
@@ -201,12 +211,14 @@ def _embed_tokens(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT
 
 
 def _embed_positions(positions: nn.Embedding, ranks: TensorParallelGroup, indices: Tensor) -> Tensor:
-    """Of this rank's tokens."""
+    """Return the position embeddings of this rank's tokens."""
     return F.embedding(indices.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
 
 
 def _attended_indices(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
-    """The tokens of which a stage is given a share; an embedding is given all (their numbers)."""
+    """Return the indices of all tokens of a row.
+
+    The input of a stage is a shard of the tokens; the input of an embedding is all token ids."""
     tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
     return torch.arange(tokens, device=x_BT.device)
 
@@ -214,13 +226,15 @@ def _attended_indices(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
 def _sum_auxiliary_loss(
     run_blocks: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
 ) -> tuple[Tensor, Tensor]:
-    """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
+    """Sum the auxiliary loss over ranks, because each rank's routers process some of the tokens."""
     x_BTD, auxiliary = run_blocks(*args)
     return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, ranks))
 
 
 def _norm_across_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
-    """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
+    """Return x / rms(x) x weight, where each rank has some of the heads.
+
+    An equal number of ranks has each head."""
     exact = x if x.dtype == torch.float64 else x.float()
     total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
     scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
@@ -230,7 +244,7 @@ def _norm_across_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> 
 def _apply_expert_shards(
     apply_experts: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
 ) -> Tensor:
-    """Every rank has some columns of each expert. The choice is made where the residual stream is."""
+    """Apply experts of which each rank has some columns; routing stays in the residual stream's layout."""
     (x,) = autocast_operands(x)
     x, weights = GatherFromSequence.apply(x, ranks), GatherFromSequence.apply(weights, ranks)
     return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, ranks.gather_tokens(chosen)), ranks))

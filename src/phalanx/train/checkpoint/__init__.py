@@ -2,5 +2,5 @@
 
 import warnings
 
-# DCP warns of a run of one process, which is no accident.
+# DCP warns about a run of one process, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

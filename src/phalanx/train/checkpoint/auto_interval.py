@@ -1,4 +1,4 @@
-"""When checkpoints are due: every so many steps, or as often as the time of a save and the run's failures call for."""
+"""Schedule of checkpoints: at a fixed interval, or by the cost of a save and the run's failure rate."""
 
 from __future__ import annotations
 
@@ -13,42 +13,48 @@ from phalanx.spec.formatting import format_duration
 from phalanx.spec.run import RunSpec
 
 FIRST_STEPS = 10
-"""Until the first checkpoint of a start, of which nothing is known yet."""
+"""Number of steps before the first checkpoint of a start, as nothing is measured yet."""
 REPORT_CHANGE_RATIO = 1.5
-"""Times by which an interval changes before it is said again."""
+"""Minimum ratio between two intervals for another message."""
 
 
 class CheckpointScheduler:
-    """The steps after which a run is saved. Where `checkpoint.every` is "auto", rank 0 decides after every save when
-    the next is due (`decide`), and tells the others."""
+    """The steps after which a run is saved.
+
+    If `checkpoint.every` is "auto", rank 0 decides after every save when the next is due (`next_due_step`), and
+    broadcasts it."""
 
     def __init__(self, run: RunSpec, ranks: int, directory: Path) -> None:
         self.every = run.checkpoint.every
         self.directory = directory
         self.next_step = FIRST_STEPS
-        """With "auto", the step after which the next is due."""
+        """With "auto", the step after which the next checkpoint is due."""
         self.reason: str | None = None
-        """Why, where that is to be said."""
+        """Message about a changed interval, if any."""
         self._expected_mtbf_seconds = mtbf_seconds(failure_rate(run), ranks)
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._blocked_seconds: float | None = None
-        """For which the last save kept training waiting."""
+        """Seconds for which the last save blocked training."""
         self._write_in_progress = False
         self._overlapped_steps = 0
         self._overlapped_seconds = 0.0
-        """Whether it was being written when the next step began; of how many steps that was so, and how long they took
-        together."""
+        """Write in progress at the start of the next step; number and total seconds of such steps."""
         self._cost_seconds: deque[float] = deque(maxlen=9)
-        """Of the saves before it; that of one alone may be several times another's."""
+        """Costs of the previous saves; a single one may be several times another."""
         self._reported_steps = 0
 
     def start(self, step: int) -> None:
-        """Go on after a step."""
+        """Continue after a step."""
         self.next_step = step + FIRST_STEPS
 
     def due(self, step: int, seconds: float, writing: bool = False) -> bool:
-        """Whether the state after this step, which took so long, is to be saved; `writing` says that the last one saved
-        is not all on disk yet."""
+        """Return whether the state after this step is to be saved.
+
+        Args:
+            step: The finished step.
+            seconds: Duration of the step.
+            writing: The previous save is still being written to disk.
+        """
         self._step_seconds.append(seconds)
         if self._write_in_progress:
             self._overlapped_steps, self._overlapped_seconds = (
@@ -61,13 +67,19 @@ class CheckpointScheduler:
         return self.every > 0 and step % self.every == 0
 
     def next_due_step(self, step: int, blocked_seconds: float, write_seconds: float) -> int:
-        """The step after which the next save is due, when this one kept training waiting for `blocked_seconds` and the
-        one before took `write_seconds` in all, behind it. A save costs that wait, and by how much longer than usual the
-        steps took behind which it was written."""
+        """Return the step after which the next save is due.
+
+        A save costs the time that it blocks training, and the slowdown of the steps during which it is written.
+
+        Args:
+            step: The step of this save.
+            blocked_seconds: Time for which this save blocked training.
+            write_seconds: Total time of the previous save, in the background.
+        """
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)
-        if self._blocked_seconds is not None:  # writing takes cores, and memory's and the network's speed
+        if self._blocked_seconds is not None:  # writing uses cores, memory bandwidth and the network
             slowed_by = max(0.0, self._overlapped_seconds - self._overlapped_steps * step_seconds)
             self._cost_seconds.append(self._blocked_seconds + slowed_by)
         self._blocked_seconds = blocked_seconds
@@ -80,8 +92,8 @@ class CheckpointScheduler:
         observed_text = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_mtbf_seconds else ""
         self.reason = (
             f"a checkpoint every {steps:,} steps ({format_duration(steps * step_seconds)}): one costs "
-            f"{format_duration(cost)} of training, "
-            f"and a failure is to be expected every {format_duration(mtbf)}{observed_text}"
+            f"{format_duration(cost)} of training; "
+            f"expected time between failures: {format_duration(mtbf)}{observed_text}"
             if changed
             else None
         )

@@ -1,5 +1,6 @@
-"""Sharded checkpoints by PyTorch's DCP, written beside the training, in safetensors (nothing is pickled), and their
-return into any layout and world size."""
+"""Sharded checkpoints by PyTorch's DCP, written in the background as safetensors without pickle.
+
+They can be loaded with any layout and world size."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ from phalanx.train.checkpoint.host_copies import HostCopies
 from phalanx.train.checkpoint.state import rng_state
 
 FILE_BYTES = 32 * 2**20
-"""Tensors that rest on disk are saved in files of about so much: DCP makes each whole in memory."""
+"""Approximate size of the files of offloaded tensors: DCP builds each file in memory."""
 
 
 class Checkpointer:
-    """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
+    """Background saver: `save` copies the state and returns; a thread writes, checksums and publishes."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
@@ -59,7 +60,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.save_seconds = 0.0
-        """What the last complete save took, most of it behind the training."""
+        """Duration of the last complete save, most of it in the background."""
         if self.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             for leftover in directory.glob("*.tmp"):
@@ -68,8 +69,15 @@ class Checkpointer:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], on_disk: bool = False
     ) -> None:
-        """Begin to save; waits for the save before it. What rests `on_disk` may be more than memory holds: it is not
-        copied, but saved before this returns."""
+        """Start to save, after waiting for the previous save.
+
+        Args:
+            step: The step of the state.
+            tensors: Tensors by name.
+            manifest: Additional state in JSON.
+            on_disk: The state is offloaded to disk and may exceed the memory. It is not copied, but saved before this
+                returns.
+        """
         self.wait()
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
@@ -93,10 +101,12 @@ class Checkpointer:
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
-        """`files` gives the number of the file that each tensor is written to; all to one if None."""
+        """Write and publish a checkpoint.
+
+        `files` has the number of the file of each tensor; None: one file."""
         started_at = time.perf_counter()
         try:
-            if self._gpu is not None:  # a new thread's is 0, where DCP would open a context of every rank
+            if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank
                 torch.cuda.set_device(self._gpu)
             self._host_copies.wait()
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
@@ -111,20 +121,21 @@ class Checkpointer:
                 write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
                 ranks = sorted(path.glob("rank-*.json"))
                 if len(ranks) != self.world_size:
-                    raise OSError(f"{self.world_size} ranks wrote their parts, and those of {len(ranks)} are there")
+                    raise OSError(f"{self.world_size} ranks wrote their parts, but only {len(ranks)} parts exist")
                 checksums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
                 for file in ranks:
                     checksums |= json.loads(file.read_text())["sha256"]
                 publish(path, checksums)
                 self._remove_old()
             self.save_seconds = time.perf_counter() - started_at
-        except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
+        except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
-            self._discard(path)  # what it takes of a full disk is needed to say so
+            self._discard(path)  # on a full disk, its space is needed to report the failure
 
     def _remove_old(self) -> None:
-        """Remove what is older than the checkpoints to keep, set aside or not; what somebody reads is left to the next
-        save."""
+        """Remove checkpoints older than those to keep, quarantined or not.
+
+        A checkpoint that another process reads is left to the next save."""
         saved = checkpoints(self.directory)
         for old in saved[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
@@ -134,15 +145,16 @@ class Checkpointer:
                 shutil.rmtree(damaged, ignore_errors=True)
 
     def _discard(self, path: Path) -> None:
-        """Remove what this rank wrote of a checkpoint, rank 0 all of it: others may come to a barrier that it passed,
-        and it may have published what they wrote."""
+        """Remove this rank's files of a failed checkpoint; rank 0 removes the full checkpoint.
+
+        Other ranks may reach a barrier that this rank has passed, and rank 0 may have published their files."""
         if self.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
             file.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Wait until the save under way, if any, is complete. Raises UserError if it failed."""
+        """Wait until the current save, if any, is complete; raises UserError if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -152,12 +164,12 @@ class Checkpointer:
                 "checkpoint",
                 str(self.directory),
                 f"could not be written: {_format_error(error)}",
-                fix="free space or check the directory; the checkpoints before it are intact",
+                fix="free space or check the directory; the earlier checkpoints are intact",
             ) from error
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way, behind the training."""
+        """True while a save runs in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def _barrier(self) -> None:
@@ -166,8 +178,9 @@ class Checkpointer:
 
 
 def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
-    """Which file, from 1, each tensor goes to, so that a rank's files have about `limit` bytes. All ranks go by what
-    rank 0 finds, which owns no less than any other."""
+    """Return the file number, from 1, of each tensor, with about `limit` bytes per file of a rank.
+
+    All ranks use the numbers of rank 0, which owns at least as much as any other rank."""
     index = 1
     size = 0
     files = {}
@@ -181,19 +194,24 @@ def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]
 
 
 def _format_error(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # of a CheckpointException: what each rank met
+    failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
     return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
 
 def latest_step(directory: Path) -> int:
-    """The step of the newest checkpoint in a directory, whole or not; -1 where there is none. A collective."""
+    """Return the step of the newest checkpoint, valid or not; -1 if none exists (a collective)."""
     return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
 
 
 def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> tuple[Path | None, dict[str, str]]:
-    """The newest undamaged checkpoint in a directory, of a step before `before_step` if it is given, and what is
-    wrong with those that are newer, which are set aside. A collective: each rank looks at its share of the files, so
-    that nobody waits for long for another, however much there is."""
+    """Return the newest undamaged checkpoint, and the problems of newer ones, which are quarantined.
+
+    This is a collective. Each rank checks its share of the files, so that no rank waits long for another.
+
+    Args:
+        directory: Directory of the checkpoints.
+        before_step: Ignore checkpoints from this step on, if given.
+    """
 
     def candidates() -> list[str]:
         recover_interrupted_rewrites(directory)
@@ -213,7 +231,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
 
 
 def _find_damage_collectively(checkpoint: Path) -> str | None:
-    """`manifest.find_damage`, found by all ranks together."""
+    """Return the problem of a checkpoint, if any, with the files distributed over all ranks."""
 
     def load_checksums() -> tuple[dict[str, str], str | None]:
         try:

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in CPU memory, which the next steps cannot change."""
+"""Copies of a rank's state in CPU memory, which later steps cannot change."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from phalanx.parallel.dtensor_shards import as_dtensor, local_tensor
 
 
 class HostCopies:
-    """Copies of tensors; those of GPU tensors lie in page-locked memory, which is reused from save to save."""
+    """Copies of tensors; those of GPU tensors are in page-locked memory, which each save reuses."""
 
     def __init__(self) -> None:
         self._pinned: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of this rank's parts; they are complete after `wait`, and stand until the next call.
+        """Return copies of this rank's shards, which are complete after `wait` and valid until the next call.
 
-        The copies of GPU tensors are queued on the current stream, which is that of the optimizer: what is queued
-        after them finds the tensors copied, and the host goes on.
-        """
+        The copies of GPU tensors are queued on the current stream, which is that of the optimizer. Later work on the
+        stream finds the tensors copied, and the host does not block."""
         copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if self._pinned:
             self._copied = torch.cuda.Event(blocking=True)

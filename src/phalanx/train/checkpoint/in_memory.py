@@ -1,7 +1,7 @@
-"""Copies of a run's state that outlive its ranks: in memory of the launcher that started each, and of the next node's.
+"""In-memory copies of a run's state, in the launcher of each rank and in that of the next node.
 
-A rank that dies takes nothing with it then that its launcher does not have, and a node that dies nothing that its
-neighbour does not have (Gemini, SOSP 2023, keeps checkpoints in the memory of other machines so)."""
+The state of a failed rank survives in its launcher, the state of a failed node in the neighbor node. (Gemini, SOSP
+2023, keeps checkpoints in the memory of other machines in this way.)"""
 
 from __future__ import annotations
 
@@ -29,35 +29,32 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class InMemoryCheckpoint:
-    """A copy that every rank has of its own state."""
+    """A rank's part of a copy of the state of all ranks."""
 
     step: int
     manifest: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
-    """Of whole tensors."""
+    """Shapes of full tensors."""
     tensors: dict[str, Tensor]
-    """This rank's parts of them."""
+    """Shards of this rank."""
 
 
 class InMemoryCheckpointer:
-    """This rank's access to the copies of its launcher.
-
-    Raises UserError where no launcher offers memory.
-    """
+    """Access of this rank to the copies in its launcher; raises UserError without a launcher's memory."""
 
     def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Map this rank's slots.
 
         Args:
-            identity: What the state belongs to; only a copy with an equal identity is restored.
-            group: Exchanges copies in CPU memory.
-            device: Where the rank computes. Its local slots are page-locked if that is a GPU.
+            identity: Identity of the state; only a copy with an equal identity is restored.
+            group: Process group that exchanges copies in CPU memory.
+            device: Device of this rank. Its local slots are page-locked if that is a GPU.
         """
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set it to 0"
             raise UserError(
-                "recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix=fix
+                "recovery.in_memory_checkpoint_every", None, "requires a launcher that stores the copies", fix=fix
             )
         launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
@@ -75,7 +72,7 @@ class InMemoryCheckpointer:
         self._slot_index = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Copy this rank's state after a step, here and at the next node. A collective."""
+        """Copy this rank's state after a step to its launcher and to the next node (a collective)."""
         local_slot, neighbor_slot = (self._slots[slots[self._slot_index]] for slots in (LOCAL_SLOTS, NEIGHBOR_SLOTS))
         self._slot_index = 1 - self._slot_index
         local_slot.invalidate()
@@ -106,7 +103,7 @@ class InMemoryCheckpointer:
     def _exchange_with_neighbors(
         self, local_slot: SharedMemorySlot, destination: int, neighbor_slot: SharedMemorySlot, source: int
     ) -> int:
-        """Send a copy, and receive another; returns the length of what describes that."""
+        """Send a copy, and receive another; return the length of the metadata of the latter."""
         payload = local_slot.bytes()
         sizes = torch.tensor([payload.numel(), local_slot.header[2]])
         incoming_sizes = torch.zeros(2, dtype=torch.int64)
@@ -118,13 +115,13 @@ class InMemoryCheckpointer:
         return int(incoming_sizes[1])
 
     def load_latest(self) -> InMemoryCheckpoint | None:
-        """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
+        """Return the newest copy that is complete over all ranks, sent to its rank (a collective)."""
         local_copies = [slot.header[:2] for slot in self._slots if slot.header[0] >= 0 and self._matches_identity(slot)]
         latest = latest_common_step(all_gather_objects(local_copies, self._group))
         if latest is None:
             return None
         step, holders = latest
-        # Other ranks may want these.
+        # Other ranks may need these.
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
@@ -138,7 +135,7 @@ class InMemoryCheckpointer:
         return next(slot for slot in self._slots if slot.header[:2] == (step, rank))
 
     def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
-        """Send a rank its state from whoever holds it; the slots of `needed_copies` are not overwritten."""
+        """Send a rank its state from its holder; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
             slot = self._find_slot(step, rank)
             payload = slot.bytes()
@@ -168,10 +165,9 @@ class InMemoryCheckpointer:
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
-    """The newest step of which somebody holds every rank's state, and for each rank who does: itself, if it can.
+    """Return the newest step whose copies exist for every rank, and the holder of each rank's copy.
 
-    `copies_by_rank` has the step and the rank of each copy that a rank holds.
-    """
+    A rank itself is its preferred holder. `copies_by_rank` has the step and the rank of each copy on a rank."""
     ranks = len(copies_by_rank)
     for step in sorted({step for copies in copies_by_rank for step, _ in copies}, reverse=True):
         holders = [
@@ -189,7 +185,7 @@ def _align(size: int) -> int:
 
 
 def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
-    """Tensors of these shapes and types in a stretch of memory, one after the other."""
+    """Yield consecutive tensors of these shapes and dtypes in a memory buffer."""
     offset = 0
     for shape, dtype in shapes_and_dtypes:
         size = shape.numel() * dtype.itemsize
@@ -200,7 +196,7 @@ def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, 
 def _send_and_receive(
     sent: Tensor, destination: int, received: Tensor, source: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Send to one rank while another sends."""
+    """Send to one rank while receiving from another."""
     works = [dist.isend(sent, destination, group=group), dist.irecv(received, source, group=group)]
     for work in works:
         if work is not None:

@@ -1,4 +1,4 @@
-"""What a run has learned, whole and in one process, whatever wrote it down: a trainer's checkpoint, or a swarm."""
+"""Loading of a trained model into one process, from a trainer's checkpoint or from a swarm."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.state import load_checkpoint
 
 SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
-"""What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""
+"""Full shared parameters of a swarm, in the directories of its coordinator and of a node."""
 
 
 def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path, int | None]:
-    """Return the run file, the trained model (fp32, on the CPU, one process), the tokenizer's path and the step of a
-    run directory: of its newest checkpoint, or, without a step, of what a swarm has learned by now.
+    """Return run file, trained model, path of the tokenizer and step of a run directory.
 
-    Raises UserError if there is no intact checkpoint, and no swarm's weights.
+    The model is fp32, on the CPU, in one process. The step is that of the newest checkpoint, or None with the current
+    weights of a swarm.
+
+    Raises:
+        UserError: there are neither intact checkpoints nor weights of a swarm.
     """
     if not (run_directory / RUN_FILE).is_file():
         raise UserError(
-            "run directory", str(run_directory), f"has no {RUN_FILE}", fix="give a directory that phalanx train made"
+            "run directory", str(run_directory), f"has no {RUN_FILE}", fix="pass a directory from phalanx train"
         )
     run = load_run(run_directory / RUN_FILE, environment={})
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
@@ -50,32 +53,32 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path,
 
 
 def _load_weights(file: Path, module: Transformer) -> None:
-    """Give a model the parameters in a file, one at a time. Raises UserError if it is damaged, or another model's."""
+    """Load the parameters in a file, one at a time; raises UserError for a damaged file or another model."""
     try:
         with safe_open(file, framework="pt") as weights:
 
             def read_weight(name: str, shape: torch.Size) -> Tensor:
                 tensor: Tensor = weights.get_tensor(name)
                 if tensor.shape != shape:
-                    raise ValueError(f"{name} is {list(tensor.shape)} there, and {list(shape)} in the model")
+                    raise ValueError(f"{name} is {list(tensor.shape)} in the file, but {list(shape)} in the model")
                 return tensor
 
             init_parameters(Strategy(module), read_weight)
     except (SafetensorError, OSError, ValueError) as error:
-        problem = f"does not hold the weights of the model in run.toml: {error}"
-        raise UserError("weights", str(file), problem, fix="give the directory as the swarm left it") from None
+        problem = f"does not contain the weights of the model in run.toml: {error}"
+        raise UserError("weights", str(file), problem, fix="pass the unchanged directory of the swarm") from None
 
 
 def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
-    """The tokenizer of a run; a swarm's coordinator, which reads no text, is given it here if that needs none.
+    """Return the path of a run's tokenizer.
 
-    Raises UserError if it does.
-    """
+    A swarm's coordinator, which reads no text, creates a tokenizer that needs no training. Raises UserError for other
+    tokenizers."""
     file = run_directory / TOKENIZER_FILE
     if not file.exists():
         tokenizer = tokenizer_without_training(run.data)
         if tokenizer is None:
-            problem = "has no tokenizer.json: that is made from the text, which nodes read and a coordinator does not"
+            problem = "has no tokenizer.json: nodes create it from their text, which the coordinator does not read"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
             raise UserError("run directory", str(run_directory), problem, fix=fix)
         tokenizer.save(file)

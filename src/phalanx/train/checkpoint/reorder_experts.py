@@ -1,5 +1,7 @@
-"""Other numbers for the experts of a checkpoint. A mixture is what it was when its experts change places and the router
-follows; but which of them are neighbours, and so on one rank, is not."""
+"""Reordering of the experts in a checkpoint.
+
+A mixture computes the same function if its experts and the router are permuted together. The permutation changes which
+experts are neighbors, and so on one rank."""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ _EXPERT_TENSOR = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.we
 
 
 def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
-    """Write a checkpoint anew, in which expert i of a layer is the one that was number `orders[layer][i]`; weights,
-    router, optimizer state and what was counted of them follow. The one before is kept beside it; returns where.
+    """Rewrite a checkpoint so that expert i of a layer is the previous expert `orders[layer][i]`.
 
-    Raises UserError if it cannot be written; then nothing has changed.
+    Weights, router, optimizer state and expert counts are permuted. The previous checkpoint is kept next to it; returns
+    its path.
+
+    Raises:
+        UserError: the checkpoint cannot be written; then it is unchanged.
     """
     tensors = load_full_tensors(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -32,7 +37,7 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
         [[tokens[i] for i in order] for tokens, order in zip(layer_tokens, orders.values(), strict=True)]
         for layer_tokens in manifest["expert_tokens"]
     ]
-    restore_rng_state(checkpoint, 0)  # for the one that is written
+    restore_rng_state(checkpoint, 0)  # which the new checkpoint contains
     checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))
     checkpointer.save(manifest["step"], tensors, manifest, on_disk=True)
     return checkpoint.with_suffix(PREVIOUS_SUFFIX)

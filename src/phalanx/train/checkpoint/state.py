@@ -20,7 +20,7 @@ from phalanx.spec.errors import UserError
 
 
 def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state under layout-free names."""
+    """Return parameters, buffers and optimizer state under layout-free names."""
     tensors = {
         f"model.{name}": strategy.as_global_dtensor(name, tensor.detach())
         for name, tensor in strategy.trainable_parameters.items()
@@ -39,7 +39,7 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
 
 
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All of a checkpoint, whole, in CPU memory."""
+    """Return all full tensors of a checkpoint, in CPU memory."""
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = _saved_tensors(reader).items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
@@ -48,15 +48,21 @@ def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    """What a checkpoint has of each tensor."""
+    """Return the metadata of each tensor of a checkpoint."""
     entries = reader.read_metadata().state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Load a checkpoint into a model and its optimizers, whatever layout either has.
+    """Load a checkpoint into a model and its optimizers; their layouts may differ.
 
-    Raises UserError if the checkpoint is of another model.
+    Args:
+        checkpoint: Directory of the checkpoint.
+        strategy: Model and its layout.
+        optimizers: Optimizers to restore.
+
+    Raises:
+        UserError: the checkpoint is of another model.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = {name: tuple(entry.size) for name, entry in _saved_tensors(reader).items()}
@@ -68,9 +74,9 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
             raise UserError(
                 "checkpoint",
                 str(checkpoint),
-                f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
-                f"and {list(tensor.shape)} in this run",
-                fix="resume with the model and optimizer that it was saved with",
+                f"{name} is {list(saved[name]) if name in saved else 'absent'} in the checkpoint, "
+                f"but {list(tensor.shape)} in this run",
+                fix="resume with the model and optimizer of the checkpoint",
             )
     load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
@@ -82,7 +88,14 @@ def restore_tensors(
     strategy: Strategy,
     optimizers: list[torch.optim.Optimizer],
 ) -> None:
-    """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
+    """Restore this rank's shards of the state; the layout must be the one that was saved.
+
+    Args:
+        shapes: Full shapes by name.
+        parts: This rank's shards by name.
+        strategy: Model and its layout.
+        optimizers: Optimizers to restore.
+    """
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, shapes)
     for name, tensor in checkpoint_tensors(strategy, optimizers).items():
@@ -93,7 +106,7 @@ def restore_tensors(
 def _materialize_optimizer_state(
     optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
+    """Create the state that a checkpoint has for an optimizer that has not stepped yet."""
     parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, shape in saved.items():
         kind, _, suffix = name.partition(".")
@@ -105,7 +118,7 @@ def _materialize_optimizer_state(
 
 
 def restore_rng_state(checkpoint: Path, rank: int) -> None:
-    """Return this rank's random state; a rank that the checkpoint does not know keeps its fresh one."""
+    """Restore this rank's random state; a rank that is missing in the checkpoint keeps its initial state."""
     path = checkpoint / f"rank-{rank:05d}.json"
     if not path.exists():
         return
@@ -113,7 +126,7 @@ def restore_rng_state(checkpoint: Path, rank: int) -> None:
 
 
 def rng_state() -> dict[str, str]:
-    """This rank's, in JSON's words."""
+    """Return this rank's random state, in hexadecimal text for JSON."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -121,7 +134,7 @@ def rng_state() -> dict[str, str]:
 
 
 def set_rng_state(saved: Mapping[str, str]) -> None:
-    """Return to what `rng_state` said."""
+    """Restore a result of `rng_state`."""
     state = {key: bytearray.fromhex(text) for key, text in saved.items()}
     torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():

@@ -28,9 +28,9 @@ Data = TypeVar("Data")
 Record = TypeVar("Record")
 
 INPUT_ARGUMENTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
-"""What a rank gives to an operation, in the words of the operations' schemas."""
+"""Names of the arguments with a rank's input in the schemas of the operations."""
 UNORDERED_OPERATIONS = ("recv_any_source_", "check_for_nan")
-"""Operations that no order is kept of: a receive from any rank, and what is no collective."""
+"""Operations without an order: a receive from any rank, and an operation that is not a collective."""
 
 
 _is_user_code = lru_cache(maxsize=1024)(is_user_code)
@@ -42,23 +42,23 @@ def _format_line(*frame: Any) -> str:
 
 
 class CollectiveLog:
-    """The log of this process. Each call is in the file before it begins."""
+    """The log of this process; each call is in the file before it starts."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
         self._numbers: dict[LoggedCall, int] = {}
         self._lock = threading.Lock()  # checkpoints are saved by a thread
-        # A kernel on autograd's key comes before those of every device, and autograd has none for these operations.
+        # A kernel on autograd's key runs before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
         for operation in _c10d_operations():
             kernel = partial(self._log_and_call, operation, _operation_name(operation), _argument_names(operation))
             self._library.impl(operation, kernel, "Autograd", with_keyset=True)
 
     def open(self, file: Path) -> None:
-        """Log to a file from now on, which is emptied."""
+        """Start to log to a file, which is truncated."""
         self.close()
         self._numbers.clear()
-        self._file = file.open("wb", buffering=0)  # what was called must be there, however the process ends
+        self._file = file.open("wb", buffering=0)  # calls must be in the file, however the process exits
 
     def close(self) -> None:
         """Stop logging."""
@@ -71,7 +71,7 @@ class CollectiveLog:
         self, operation: Any, name: str, argument_names: Sequence[str], keys: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._file is not None:
-            call = _describe(name, dict(zip(argument_names, args, strict=False)))  # those with defaults may be left out
+            call = _describe(name, dict(zip(argument_names, args, strict=False)))  # optional arguments may be missing
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -117,21 +117,21 @@ def _c10d_operations() -> Iterator[Any]:
 
 
 def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
-    """Return the number of elements that a rank gives to a collective, and their dtype."""
+    """Return the number of elements and the dtype of a rank's input to a collective."""
     given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
-    # Only the root of a scatter gives something.
+    # Only the root of a scatter has an input.
     tensors = _flatten(given) or _flatten(arguments.get("output_tensors", ()))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
 
 
 def _flatten(tensors: Any) -> list[Tensor]:
-    """Return the tensors of a list, or list of lists."""
+    """Return the tensors of a list, or of a list of lists."""
     return [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten(item)]
 
 
 def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the elements that a rank sends to each, and those that it expects of each."""
+    """Return the numbers of elements that a rank sends to each rank, and that it receives from each."""
     if "input_tensors" in arguments:
         sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
         return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
@@ -146,14 +146,16 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
 
 
 def _is_background_thread() -> bool:
-    """Whether Python started this thread; those of autograd, in which backward passes run on a GPU, are PyTorch's."""
+    """Return whether Python started this thread.
+
+    Backward passes on a GPU run in threads of autograd, which PyTorch starts."""
     identity = threading.get_ident()
     is_main = identity == threading.main_thread().ident
     return not is_main and any(thread.ident == identity for thread in threading.enumerate())
 
 
 def _calling_line() -> str:
-    """Return the innermost line outside of PyTorch that leads here."""
+    """Return the innermost calling line outside of PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
@@ -165,10 +167,10 @@ LATE_FILE_POLL_SECONDS = 0.1
 
 
 class OrderGuard:
-    """The check of a run's collectives, from `__enter__` to `__exit__`: does nothing unless it is asked for."""
+    """Check of the order of collectives, from `__enter__` to `__exit__`; a no-op unless enabled."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is the run's. All ranks must be there at the same point of their collectives."""
+        """Create the guard of a run directory, at the same point of the collectives on all ranks."""
         self._directory = directory
         self._log: CollectiveLog | None = None
         self._order: CollectiveOrder | None = None
@@ -194,11 +196,11 @@ class OrderGuard:
         self._check_whole_logs(all_gather_objects(file.stat().st_size))
         dist.barrier()  # the first rank has read the others' files
         file.unlink()
-        with suppress(OSError):  # others have files there
+        with suppress(OSError):  # other ranks have files there
             file.parent.rmdir()
 
     def after_each(self, step: Callable[[Data], Record]) -> Callable[[Data], Record]:
-        """Return `step` with the check after it."""
+        """Return `step` followed by the check."""
 
         def step_and_check(data: Data) -> Record:
             record = step(data)
@@ -208,8 +210,9 @@ class OrderGuard:
         return step if self._log is None else step_and_check
 
     def _check_whole_logs(self, sizes: Sequence[int]) -> None:
-        """Compare all that ranks called, in files of these sizes, as far as they come here: a shared file system shows
-        them late, and without one only those of this node are there."""
+        """Compare the full logs of all ranks, in files of these sizes, as far as they are visible.
+
+        A shared file system shows files late. Without one only the files of this node are visible."""
         deadline = time.monotonic() + LATE_FILE_SECONDS
         late = list(range(len(sizes)))
         while self._order is not None and late and time.monotonic() < deadline:
@@ -219,7 +222,7 @@ class OrderGuard:
         self._check(finished=[rank for rank in range(len(sizes)) if rank not in late])
 
     def _check(self, finished: Collection[int] = ()) -> None:
-        """Raise CollectiveOrderError on the first rank if ranks differ in what they called."""
+        """Raise CollectiveOrderError on the first rank if the calls of ranks differ."""
         difference = self._order.first_difference(finished) if self._order is not None else None
         if difference is not None:
             raise CollectiveOrderError(difference.message, difference.ranks)

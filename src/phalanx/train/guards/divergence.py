@@ -1,4 +1,4 @@
-"""When a loss is beyond repair, and how a run goes back to where it was not."""
+"""Detection of divergence, and rollbacks to a step before it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from phalanx.spec.errors import UserError
 
 HISTORY = 50
 MIN_HISTORY = 10
-"""Steps whose losses say what is usual, and how many it takes."""
+"""Number of last steps in the median loss, and minimum number for it."""
 
 
 class LossSpikeDetector:
-    """The losses of the last steps."""
+    """Detector of spikes relative to the median loss of the last steps."""
 
     def __init__(self, max_ratio: float | None) -> None:
         self.spike_threshold = max_ratio
         self._recent_losses: deque[float] = deque(maxlen=HISTORY)
 
     def spike_ratio(self, loss: float) -> float | None:
-        """How many times the median of the steps before it a loss is, where that makes it a spike."""
+        """Return the ratio of a loss to the median of the previous steps if it is a spike, else None."""
         ratio = loss / median(self._recent_losses) if len(self._recent_losses) >= MIN_HISTORY else 1.0
         if self.spike_threshold is not None and math.isfinite(loss) and ratio > self.spike_threshold:
             return ratio
@@ -35,34 +35,43 @@ class LossSpikeDetector:
 
 
 def count_rollbacks(directory: Path) -> int:
-    """How often a run has gone back."""
+    """Return the number of rollbacks of a run."""
     return len(_rollback_events(directory))
 
 
 def has_diverged_again(directory: Path, newest: int) -> bool:
-    """Whether a run has gone back to the checkpoint of its newest step already, and saved nothing since: then it is
-    that checkpoint which leads astray, and not the text behind it."""
+    """Return whether the last rollback of a run was to its newest checkpoint.
+
+    Then the run has saved nothing since, and the checkpoint is the cause of the divergence, not the text after it."""
     rollbacks = _rollback_events(directory)
     return bool(rollbacks) and rollbacks[-1]["to"] == newest > 0
 
 
 def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> None:
-    """Note that a run goes back from a step to that of a checkpoint, or to its beginning.
+    """Record a rollback from a step to the step of a checkpoint, or to the start of the run.
 
-    The text of the steps between is passed over then, and whenever the run returns to that checkpoint.
-    Raises UserError where that cannot be noted.
+    The text of the steps between is skipped now, and whenever the run returns to that checkpoint.
+
+    Args:
+        directory: Run directory.
+        step: Last step before the rollback.
+        to_step: Step of the checkpoint, or 0.
+        reason: Cause of the rollback.
+
+    Raises:
+        UserError: the event cannot be written.
     """
     count_before = count_rollbacks(directory)
     append_event(directory, ROLLED_BACK, after=step, to=to_step, reason=reason)
     if count_rollbacks(directory) == count_before:
-        raise UserError(
-            "output_dir", str(directory), "cannot be written to, and a run that goes back must note it there"
-        )
+        raise UserError("output_dir", str(directory), "cannot be written to, but a rollback must be recorded in it")
 
 
 def steps_to_skip(directory: Path, step: int) -> int:
-    """Steps whose text is not learned from after the checkpoint of a step, since that led astray: those that the run
-    went back by to it, and those that had been passed over already after checkpoints that it then left behind."""
+    """Return the number of steps whose text is skipped after the checkpoint of a step.
+
+    These are the steps of the rollbacks to it, and those that were already skipped after newer checkpoints, which the
+    rollbacks abandoned."""
     skipped: dict[int, int] = {}
     for event in _rollback_events(directory):
         to_step = int(event["to"])

@@ -1,4 +1,4 @@
-"""The collectives that this rank called, as PyTorch's flight recorder remembers them: gloo's, and NCCL's."""
+"""The last collectives of this rank from PyTorch's flight recorders for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
 MAX_COLLECTIVES = 300
 MAX_COLLECTIVES_PER_GROUP = 4
-"""Of these, so many are written down: the last ones of all, and of every group."""
+"""Maximum number of collectives in a dump: the last ones of all, and of every group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
-"""PyTorch's, by backend; that of NCCL is where it has CUDA."""
+"""PyTorch's recorders by backend; that of NCCL exists with CUDA."""
 
 
 def recorder_fingerprint() -> bytes:
-    """Something that changes whenever a collective is begun or has ended, on NCCL a message too: a tenth of a
-    millisecond."""
+    """Return bytes that change whenever a collective (on NCCL also a message) starts or ends.
+
+    It takes a tenth of a millisecond."""
     return b"".join(dump(False, False, False) for dump in _recorders().values())
 
 
 def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
-    """The last ones that this rank remembers, oldest first. With the lines that they were called from it takes a second
-    the first time: PyTorch then reads its own symbols."""
+    """Return the last recorded collectives of this rank, oldest first.
+
+    With their calling lines it takes a second the first time, because PyTorch then reads its own symbols."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for backend, dump in _recorders().items():
-        # Not from outside: PyTorch made these bytes in this process, a moment ago.
+        # Trusted input: PyTorch has just created these bytes in this process.
         entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
         calls += [(backend, entry) for entry in entries if not entry["is_p2p"]]
     calls.sort(key=lambda item: item[1]["time_created_ns"])
@@ -39,7 +41,7 @@ def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """The ranks of this rank's process groups, by the names that its collectives have."""
+    """Return the ranks of this rank's process groups, by the group names of its collectives."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return {
         _group_label(group.group_name, backend): dist.get_process_group_ranks(group)
@@ -49,7 +51,7 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollective]:
-    """The last of all, and the last few of every group."""
+    """Return the last calls of all groups together, and the last few of every group."""
     newer_calls: Counter[str] = Counter()
     chosen = []
     for index, call in enumerate(reversed(calls)):
@@ -60,12 +62,12 @@ def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollec
 
 
 def _recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
-    """Each is asked for collectives, their stacks, and no others than those under way."""
+    """Return the recorders; arguments are: with collectives, with stacks, only pending ones."""
     return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
 
 
 def _group_label(group: str, backend: str) -> str:
-    """A group of several backends counts the collectives of each by itself."""
+    """Return the name of a group for one backend, because each backend counts its collectives separately."""
     return f"{group} ({backend})"
 
 
@@ -78,7 +80,7 @@ def _to_record(backend: str, entry: dict[str, Any]) -> RecordedCollective:
         "inputs": entry["input_sizes"],
         "outputs": entry["output_sizes"],
         "dtypes": entry["input_dtypes"],
-        # Gloo leaves the state at "scheduled", and NCCL's says more than whether somebody waited.
+        # Gloo leaves the state at "scheduled"; NCCL's state contains more than `retired`, which only records a wait.
         "over": bool(entry["retired"]) or entry["state"] == "completed",
         "at": next((frame for frame in frames if is_user_code(frame[0])), None),
     }

@@ -1,4 +1,4 @@
-"""What a rank held when memory was not enough."""
+"""Report of a rank's memory after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.parallel.comm.device_memory import STATUS, peak_memory_bytes
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.train.trainer import Trainer
 
-# Of PyTorch's allocators on a CPU, and of CUDA where the error has no class of its own.
+# Messages of PyTorch's CPU allocators, and of CUDA errors without a class of their own.
 OOM_MESSAGES = ("can't allocate memory", "not enough memory", "CUDA out of memory", "Cannot allocate memory")
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was not enough."""
+    """Return whether an error is an out-of-memory error."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or (
         isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in OOM_MESSAGES)
@@ -27,7 +27,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
-    """For a failure's record: what was wanted, and what this rank held, in bytes; nothing for any other error."""
+    """Return the requested bytes and this rank's memory in bytes, for a failure record.
+
+    The report is empty for any other error."""
     if not is_out_of_memory(error):
         return {}
     device = trainer.device if trainer is not None else torch.device("cpu")
@@ -49,7 +51,7 @@ def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
 
 
 def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
-    """Parameters, gradients and optimizer state on this rank's device, each storage once."""
+    """Return the bytes of each part of the state on this rank's device; each storage counts once."""
     seen: set[int] = set()
     sizes = {}
     for part, tensors in trainer.strategy.resident_tensors(trainer.optimizers).items():
@@ -63,7 +65,7 @@ def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
 
 
 def requested_bytes(message: str) -> int | None:
-    """What an allocator says was asked for."""
+    """Return the requested bytes in an allocator's message; None if it contains none."""
     match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB|B)", message)
     return round(float(match[1]) * UNITS[match[2]]) if match else None
 

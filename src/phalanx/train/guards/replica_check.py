@@ -1,4 +1,4 @@
-"""Whether what ranks hold alike is alike: parameters, buffers and optimizer state, bit by bit."""
+"""Check that replicated parameters, buffers and optimizer state are bitwise equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.train.checkpoint.state import checkpoint_tensors
 
 CHUNK_ELEMENTS = 2**20
-"""Elements that are looked at together: each takes 8 bytes meanwhile."""
+"""Number of elements that are hashed together: each needs 8 bytes of temporary memory."""
 BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_RANKS_SHOWN = 8
 COMPUTE_PREFIX = "computing"
@@ -31,21 +31,30 @@ COMPUTE_PREFIX = "computing"
 
 @dataclass(frozen=True)
 class ReplicaMismatch:
-    """A tensor of which ranks that should hold the same do not."""
+    """A tensor whose replicas differ."""
 
     key: int
     ranks: tuple[int, ...]
-    """Those that differ from most; all that hold it, where none are most."""
+    """Ranks that differ from the majority; all holders without a majority."""
     holders: tuple[int, ...]
     tensors: int
-    """How many differ."""
+    """Number of tensors that differ."""
 
 
 def check_replica_consistency(
     strategy: Strategy, optimizers: list[torch.optim.Optimizer], sizes: ParallelDims, step: int, every: int
 ) -> CorruptionError | None:
-    """Compare what every rank holds after `step` with what others hold of the same; all ranks must call it, and did so
-    `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
+    """Compare the replicas of all tensors after `step`, and return the error to raise, if any.
+
+    This is a collective; the error is that of the first tensor that differs, and is equal on all ranks.
+
+    Args:
+        strategy: Model and its layout.
+        optimizers: Optimizers of the model.
+        sizes: Sizes of the parallel axes.
+        step: The finished step.
+        every: Interval of the checks in steps.
+    """
     if not dist.is_initialized():
         return None
     local_hashes = {key: (name, value) for key, name, value in _hash_tensors(strategy, optimizers)}
@@ -60,8 +69,9 @@ def check_replica_consistency(
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
-    """Of what every rank says of its tensors (place in the model: hash), the first that ranks do not agree on, in the
-    order of the first rank that holds one."""
+    """Return the first tensor whose hashes differ, in the order of the first rank that has one.
+
+    `tables` has each rank's hashes by shard id."""
     hashes_by_key: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, table in enumerate(tables):
         for key, value in table.items():
@@ -74,7 +84,15 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
-    """What to tell people."""
+    """Return the error message of a mismatch.
+
+    Args:
+        mismatch: The mismatch.
+        name: Name of the tensor.
+        sizes: Sizes of the parallel axes.
+        step: Step of the check.
+        every: Interval of the checks in steps.
+    """
     ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:MAX_RANKS_SHOWN]]
     rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > MAX_RANKS_SHOWN else "")
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
@@ -85,19 +103,20 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     )
     more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
     before = "it was not compared before"
-    advice = "begin the run anew"
+    advice = "restart the run"
     if step > every:
         before = f"it was equal after step {step - every}"
         advice = f"--resume from a checkpoint of step {step - every} or before"
     return (
-        f"step {step}: {name} differs {where}, where it must be equal{more}; {before}. A device or its memory changes "
-        f"data silently: test these hosts or leave them out, and {advice}"
+        f"step {step}: {name} differs {where}, where it must be equal{more}; {before}. A device or its memory corrupts "
+        f"data silently: test these hosts or exclude them, and {advice}"
     )
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """A number of 64 bits (int64, on the tensor's device) that any single changed bit changes: the sum over elements of
-    their bits times odd numbers that rise with the place, modulo 2**64."""
+    """Return a 64-bit hash (int64, on the tensor's device) that any single changed bit changes.
+
+    It is the sum over elements of their bits times odd numbers that increase with the index, modulo 2**64."""
     flat = tensor.detach().contiguous().flatten()
     bits = flat.view(BIT_DTYPES[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -108,11 +127,11 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 
 
 def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
-    """Of each tensor of this rank: a number for its place in the whole model, its name, its fingerprint."""
+    """Yield shard id, name and hash of each tensor of this rank."""
     tensors = checkpoint_tensors(strategy, optimizers)
     trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
-        if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
+        if id(parameter) not in trained:  # parameters that compute, where ranks train only rows of them
             tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
     values = map(int, copy_to_host(*(tensor_hash(local_tensor(tensor)) for tensor in tensors.values())))
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
@@ -120,14 +139,14 @@ def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
 
 
 def shard_id(name: str, tensor: Tensor) -> int:
-    """The same on all ranks that hold this part of this tensor, and on no other."""
+    """Return an id that is equal on all ranks with this shard of this tensor, and on no other."""
     shape, offset = local_shape_and_offset(tensor)
     text = f"{name} {shape} {offset}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _gather_hashes(local_hashes: Mapping[int, int]) -> list[dict[int, int]]:
-    """What every rank holds, on every rank: 16 bytes a tensor."""
+    """Return the hashes of every rank, on every rank: 16 bytes per tensor."""
     ranks = dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(counts, torch.tensor([len(local_hashes)]))

@@ -1,4 +1,4 @@
-"""The other ranks on this host, as the kernel sees them: a rank that is stopped or gone cannot tell."""
+"""Processes of the other ranks on this host: a stopped or missing rank cannot report itself."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ GONE = "gone"
 
 
 def sibling_process_states() -> dict[int, tuple[int, str]]:
-    """Process and state (a letter as in /proc/PID/stat, or GONE with process 0) of the ranks that were started with
-    this one; nothing where the launcher does not say which those are, or there is no /proc."""
+    """Return the process and state of the other ranks on this host.
+
+    A state is a letter as in /proc/PID/stat, or GONE with process 0. The result is empty if the launcher does not
+    identify the ranks, or without /proc."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) - local
@@ -34,7 +36,7 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
 
 
 def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:
-    """Let ranks go on that are stopped, so that they can end with the run: they hear no other signal."""
+    """Continue stopped ranks so that they can exit with the run: they receive no other signal."""
     for process, state in processes.values():
         if state == "T":
             with suppress(OSError):

@@ -1,8 +1,7 @@
-"""Notices that this rank stands still, and writes down where, before its collectives give up.
+"""Watchdog that detects a hang of this rank, and writes a dump before its collectives time out.
 
-A thread beside the training looks now and then whether a step was finished, or a collective begun or ended. It never
-touches the device, and ends nothing that was not asked to end: a rank that was only slow goes on, and what was written
-of it is removed."""
+A background thread polls whether a step has finished, or a collective has started or ended. It never uses the device,
+and terminates no rank without a stop request. A rank that was only slow continues, and its dump is removed."""
 
 from __future__ import annotations
 
@@ -31,28 +30,30 @@ from phalanx.train.guards.sibling_processes import resume_stopped, sibling_proce
 from phalanx.train.trainer import Trainer
 
 STALL_FRACTION = 0.85
-"""Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
+"""Share of the collective timeout without progress before a dump; the rest is for writing it."""
 MIN_POLLS = 40
 MAX_POLL_SECONDS = 0.25
-"""So many looks in that time, or one in so many seconds."""
+"""Minimum number of polls in that time, and maximum seconds between polls."""
 JOIN_SECONDS = 5.0
-"""For what is being written to be written, before it is removed."""
+"""Maximum wait for a dump in progress, before it is removed."""
 MAX_STACK_FRAMES = 40
-"""Of a stack, so many places are kept."""
+"""Maximum number of frames of a stack."""
 COLLECTIVE_FILES = "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"
-"""Where PyTorch waits for other ranks. (In the rest of torch/distributed it reads and writes checkpoints too.)"""
+"""Files in which PyTorch waits for other ranks.
+
+(In the rest of torch/distributed it also reads and writes checkpoints.)"""
 
 
 class Watchdog:
-    """Watches this rank from `__enter__` to `__exit__`."""
+    """Watchdog of this rank from `__enter__` to `__exit__`."""
 
     def __init__(self, directory: Path, timeout_seconds: float) -> None:
-        """`timeout_seconds` is how long a collective may take."""
+        """Create the watchdog; `timeout_seconds` is the timeout of collectives."""
         self.directory = directory
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.deadline_seconds = STALL_FRACTION * timeout_seconds
         self.trainer: Trainer | None = None
-        """Of which it says how many steps are done, once there is one."""
+        """Source of the number of finished steps, once it exists."""
         self._oom_kills_at_start = cgroup_oom_kills() or 0
         self._main_thread_id = threading.main_thread().ident or 0
         self._poll_seconds = min(MAX_POLL_SECONDS, timeout_seconds / MIN_POLLS)
@@ -62,7 +63,7 @@ class Watchdog:
         self._last_progress = (0, 0.0, b"")
         self._last_dump: HangDump | None = None
         self._stop_preceded_stall = False
-        """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
+        """True if the stop request came before the stall: the rank may be saving, for an unlimited time."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._fault_log: IO[str] | None = None
 
@@ -88,23 +89,23 @@ class Watchdog:
             with suppress(OSError):
                 file = fault_file(self.directory, self.rank)
                 file.unlink()
-                file.parent.rmdir()  # which fails, as it should, while others have files there
+                file.parent.rmdir()  # fails, as intended, while other ranks have files there
 
     @property
     def step(self) -> int:
-        """The last that this rank has finished."""
+        """The last step that this rank has finished."""
         return self.trainer.step if self.trainer is not None else 0
 
     def _wait_counter(self) -> float:
-        """Another number whenever a wait for a message of another stage is over: no recorder has these."""
+        """Return a number that changes after each wait for another stage, which no recorder contains."""
         return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
 
     def record_failure(self, error: BaseException) -> None:
-        """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
+        """Dump the stack of this rank's failure, and continue stopped ranks on this host so that they exit."""
         with self._write_lock:
             stack = traceback.extract_tb(error.__traceback__)
             message = f"{type(error).__name__}: {error}"
-            if self._last_dump is not None:  # before the collective gave up, and so the better word
+            if self._last_dump is not None:  # from before the collective failed, and so more precise
                 self._last_dump["error"] = message
                 self._write_dump(self._last_dump)
             else:
@@ -124,7 +125,7 @@ class Watchdog:
                 self._last_progress = seen
                 self._stalled_since = now
                 with self._write_lock:
-                    if not self._finished.is_set():  # what is left of a failure stays
+                    if not self._finished.is_set():  # the dump of a failure is kept
                         self._discard_dump()
             elif now - self._stalled_since > self.deadline_seconds:
                 self._on_stall()
@@ -137,13 +138,13 @@ class Watchdog:
                 if not self._finished.is_set():
                     self._dump(STALLED, _thread_stack(self._main_thread_id))
         elif stop_requested and not self._stop_preceded_stall:
-            os._exit(1)  # it stood still before it was asked, and would do so until it is killed
+            os._exit(1)  # it hung before the stop request, and would hang until it is killed
 
     def _is_aborting(self) -> bool:
         return self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0
 
     def _record_abort(self) -> None:
-        """A thread of PyTorch's has given up and waits (`_install_abort_handler`): leave word in its place."""
+        """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
             self._dump(
                 ABORTED, _thread_stack(self._main_thread_id), "aborted (SIGABRT) by a library: see its last output"
@@ -152,7 +153,7 @@ class Watchdog:
         os.kill(os.getpid(), signal.SIGABRT)
 
     def _dump(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
-        """First without collectives, then with them, then with the lines that they were called from."""
+        """Write a dump without collectives, then with them, then with their calling lines."""
         dump: HangDump = {
             "format": FORMAT,
             "rank": self.rank,
@@ -173,27 +174,27 @@ class Watchdog:
         if error is not None:
             dump["error"] = error
         self._last_dump = dump
-        self._write_dump(dump)  # a driver that hangs may not answer what its recorder holds
+        self._write_dump(dump)  # with a hung driver, reading the recorder may block
         for with_lines in (False, True):
             dump["calls"] = recent_collectives(with_lines)
             self._write_dump(dump)
 
     def _write_dump(self, dump: HangDump) -> None:
-        with suppress(OSError):  # the disk may be what failed
+        with suppress(OSError):  # the disk may be the cause of the failure
             write_dump(self.directory, dump)
 
     def _discard_dump(self) -> None:
-        """It goes on."""
+        """Discard the hang dump after the rank has resumed."""
         if self._last_dump is not None:
             self._last_dump = None
             dump_file(self.directory, self.rank).unlink(missing_ok=True)
 
 
 def _thread_stack(thread: int) -> traceback.StackSummary:
-    """Where a thread stands, outermost first."""
+    """Return the stack of a thread, outermost frame first."""
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames.get(thread))
-    # On a GPU backward passes run in a thread of PyTorch's, which Python does not know by name.
+    # On a GPU backward passes run in a thread of PyTorch, which has no name in Python.
     unnamed = set(frames) - {known.ident for known in threading.enumerate()}
     if unnamed and stack and AUTOGRAD_FILE in stack[-1].filename:
         stack += traceback.extract_stack(frames[min(unnamed)])
@@ -201,16 +202,17 @@ def _thread_stack(thread: int) -> traceback.StackSummary:
 
 
 def _is_waiting(stack: traceback.StackSummary) -> bool:
-    """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
+    """Return whether the stack waits for other ranks: in PyTorch's collectives, or for a pending one."""
     in_collective = any(frame.filename.endswith(COLLECTIVE_FILES) for frame in stack[-4:])
     return in_collective or (bool(stack) and ".wait(" in (stack[-1].line or ""))
 
 
 def _install_abort_handler(file: IO[str]) -> None:
-    """Have a rank that an error signal ends write where it stood. Gloo aborts the process when sizes differ: its thread
-    is then held up for as many seconds as SIGABRT has for its number, so that there is time for a last word.
-    (faulthandler calls the handler that was there before it, here libc's sleep.)"""
-    faulthandler.disable()  # PYTHONFAULTHANDLER=1: it would keep the handler that it knows
+    """Make a rank write its stack if an error signal kills it.
+
+    Gloo aborts the process if sizes differ. Its thread then sleeps for the number of SIGABRT in seconds, which leaves
+    time for a dump. (faulthandler calls the previous handler, here libc's sleep.)"""
+    faulthandler.disable()  # with PYTHONFAULTHANDLER=1 it would keep the handler that it has saved
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

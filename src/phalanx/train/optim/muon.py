@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps).
+    """Replace the singular values of matrices [..., rows, columns] by about 1 (Newton-Schulz, five steps).
 
-    On CPUs bf16 is computed in fp32, for which all have instructions, and one matrix at a time: oneDNN's batched
-    products depend on how many matrices share the batch (AVX512-BF16), and with offload fewer do.
-    """
+    On CPUs bf16 is computed in fp32, which all CPUs support, and one matrix at a time. oneDNN's batched products depend
+    on the number of matrices in the batch (AVX512-BF16), which is smaller with offload."""
     if matrices.device.type != "cpu":
         return _newton_schulz(matrices)
     dtype = torch.promote_types(matrices.dtype, torch.float32)
@@ -48,7 +47,7 @@ def _newton_schulz(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MatrixSharding:
-    """One way in which matrices are cut: into rows (-2) or columns (-1), `total` of them in all, between ranks."""
+    """One sharding of matrices between ranks: by rows (-2) or columns (-1), of which there are `total`."""
 
     axis: int
     group: dist.ProcessGroup
@@ -56,9 +55,11 @@ class MatrixSharding:
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices (and stacks of them, such as experts). It needs whole ones, and state that is split stays so: a rank
-    gathers an N-th of the matrices, orthogonalises these, and gives every rank its part of the result. Stacks that are
-    split between their matrices need nothing sent."""
+    """Muon for matrices, and stacks of them such as experts.
+
+    It needs full matrices, but sharded state stays sharded. A rank gathers an N-th of the matrices, orthogonalizes
+    them, and sends every rank its part of the result. Stacks that are sharded between their matrices need no
+    communication."""
 
     def __init__(
         self,
@@ -68,13 +69,16 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         parts: Sequence[Tensor] = (),
     ) -> None:
-        """`parts` are the parameters as parts of whole matrices, where they do not say so themselves."""
+        """Create the optimizer.
+
+        `parts` are the parameters as parts of full matrices, for parameters that are not DTensors of them."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         pairs = zip(parameters, parts or parameters, strict=True)
         self.matrix_layouts = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters with a gradient."""
         for group in self.param_groups:
             groups: dict[tuple[torch.Size, tuple[MatrixSharding, ...]], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
@@ -91,7 +95,7 @@ class Muon(torch.optim.Optimizer):
                     local.sub_(scale * update.to(local.device, local.dtype))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """Nesterov momentum of the gradient."""
+        """Return the Nesterov momentum of the gradient."""
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
@@ -101,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
-    """How a part was cut out of its matrix: the last cut first."""
+    """Return the shardings of a part of a matrix, the last one first."""
     if not isinstance(part, DTensor):
         return ()
     shardings = []
@@ -115,7 +119,7 @@ def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
 
 
 def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
-    """This rank's parts of the orthogonalised matrices, all of one shape."""
+    """Return this rank's parts of the orthogonalized matrices, which all have one shape."""
     dtype = exchange_dtype(matrices[0])
     stacked = torch.stack([part.to(dtype) for part in matrices])
     for sharding in shardings:
@@ -124,7 +128,7 @@ def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]
 
 
 def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
-    """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
+    """Orthogonalize matrices [M, rows, columns]; the order of rows or columns is irrelevant."""
     if not shardings or not len(parts):
         return orthogonalize(parts)
     (sharding, *remaining) = shardings
@@ -136,8 +140,9 @@ def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -
 
 
 def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-    """Of M matrices [M, this rank's rows, columns], whole [., total, columns] those that fall to this rank: i, i + N,
-    and so on. Sends (N - 1)/N of what this rank holds."""
+    """Gather the full matrices [., total, columns] that are assigned to this rank: i, i + N, and so on.
+
+    `rows` are this rank's rows of M matrices, [M, rows, columns]. Sends (N - 1)/N of them."""
     ranks = group.size()
     rank = group.rank()
     columns = rows.shape[2]
@@ -152,7 +157,7 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
 
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
-    """The way back: every rank's rows of all matrices [M, rows, columns]."""
+    """Reverse of `gather_assigned`: return this rank's rows of all matrices, [M, rows, columns]."""
     ranks = group.size()
     rank = group.rank()
     (total, columns) = assigned.shape[1:]
@@ -169,6 +174,7 @@ def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> T
 
 
 def exchange_dtype(matrices: Tensor) -> torch.dtype:
-    """Return the dtype in which ranks exchange matrices: bf16 is enough for the iteration (same source); proofs in fp64
-    keep fp64."""
+    """Return the dtype in which ranks exchange matrices.
+
+    bf16 is enough for the iteration (same source); parity tests in fp64 exchange fp64."""
     return torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16

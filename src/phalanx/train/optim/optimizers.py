@@ -1,4 +1,4 @@
-"""Which optimizer trains which parameter, and at what learning rate."""
+"""Optimizers of the parameters, and their learning rates."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from phalanx.train.optim.muon import Muon
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.lr_schedule`.
+    """Return the learning rate of `step` (from 0) as a share of the peak.
 
-    wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `lr_decay_fraction` of the steps, or since
-    the warm-up where that leaves fewer.
+    A linear warm-up is followed by `spec.lr_schedule`. wsd (arXiv 2404.06395) stays at the peak and falls linearly in
+    the last `lr_decay_fraction` of the steps, or after the warm-up if that leaves fewer.
+
+    Args:
+        spec: Optimizer with its schedule.
+        step: Index of the step, from 0.
+        steps: Number of steps of the run.
     """
     warmup_steps = spec.warmup_within(steps)
     if step < warmup_steps:
@@ -40,8 +45,9 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class LearningRateRescaling:
-    """What learning rates are multiplied by: linearly from one value to another in the steps after a change of ranks
-    (the gradual warm-up of arXiv 1706.02677, section 2.2)."""
+    """A factor of learning rates, which changes linearly in the steps after a change of ranks.
+
+    Source: the gradual warm-up of arXiv 1706.02677, section 2.2."""
 
     before: float
     after: float
@@ -49,7 +55,7 @@ class LearningRateRescaling:
     steps: int
 
     def factor_at(self, step: int) -> float:
-        """The factor of `step` (from 0)."""
+        """Return the factor of `step` (from 0)."""
         done = min(1.0, (step - self.since + 1) / self.steps) if self.steps else 1.0
         return self.before + (self.after - self.before) * done
 
@@ -59,8 +65,15 @@ def build_optimizers(
     parameters: dict[str, nn.Parameter],
     part: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. `part` says where in the
-    whole model a parameter lies (see Strategy.part)."""
+    """Return the optimizers of the parameters; empty without parameters.
+
+    Matrices have weight decay, vectors do not.
+
+    Args:
+        spec: Optimizer of the run.
+        parameters: Trained parameters by name.
+        part: Returns a parameter as part of the full model's tensor (`Strategy.as_global_dtensor`).
+    """
     muon_parameters = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
     other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}
     if not parameters:
@@ -88,13 +101,13 @@ def _adamw(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> torch.op
 def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[dict[str, object]]:
     groups: dict[tuple[bool, float], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters.values():
-        # Whole parameters and parts of some cannot be stepped by one call.
+        # One call cannot step both full and sharded parameters.
         groups[isinstance(parameter, DTensor), spec.weight_decay if parameter.ndim >= 2 else 0.0].append(parameter)
     return [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()]
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], ratio: float) -> None:
-    """Set every group to its peak learning rate times `ratio`."""
+    """Set the learning rate of every group to its peak times `ratio`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * ratio

@@ -1,8 +1,8 @@
-"""One clock for all ranks: how far each rank's is from that of rank 0.
+"""Clock synchronization: the offset of each rank's clock from that of rank 0.
 
-Ranks on one host have one. Of every other host a rank asks rank 0 for the time, a few times, and takes the answer that
-came soonest: it was given between question and arrival, so that half of these is how far off the offset may be
-(Cristian's algorithm, Distributed Computing 3, 1989)."""
+Ranks on one host share a clock. For each other host one rank requests the time of rank 0 several times, and uses the
+fastest reply. The remote time lies between request and reply, so the maximum error of the offset is half of the round
+trip (Cristian's algorithm, Distributed Computing 3, 1989)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,28 @@ TIME_NAMESPACE_FILE = Path("/proc/self/ns/time")
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What to add to time.perf_counter() of a rank to have that of rank 0, in seconds."""
+    """The seconds to add to time.perf_counter() of a rank to obtain that of rank 0."""
 
     seconds: float = 0.0
     error_seconds: float = 0.0
-    """It may be off by so much either way."""
+    """Maximum error in either direction."""
 
 
 def clock_domain() -> str:
-    """Processes with the same have the same clock."""
+    """Return an identifier that is equal for processes with the same clock."""
     boot = BOOT_ID_FILE.read_text().strip() if BOOT_ID_FILE.exists() else ""
     namespace = os.stat(TIME_NAMESPACE_FILE).st_ino if TIME_NAMESPACE_FILE.exists() else ""
     return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion: str = "start") -> ClockOffset:
-    """This rank's. All ranks must ask at once, at most once on the same occasion."""
+    """Return this rank's clock offset (a collective, at most once per occasion).
+
+    Args:
+        device: Device of the collectives.
+        timeout_seconds: Maximum wait for a reply.
+        occasion: Name of the measurement, equal on all ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
     rank = dist.get_rank()
@@ -69,14 +75,14 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
 
 @dataclass(frozen=True)
 class ClockPingPong:
-    """Two ranks about the time, through a store that both reach."""
+    """Exchange of time between two ranks, through a store that both can reach."""
 
     store: Any
     key: str
     timeout: timedelta
 
     def estimate_offset(self) -> ClockOffset:
-        """The other's time: of its answers the one that came soonest."""
+        """Request the remote time several times, and return the offset of the fastest reply."""
         answers = []
         for number in range(NUM_PROBES):
             sent_at = time.perf_counter()
@@ -87,7 +93,7 @@ class ClockPingPong:
         return min(answers, key=lambda answer: answer.error_seconds)
 
     def serve(self) -> None:
-        """Tell the time as often as it is asked for."""
+        """Reply to all time requests."""
         for number in range(NUM_PROBES):
             self._wait_for(f"{self.key}/{number}/asked")
             self.store.set(f"{self.key}/{number}/told", repr(time.perf_counter()))

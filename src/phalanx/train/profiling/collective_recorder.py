@@ -1,5 +1,4 @@
-"""Every collective of a step: which operation, among how many ranks, how many bytes, how long, and how much of that
-this rank stood still for."""
+"""Recorder of every collective of a step: operation, ranks, bytes, duration and exposed time."""
 
 from __future__ import annotations
 
@@ -39,45 +38,49 @@ OPERATION_NAMES = {
     "all_reduce": "all_reduce",
     "reduce_scatter_tensor": "reduce_scatter",
 }
-"""PyTorch's operations, under the names of torch.distributed."""
+"""PyTorch's operations, by the names of torch.distributed."""
 NAMESPACES = ("c10d", "_c10d_functional")
 POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass
 class CollectiveCall:
-    """One call. `size_bytes` is that of the whole: what is reduced or broadcast, what is gathered from all, what a rank
-    has to scatter, exchange or send."""
+    """One call of a collective.
+
+    `size_bytes` is the full size: of the reduced, broadcast or gathered tensor, or of all that a rank scatters,
+    exchanges or sends."""
 
     operation: str
-    """What was asked for."""
+    """The requested operation."""
     executed_as: str
-    """The operation that did it."""
+    """The executed operation."""
     group: tuple[int, ...]
-    """Among which ranks of the run."""
+    """Global ranks of the group."""
     size_bytes: int
     start: float
-    """By time.perf_counter()."""
+    """Time by time.perf_counter()."""
     end: float | None = None
-    """None where it is unknown: gloo reports none of send and recv, and NCCL none of those that are sent as one batch
-    nor of functional collectives."""
+    """None if unknown.
+
+    Gloo does not report the end of send and recv. NCCL does not report it for a batch of them, nor for functional
+    collectives."""
     group_name: str = ""
-    """PyTorch's name of the group: several have the same ranks."""
+    """PyTorch's name of the group: several groups may have the same ranks."""
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """The number of ranks that take part."""
         return len(self.group)
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends for it around a ring; nothing to receive."""
+        """The number of bytes that a rank sends with a ring algorithm; 0 for a receive."""
         if self.operation in POINT_TO_POINT:
             return self.size_bytes if self.operation == "send" else 0
         return sent_bytes(cast(collectives.Collective, self.operation), self.size_bytes, self.ranks)
 
     def exposed_seconds(self, waits: Sequence[tuple[float, float]]) -> float:
-        """The seconds of it in which the rank waited, where `waits` are in the order of time."""
+        """Return the seconds of the call in which the rank waited; `waits` are in chronological order."""
         total = 0.0
         for wait_start, wait_end in islice(waits, bisect_right(waits, self.start, key=itemgetter(1)), None):
             if self.end is None or wait_start >= self.end:
@@ -88,7 +91,7 @@ class CollectiveCall:
 
 @dataclass
 class _DeviceSpan:
-    """When a call was on a GPU, in the events of its streams."""
+    """The span of a call on a GPU, in events of its streams."""
 
     call: CollectiveCall
     start: Timestamp
@@ -96,12 +99,16 @@ class _DeviceSpan:
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Notes the collectives issued inside, DDP's and FSDP's too. It slows every operation: for a step or two."""
+    """Recorder of the collectives issued inside, including those of DDP and FSDP.
+
+    It slows every operation, so it is for one or two steps."""
 
     def __init__(
         self, requested_operation: Callable[[], str | None] = lambda: None, clock: DeviceClock = HOST_CLOCK
     ) -> None:
-        """`requested_operation` names what the operation under way stands for, if for another. `clock` is that of the
+        """Create the recorder.
+
+        `requested_operation` returns the operation that the current one implements, if any. `clock` is that of the
         device: with the host's, collectives on a GPU have no end."""
         super().__init__()
         self.requested_operation = requested_operation
@@ -130,13 +137,12 @@ class CollectiveRecorder(TorchDispatchMode):
         return out
 
     def _record_device_end(self, span: _DeviceSpan, out: Any, namespace: str) -> None:
-        """Have an event recorded where NCCL is done with a call.
+        """Record an event at the end of a call on NCCL's stream.
 
-        A call that returns work runs on a stream of NCCL, to which nobody has access. Its future is complete as soon as
+        A call that returns work runs on a stream of NCCL, which is not accessible. Its future is complete as soon as
         the call is queued, and then runs callbacks under a stream that waits for NCCL's. A blocking collective returns
         no work and runs on the current stream. A send or a receive without work belongs to a batch, which is queued
-        later.
-        """
+        later."""
         works = _works(out)
         if works:
             works[0].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.record()))
@@ -145,7 +151,7 @@ class CollectiveRecorder(TorchDispatchMode):
         self._device_spans.append(span)
 
     def resolve_device_times(self) -> None:
-        """Set when the calls on a GPU started and ended, after the step that made them."""
+        """Set the start and end of calls on a GPU, after their step."""
         spans = [span for span in self._device_spans if span.end is not None]
         times = self.clock.resolve([event for span in spans for event in (span.start, span.end)])
         for span, start, end in zip(spans, times[::2], times[1::2], strict=True):
@@ -156,8 +162,10 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
-    """Let no collective start before the end of the one before in its group: NCCL runs those of a group one by one, and
-    a stream comes to a call long before its turn. Messages between two ranks have a communicator for each pair."""
+    """Set the start of each collective to the end of the previous one of its group, or later.
+
+    NCCL runs the collectives of a group one by one, and a stream reaches a call long before the call runs. Messages
+    between two ranks have a separate communicator per pair."""
     ends: dict[str, float] = {}
     for call in calls:
         if call.operation not in POINT_TO_POINT and call.end is not None:
@@ -166,7 +174,7 @@ def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
 
 
 def _group_name(args: Sequence[Any]) -> str:
-    """Return the name of the process group among the arguments of an operation; "" if there is none."""
+    """Return the name of the process group among the arguments of an operation, or ""."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).group_name
@@ -179,13 +187,13 @@ def _group_name(args: Sequence[Any]) -> str:
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """Return the global ranks of a process group."""
-    # PyTorch knows the ranks of the group that it made, not of another object for it.
+    # PyTorch knows the ranks of its own group object only, not of another object for the group.
     return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[arg-type, attr-defined]
 
 
 def _total_bytes(operation: str, args: Sequence[Any]) -> int:
     sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
-    # Outputs come before inputs, where there are both; the larger is the whole.
+    # Outputs precede inputs, where there are both; the larger has the full size.
     return sizes[1] if operation == "all_to_all" else max(sizes)
 
 
@@ -194,11 +202,11 @@ def _record_end(call: CollectiveCall, out: Any) -> None:
         call.end = time.perf_counter()
 
     for work in _works(out):
-        with suppress(RuntimeError):  # gloo has no future of a send or a recv
+        with suppress(RuntimeError):  # gloo has no future for a send or a recv
             work.get_future().add_done_callback(on_done)
 
 
 def _works(out: Any) -> list[dist.Work]:
-    """The work handles that an operation returned; a blocking call of NCCL returns none."""
+    """Return the work handles of an operation; a blocking call of NCCL returns none."""
     works = [dist.Work.unbox(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.ScriptObject)]
     return [work for work in works if work is not None]

@@ -1,4 +1,4 @@
-"""How many floating-point operations a step really asks for."""
+"""Counter of the floating-point operations of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 MATMUL_OPS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
-"""Also of those that write in place, whose names end with an underscore."""
+"""Matrix products; in-place variants have the same name and a final underscore."""
 ATTENTION_PREFIX = "_scaled_dot_product_"
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up matrix products and attention, as `cost.exact.flops` counts them: the two products of attention twice as
-    often backward as forward, and of causal attention half of each; the scores that kernels compute again are not
-    counted. (PyTorch's own counter knows neither causality, nor the CPU's kernels, nor grouped products.)"""
+    """Counter of the FLOPs of matrix products and attention, with the rules of `cost.exact.flops`.
+
+    The two products of attention count twice in backward, and half with a causal mask. Scores that kernels recompute
+    are not counted. (PyTorch's own counter supports neither causality, nor the CPU's kernels, nor grouped products.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +45,10 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _grouped_mm_flops(first: Tensor, out: Tensor) -> int:
-    """Of rows [N, I] times [E, I, O], and of columns [O, N] times rows [N, I], which give [E, O, I]: every number of
-    the first meets as many as the result is wide."""
+    """Return the FLOPs of a grouped product.
+
+    Rows [N, I] times [E, I, O] give [N, O], and columns [O, N] times rows [N, I] give [E, O, I]. In both cases every
+    element of the first operand is multiplied once per column of the result."""
     return 2 * prod(first.shape) * out.shape[-1]
 
 

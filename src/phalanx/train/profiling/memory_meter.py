@@ -1,4 +1,4 @@
-"""What a process really holds: all of it, and tensors by part."""
+"""Measurement of the memory of tensors, in total and by part."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
-"""Namespaces of operations whose tensors are buffers of communication, unless they are known as something else."""
+"""Namespaces of operations whose tensors are communication buffers, unless `known` names them."""
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of every tensor that is made inside and of those known before, each storage once, until it is
-    freed. It slows every operation: for a step or two.
+    """Counter of the bytes of all tensors that are created inside or known before, until they are freed.
 
-    A tensor counts for the part that `known` names, else as communication if it has been in a collective, else as
-    activations, which so contain what is temporary in forward and backward passes.
-    """
+    Each storage counts once. The meter slows every operation, so it is for one or two steps. A tensor counts for the
+    part that `known` names, else as communication after a collective, else as activations. The latter thus include
+    temporary tensors of forward and backward passes."""
 
     def __init__(
         self,
@@ -34,9 +33,16 @@ class MemoryMeter(TorchDispatchMode):
         history: list[tuple[float, Mapping[str, int]]] | None = None,
         other_memory: Collection[str] = (),
     ) -> None:
-        """`known` gives tensors by part; `elastic` are buffers of communication whose storage grows and shrinks
-        behind PyTorch's back, as FSDP2's gathered parameters do; `history` is given what is held whenever that
-        changed, and when by time.perf_counter(); parts in `other_memory` are not of this device."""
+        """Create the meter.
+
+        Args:
+            known: Returns tensors by part.
+            elastic: Communication buffers whose storage is resized without PyTorch operations, such as FSDP2's gathered
+                parameters.
+            history: List to which the bytes by part are appended after each change, with the time by
+                time.perf_counter().
+            other_memory: Parts that are not in this device's memory.
+        """
         super().__init__()
         self.history = history
         self.other_memory = other_memory
@@ -47,11 +53,11 @@ class MemoryMeter(TorchDispatchMode):
         self.bytes_by_storage: dict[int, int] = {}
         self.bytes_by_part: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
-        """The most that each part held at any time."""
+        """Peak bytes of each part."""
         self.peak_working = 0
-        """The most that activations and communication held together."""
+        """Peak bytes of activations and communication together."""
         self.peak_total = 0
-        """The most that all parts of this device held together."""
+        """Peak bytes of all parts of this device together."""
         self._elastic_bytes = 0
         self.reclassify()
 
@@ -61,11 +67,11 @@ class MemoryMeter(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._track(leaf, "communication" if communicates else "activations", moves=communicates)
-        self.reclassify() if communicates else self._update_peaks()  # what came of a collective may be a gradient
+        self.reclassify() if communicates else self._update_peaks()  # the result of a collective may be a gradient
         return out
 
     def reclassify(self) -> None:
-        """Ask again what belongs to which part."""
+        """Update the part of each known tensor."""
         for part, tensors in self.get_tensors_by_part().items():
             for tensor in tensors:
                 self._track(_local(tensor), part, moves=True)
@@ -83,7 +89,7 @@ class MemoryMeter(TorchDispatchMode):
             self.part_by_storage[key] = part
             self.bytes_by_storage[key] = storage.nbytes()
             self.bytes_by_part[part] += storage.nbytes()
-            # Not of this meter: it would live, with all it knows, as long as the storage.
+            # No reference to this meter, which would keep it alive as long as the storage.
             weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)
         elif moves and (previous_part == "activations" or part != "communication"):
             self.part_by_storage[key] = part
@@ -106,7 +112,7 @@ class MemoryMeter(TorchDispatchMode):
 
     @contextmanager
     def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Inside, gradients count as such from the moment that they are there."""
+        """Count new gradients as gradients as soon as they exist."""
 
         def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -125,7 +131,7 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    # Not to_local(), which autograd notes, at a hundred times the price.
+    # Not to_local(), which autograd records, at a hundred times the cost.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,7 +1,7 @@
-"""One step of a run measured from inside: what each rank held by part, and every collective; beside what was predicted.
+"""Comparison of one measured step with the prediction: memory by part, and every collective.
 
-RUN_DIR/measured/rank-00000.json      of each rank
-RUN_DIR/measured/comparison.json          predicted beside measured"""
+RUN_DIR/measured/rank-00000.json      one file per rank
+RUN_DIR/measured/comparison.json      predicted and measured values"""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ from phalanx.spec.parallel_dims import uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
 NOTE = (
-    "bytes of the fullest rank, parts at the most of each, total at one time; of communication at most so much is "
-    "predicted; sent: around a ring, of the operations asked for (on gloo a reduce-scatter is made of an all-to-all "
-    "and a sum)"
+    "bytes of the rank with the most memory; each part at its own peak, the total at one time. Communication: an upper "
+    "bound is predicted. sent: with ring algorithms, for the requested operations (on gloo a reduce-scatter is an "
+    "all-to-all and a sum)"
 )
 
 
 def remove_measured(directory: Path) -> None:
-    """Remove what was measured before; only rank 0 does, before any rank can have done a step."""
+    """Remove earlier measurements, on rank 0, before any rank can have finished a step."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         shutil.rmtree(directory / MEASURED_DIR, ignore_errors=True)
 
 
 def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
-    """Keep predicted beside measured in a run directory, and show it."""
+    """Write predicted and measured values to a run directory, and return them as text.
+
+    Args:
+        run: Run of the prediction.
+        world_size: Number of ranks.
+        directory: Run directory.
+    """
     measured = read_measured(directory)
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
     rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
     (directory / MEASURED_DIR / COMPARISON_FILE).write_text(json.dumps([row.to_json() for row in rows], indent=1))
-    unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.gradient_compression == "powersgd" else ""
+    unseen = "\nthe traffic of PowerSGD is not recorded" if run.layout.gradient_compression == "powersgd" else ""
     unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
-    return f"{format_rows(rows)}{unseen}\nmore, with times, in {directory / MEASURED_DIR}"
+    return f"{format_rows(rows)}{unseen}\ndetails and times: {directory / MEASURED_DIR}"
 
 
 def format_rows(rows: list[Comparison]) -> str:

@@ -1,4 +1,4 @@
-"""How fast this device multiplies matrices: the measured peak that MFU is a share of, where no data sheet is known."""
+"""Peak speed of matrix products on this device, for MFU without a data sheet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from phalanx.spec.run import RunSpec
 
 FIRST_SIZE = 128
 ENOUGH_SECONDS = 0.001
-"""Products grow from this size until one takes so long: a rank begins with this, and 1024 take a second where bf16 is
-computed in software."""
+"""Products grow from `FIRST_SIZE` until one takes this long.
+
+A rank measures at its start, and a size of 1024 takes a second where bf16 is computed in software."""
 
 MIN_BF16_SPEEDUP = 1.2
-"""By which bf16 must be faster than fp32, which is more exact."""
+"""Minimum speedup of bf16 over fp32, which is more exact."""
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
-    """Best speed in FLOP/s over a few square products [n, n] with the threads this process has; n is `size`, or less
-    on a device that is slow."""
+    """Return the maximum speed in FLOP/s of several square products [n, n] with this process's threads.
+
+    Args:
+        device: Device to measure.
+        dtype: Dtype of the products.
+        size: Maximum n; a slow device uses less.
+        rounds: Number of products per size.
+    """
     side = min(FIRST_SIZE, size)
     while (seconds := _best_seconds(device, dtype, side, rounds=rounds)) < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
@@ -42,17 +49,18 @@ def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: i
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether products in bf16 have instructions or kernels of their own there. On CPUs without (x86 before AVX-512)
-    PyTorch computes them number by number, some thirty times slower than in fp32."""
+    """Return whether the device has instructions or kernels for products in bf16.
+
+    On CPUs without them (x86 before AVX-512) PyTorch computes the products element by element, about thirty times
+    slower than in fp32."""
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
-    """Return bf16 where this device has instructions for it, and a CPU multiplies matrices clearly faster in it.
+    """Return bf16 if this device has instructions for it, and if it is clearly faster on a CPU.
 
-    A CPU is measured with one thread: the launcher's other processes import PyTorch meanwhile, and two threads that
-    wait for each other beside them have made fp32 look slower than bf16 in software.
-    """
+    A CPU is measured with one thread: the launcher's other processes import PyTorch meanwhile. Two threads that wait
+    for each other next to them have made fp32 look slower than bf16 in software."""
     if device.type != "cpu":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if not has_fast_bf16(device):
@@ -67,12 +75,14 @@ def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
 
 
 def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
-    """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
+    """Return the peak FLOP/s of one rank; None if unknown.
+
+    It is the value of the run file, that of the GPU's preset, or a measurement on a CPU."""
     bf16 = run.training.precision == "bf16"
     on_cpu = device.type == "cpu"
     cluster = run.cluster
     if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
-        return cluster.peak_flops / cluster.ranks_per_core  # of this machine, by `phalanx calibrate`
+        return cluster.peak_flops / cluster.ranks_per_core  # measured on this machine by `phalanx calibrate`
     if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
         return cluster.peak_flops
     if on_cpu:

@@ -1,4 +1,4 @@
-"""The phases of a step, and the line that a rank notes of it."""
+"""The phases of a step, and a rank's record of the step."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from phalanx.schedule.schedule import actions
 
 
 class StepPhaseTimer:
-    """What a rank does in a step, one after the other: data, passes, reduce, optimizer."""
+    """Timer of the consecutive phases of a step: data, passes, reduce, optimizer."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.clock = strategy.clock
         for timer in (strategy.comm_wait, *strategy.wait_timers.values()):
-            timer.pop_seconds()  # that of an evaluation
+            timer.pop_seconds()  # discards the waits of an evaluation
         if strategy.pop_expert_rows is not None:
             strategy.pop_expert_rows()
         self.phase_names: list[str] = []
         self.timestamps: list[Timestamp] = [self.clock.record()]
         self.comm_wait_seconds: dict[str, float] = {}
-        """Of each, for collectives."""
+        """Seconds of each phase spent waiting for collectives."""
 
     def end(self, name: str) -> None:
-        """The phase `name` is over, and the next begins."""
+        """End the phase `name`, and start the next."""
         self.phase_names.append(name)
         self.timestamps.append(self.clock.record())
         self.comm_wait_seconds[name] = self.strategy.comm_wait.pop_seconds()
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
-        """What there is to say of the step, which is over."""
+        """Return the record of the finished step."""
         strategy = self.strategy
-        # Together: a GPU is waited for at every call.
+        # In one call: each call waits for the GPU.
         all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(strategy)])
         times = all_times[: len(self.timestamps)]
         pass_times = all_times[len(self.timestamps) :]
@@ -58,13 +58,15 @@ class StepPhaseTimer:
 
 
 def pass_timestamps(strategy: Strategy) -> list[Timestamp]:
-    """Begin and end of each pass of the last step, one after the other."""
+    """Return start and end of each pass of the last step, as a flat list."""
     return [timestamp for _, *both in strategy.timeline for timestamp in both]
 
 
 def executed_passes(strategy: Strategy, times: Sequence[float]) -> list[tuple[str, int, int, float, float]]:
-    """Kind, stage, micro-batch, begin and end of each pass of the last step, whose `pass_timestamps` were at `times`;
-    two that overlap follow each other, and share their time."""
+    """Return kind, stage, micro-batch, start and end of each pass of the last step.
+
+    `times` are those of `pass_timestamps`. Two overlapping passes are listed one after the other, with half of the time
+    each."""
     passes = []
     for (step, *_), start, end in zip(strategy.timeline, times[::2], times[1::2], strict=True):
         overlapping = actions(step)

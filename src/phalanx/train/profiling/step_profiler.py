@@ -1,4 +1,4 @@
-"""Steps looked at from inside: when each pass, wait and collective was, what each rank held by part."""
+"""Profiler of steps: times of each pass, wait and collective, and each rank's memory by part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from phalanx.train.profiling.step_phases import executed_passes, pass_timestamps
 from phalanx.train.trainer import Trainer
 
 MEASURED_STEP = 3
-"""Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
+"""Step after a start that is measured: optimizer state exists, and DDP has rebuilt its buckets."""
 COMMUNICATION = "communication"
 PIPELINE = "pipeline"
 Wait = tuple[float, float]
@@ -36,34 +36,34 @@ StepResult = TypeVar("StepResult")
 
 
 def first_steady_step(run: RunSpec) -> int:
-    """Which step after a start is the first whose memory and traffic are those of all that follow."""
+    """Return the first step after a start whose memory and traffic equal those of all later steps."""
     if run.layout.gradient_compression == "powersgd":
         return POWERSGD_FROM_STEP + 2
-    return MEASURED_STEP + run.layout.ddp_static_graph  # of a static graph DDP settles its buckets a step later
+    return MEASURED_STEP + run.layout.ddp_static_graph  # with a static graph DDP rebuilds its buckets a step later
 
 
 class StepProfiler:
-    """Steps in place of a trainer's own, some of which are looked at closely.
+    """Replacement of a trainer's step function that profiles some steps.
 
-    One of them is metered, which takes several times as long: what it holds, sends and computes is written to
-    `measured/`. Of the others it is noted when everything was.
-    """
+    One of them is measured fully, which takes several times as long: its memory, traffic and FLOPs are written to
+    `measured/`. For the others only times are recorded."""
 
     def __init__(self, trainer: Trainer, window: range) -> None:
-        """`window` are steps that are still to be done."""
+        """Create the profiler; `window` are remaining steps."""
         self.trainer = trainer
         self.window = window
         self.clock_offset = ClockOffset()
         self.first_steady_step = trainer.step + first_steady_step(trainer.run)
-        """The first step that is like all that follow."""
+        """The first step that equals all later ones."""
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
+        """Run a step, with profiling if the step is in the window."""
         trainer = self.trainer
         step_number = self.trainer.step + 1
         if step_number not in self.window:
             return trainer.train_step(batches)
-        if step_number == self.window[0]:  # clocks drift apart: not the offset of the run's start
+        if step_number == self.window[0]:  # clocks drift apart, so the offset of the run's start is outdated
             self.clock_offset = measure_clock_offset(
                 trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
@@ -85,23 +85,23 @@ class StepProfiler:
 
 @dataclass
 class StepProfile:
-    """What a step did."""
+    """The profile of a step."""
 
     waits: dict[str, list[Wait]]
-    """For what, and from when to when."""
+    """Start and end of each wait, by its reason."""
     calls: list[CollectiveCall] = field(default_factory=list)
     resident_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by part between the backward pass and the update."""
     peak: dict[str, int] = field(default_factory=dict)
-    """The most of each part, and of all together."""
+    """Peak bytes of each part, and of all together."""
     flops: int = 0
-    """Of forward and backward passes."""
+    """FLOPs of forward and backward passes."""
     memory_history: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     """Bytes by part over time."""
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """As `measured/` has it."""
+        """The profile in the format of `measured/`."""
         return {
             "held_bytes": dict(self.resident_bytes),
             "peak_bytes": self.peak,
@@ -110,7 +110,7 @@ class StepProfile:
         }
 
     def as_step_record(self, offset: ClockOffset) -> StepRecord:
-        """What a step's line has more for it."""
+        """Return the additional fields of the step's record."""
         record: dict[str, Any] = {
             "clock": (offset.seconds, offset.error_seconds),
             "waits": [(wait_name, *wait) for wait_name, waits in self.waits.items() for wait in waits],
@@ -135,8 +135,13 @@ class StepProfile:
 def profile_step(
     learner: Learner, step: Callable[[], StepResult], over_time: bool = False
 ) -> tuple[StepResult, StepProfile]:
-    """A step's outcome, and all that it did; it takes several times as long. Memory is kept at its peak, or also
-    `over_time`."""
+    """Run a step several times slower, and return its result and full profile.
+
+    Args:
+        learner: Learner of the step.
+        step: Function that runs the step.
+        over_time: Record the memory over time, not only its peak.
+    """
     strategy = learner.strategy
     profile = StepProfile({})
     memory = MemoryMeter(
@@ -169,7 +174,7 @@ def profile_step(
 
 
 def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
-    """A step's outcome, and when its waits and collectives were."""
+    """Run a step, and return its result and the times of its waits and collectives."""
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
     with _recorded_waits(strategy) as waits, recorder:
         result = step()
@@ -178,8 +183,9 @@ def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepR
 
 
 def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
-    """The collectives of a step by operation, what did it, and group of ranks: bytes are of the operation asked for,
-    `sent_bytes` what a rank sends for it around a ring."""
+    """Return the collectives of a step by requested operation, executed operation, and group of ranks.
+
+    Bytes are those of the requested operation; `sent_bytes` is the number that a rank sends with a ring algorithm."""
     rows: dict[tuple[str, str, tuple[int, ...]], dict[str, Any]] = defaultdict(
         lambda: {"calls": 0, "bytes": 0, "sent_bytes": 0.0, "seconds": 0.0, "exposed_seconds": 0.0}
     )
