@@ -31,7 +31,7 @@ def cgroup_oom_kills() -> int | None:
 
 
 def cgroup_memory_limit() -> int | None:
-    """Return the memory limit of this cgroup in bytes, or None if there is none or it is not known."""
+    """Return the memory limit of this cgroup in bytes, or None if it is absent or unknown."""
     for file in _find_cgroup_files("memory.max", "memory.limit_in_bytes"):
         text = file.read_text().strip()
         if text.isdecimal() and int(text) < 2**62:  # without a limit, v1 writes the largest number of pages
