@@ -51,7 +51,7 @@ def test_rank_that_is_late_is_no_difference(logs):
     assert difference is not None
     assert (difference.ranks, difference.kind) == ((1,), "mismatch")
     assert difference.message.startswith(
-        "in collective 1 of group all (ranks 0, 1, 2), rank 1 called nothing more, where "
+        "in collective 1 of group all (ranks 0, 1, 2), rank 1 called nothing more, while "
     )
 
 

@@ -100,8 +100,8 @@ def test_diagnose_hang_locates_skipped_collective_by_source_line() -> None:
     assert dumps is not None
     found = diagnose_hang(dumps, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
-    assert "from number 2 of all ranks on its calls came from other lines (mine/model.py:30 (step)" in found.summary
-    assert "where others were at mine/model.py:20 (step)" in found.summary
+    assert "from number 2 of all ranks on, its calls came from other lines (mine/model.py:30 (step)" in found.summary
+    assert "while others were at mine/model.py:20 (step)" in found.summary
 
 
 def test_diagnose_hang_names_busy_stage_when_others_wait_in_pipeline_p2p() -> None:
@@ -125,7 +125,7 @@ def test_diagnose_hang_reports_lost_pipeline_message_when_all_stages_wait() -> N
     found = diagnose_hang(dumps, {}, sizes)
     assert (found.verdict.kind, found.verdict.ranks) == ("lost", (0, 1))
     assert found.verdict.summary.startswith(
-        "rank 0 (pp=0) in pipeline/p2p.py:68 (receive) and rank 1 (pp=1) in pipeline/p2p.py:68 (receive): nothing"
+        "rank 0 (pp=0) in pipeline/p2p.py:68 (receive) and rank 1 (pp=1) in pipeline/p2p.py:68 (receive): no progress"
     )
     lost = {"why": FAILED, "error": "RuntimeError: Timed out"}
     dumps = {rank: make_dump(rank, sizes, [make_call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}
@@ -139,7 +139,7 @@ def test_diagnose_hang_reports_single_stalled_process() -> None:
         {0: make_dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)
     ).verdict
     assert (found.kind, found.ranks) == ("lost", (0,))
-    assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): nothing moved there")
+    assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): no progress")
 
 
 def test_diagnose_hang_uses_suspect_ranks_of_failure_records() -> None:
@@ -169,7 +169,7 @@ def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> No
     calls = [{**call, "over": False, "at": ("mine/model.py", 1, "step")}]
     found = diagnose_hang({rank: make_dump(rank, sizes, calls, WAITING) for rank in range(2)}, {}, sizes).verdict
     assert found.kind == "lost"
-    assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.summary
+    assert "all ranks entered all_reduce of [4] Float, number 1, and it did not finish" in found.summary
 
 
 def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
@@ -178,13 +178,13 @@ def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
     assert calls is not None
     calls[0]["error"] = "RuntimeError: gloo: Connection closed by peer"
     lost = {"rank": 0, "reason": calls[0]["error"], "time": 1.0, "traceback": "..."}
-    killed = {"rank": 1, "reason": "was killed by SIGKILL without a word", "time": 2.0}
+    killed = {"rank": 1, "reason": "was killed by SIGKILL and wrote no failure record", "time": 2.0}
     found = diagnose_hang(calls, {0: lost, 1: killed}, sizes).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
     own = {"rank": 1, "reason": "ValueError: no such file", "time": 2.0, "traceback": "..."}
     found = diagnose_hang(calls, {0: lost, 1: own}, sizes).verdict
     assert (found.kind, found.ranks) == ("error", (1,))
-    assert "ValueError: no such file; the others lost it" in found.summary
+    assert "ValueError: no such file; the other ranks lost the connection to it" in found.summary
 
 
 def make_call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
@@ -219,10 +219,13 @@ def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     lost = make_dump(0, sizes, [make_call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
     aborted = make_dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
-    failures = {1: {"rank": 1, "reason": "was killed by SIGABRT without a word", "time": 2.0}}
+    failures = {1: {"rank": 1, "reason": "was killed by SIGABRT and wrote no failure record", "time": 2.0}}
     found = diagnose_hang({0: lost, 1: aborted}, failures, sizes).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert found.summary == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the others lost it"
+    assert (
+        found.summary
+        == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the other ranks lost the connection to it"
+    )
     # NCCL's watchdog aborts who waited too long.
     waited, late = make_dump(0, sizes, [make_call(1)], BUSY, why=ABORTED), make_dump(1, sizes, [], BUSY)
     found = diagnose_hang({0: waited, 1: late}, {}, sizes).verdict

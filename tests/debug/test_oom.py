@@ -56,13 +56,14 @@ def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
     fake_cgroup(tmp_path, monkeypatch, "0::/\n", {})
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (None, None)
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == (
-        "was killed by SIGKILL without a word; out of memory?"
+        "was killed by SIGKILL and wrote no failure record; possible cause: out of memory"
     )
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL", oom_kills=1) == (
-        "was killed by SIGKILL, by the kernel, for want of memory"
+        "was killed by SIGKILL, by the kernel's OOM killer"
     )
     assert (
-        oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", oom_kills=1) == "was killed by SIGSEGV without a word"
+        oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", oom_kills=1)
+        == "was killed by SIGSEGV and wrote no failure record"
     )
 
 
@@ -91,12 +92,12 @@ def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeyp
     told = make_dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
     told["oom_kills"] = 1
     write_dump(tmp_path, told)
-    said = "was killed by SIGKILL, by the kernel, for want of memory (limit of its group: 2.00 GB)"
+    said = "was killed by SIGKILL, by the kernel's OOM killer (cgroup limit: 2.00 GB)"
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
     rank_record_file(tmp_path, 1).parent.mkdir()
     lines = [{"format": 1}, {"step": 1, "peak_memory_bytes": 10**9}, {"step": 2, "peak_memory_bytes": 12 * 10**8}]
     rank_record_file(tmp_path, 1).write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "pe')
-    peak = "; it had noted a peak of 1.20 GB by step 2"
+    peak = "; last recorded peak: 1.20 GB by step 2"
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said + peak
 
 
@@ -104,8 +105,8 @@ def test_format_oom_report_lists_bytes_by_part() -> None:
     held = {"parameters": 10**9, "gradients": 0, "optimizer": 2 * 10**9, "rest": 10**8, "total": 31 * 10**8, "peak": 4}
     found = {"held_bytes": held, "wanted_bytes": 5 * 10**8, "limit_bytes": None}
     assert oom.format_oom_report(found) == (
-        "out of memory: 500.0 MB were wanted beside the 3.10 GB held: "
+        "out of memory: 500.0 MB requested with 3.10 GB allocated: "
         "parameters 1.00 GB, gradients 0.0 MB, optimizer 2.00 GB, rest 100.0 MB"
     )
-    assert oom.format_oom_report({**found, "wanted_bytes": None}).startswith("out of memory: it held 3.10 GB: ")
+    assert oom.format_oom_report({**found, "wanted_bytes": None}).startswith("out of memory: allocated 3.10 GB: ")
     assert oom.format_oom_report({}) == ""

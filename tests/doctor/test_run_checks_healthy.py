@@ -233,7 +233,7 @@ HEALTHY: dict[str, tuple[SnapshotEdit, Expectations]] = {
 }
 DMESG_DENIED = "dmesg: read kernel buffer failed: Operation not permitted\n[exit 1]"
 SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
-    "no counters of PCIe errors": (delete_paths("sys/bus/pci/devices/*/aer_*"), "pcie.errors", "says"),
+    "no counters of PCIe errors": (delete_paths("sys/bus/pci/devices/*/aer_*"), "pcie.errors", "no device reports"),
     "no query for remapped rows": (
         overwrite_file("commands/smi_remapped.txt", "ERROR: Option --query-remapped-rows is not recognized\n[exit 2]"),
         "ecc.remap_pending",
@@ -257,9 +257,9 @@ SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "no counter of links that went down": (
         delete_paths("sys/class/infiniband/*/ports/1/counters/link_downed"),
         "rdma.flaps",
-        "says",
+        "no device reports",
     ),
-    "no version of firmware": (delete_paths("sys/class/infiniband/*/fw_ver"), "rdma.firmware", "says"),
+    "no version of firmware": (delete_paths("sys/class/infiniband/*/fw_ver"), "rdma.firmware", "no device reports"),
     "no chrony": (
         combine_edits(
             delete_paths("commands/chrony.txt"), create_file("commands/timedatectl.txt", "NTPSynchronized=yes")
@@ -276,7 +276,7 @@ SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "GPUs that do not say why they are slow": (
         combine_edits(*(edit_gpu_row("state", gpu, "Not Active, Not Active", "[N/A], [N/A]") for gpu in range(8))),
         "gpu.slowdown",
-        "says",
+        "no device reports",
     ),
     "a card for logins": (LOGIN_NIC, "rdma.state", "mlx5_8"),
     "the network of a run on one node": (set_variable("GLOO_SOCKET_IFNAME", "lo"), "network", "one node"),
@@ -356,7 +356,7 @@ def test_doctor_reports_ecc_errors_when_remapped_rows_are_unknown(h100: Path) ->
 
 def test_doctor_reports_only_nccl_hca_when_no_hca_matches(h100: Path) -> None:
     set_variable("NCCL_IB_HCA", "nosuch")(h100)
-    assert problem_summaries(h100) == [("nccl.hca", "nosuch", "not there")]
+    assert problem_summaries(h100) == [("nccl.hca", "nosuch", "missing")]
 
 
 class CommandRecordingMachine(Machine):

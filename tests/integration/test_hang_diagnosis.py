@@ -165,7 +165,7 @@ def test_oom_report_lists_resident_bytes_of_failed_rank(text: Path, tmp_path: Pa
     directory = create_run_directory(text, tmp_path, 2, {})
     said = wait_for_failure(start_faulty_run(directory, 2, "memory"))
     print(said)
-    assert "rank 1 failed after step 3: out of memory: 1.07 GB were wanted beside the" in said
+    assert "rank 1 failed after step 3: out of memory: 1.07 GB requested with" in said
     left = read_failures(directory)[1]
     held = left["held_bytes"]
     assert left["wanted_bytes"] == 2**30
@@ -188,7 +188,7 @@ def test_failure_report_names_rank_killed_by_kernel_oom_killer(text: Path, tmp_p
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
     print(said)
-    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
+    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel's OOM killer" in said
     found = explain_run(directory).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert "by the kernel, for want of memory" in found.summary
+    assert "by the kernel's OOM killer" in found.summary

@@ -115,7 +115,7 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         other += ["--set", "optimizer.learning_rate=1"]
         refused = run_python(other, text=True, timeout=WAIT_SECONDS)
         assert refused.returncode == 2, refused.stderr
-        assert f"is in use: process {process.pid} on" in refused.stderr
+        assert f"is in use by process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
         wait_until(lambda: len(events_of_kind(directory, "started")) == 2, "ranks begin anew")
         process.terminate()
@@ -138,7 +138,7 @@ def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path:
         said = [process.communicate(timeout=WAIT_SECONDS)[1] for process in (one, other)]
     codes = [one.returncode, other.returncode]
     assert sorted(codes) == [0, 2], said
-    assert re.search("is in use: process|holds a run already", said[codes.index(2)])
+    assert re.search("is in use by process|holds a run already", said[codes.index(2)])
     assert len(events_of_kind(tmp_path / "parity", "started")) == 1
 
 

@@ -45,7 +45,7 @@ def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
         others = experts_of(current_owners(swarm), "bob")
-        with pytest.raises(UpdateRejected, match=r"foreign: it tells of .*, which the node does not train"):
+        with pytest.raises(UpdateRejected, match=r"foreign: it contains .*, which the node does not train"):
             links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
         links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann"), 0, 100, 3)
         (ann, _) = swarm.coordinator.status()["nodes"]
@@ -62,14 +62,17 @@ def _write_nan_piece(path: Path) -> Path:
 TINY_RUN = tiny_swarm_run(Path("/tmp"))
 INVALID_UPDATES: dict[str, tuple[str, Callable[[LocalSwarm, Path], Path]]] = {
     "nan": (
-        "not finite: numbers of embedding",
+        "not finite: values of embedding",
         lambda swarm, path: _write_nan_piece(write_node_update(swarm, path, "ann")),
     ),
-    "no file": ("malformed: .*no safetensors", lambda swarm, path: _write_raw_file(path, b"x" * 1000)),
+    "no file": ("malformed: .*not a valid safetensors", lambda swarm, path: _write_raw_file(path, b"x" * 1000)),
     "too large": ("oversized", lambda swarm, path: _write_raw_file(path, b"x" * 2**25)),
     "nothing": ("malformed", lambda swarm, path: _write_raw_file(path, b"")),
     "one piece": ("malformed: .* is missing", lambda swarm, path: _write_single_piece(path)),
-    "pickle": ("malformed: .*no safetensors", lambda swarm, path: _write_raw_file(path, b"\x80\x04\x95" + b"0" * 100)),
+    "pickle": (
+        "malformed: .*not a valid safetensors",
+        lambda swarm, path: _write_raw_file(path, b"\x80\x04\x95" + b"0" * 100),
+    ),
 }
 
 
@@ -140,7 +143,7 @@ def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, 
         with pytest.raises(grpc.RpcError) as caught:  # the same once more
             send_raw_update(links["ann"], right, content)
         assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
-        assert swarm.coordinator.state.refused["ann", "already told"] == 1
+        assert swarm.coordinator.state.refused["ann", "already sent"] == 1
 
 
 def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
@@ -151,7 +154,7 @@ def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
         for name, link in links.items():
             link.upload_update(old[name], 0, 100, 3)
         links["ann"].wait(round=1)
-        with pytest.raises(UpdateRejected, match="already told: round 0"):
+        with pytest.raises(UpdateRejected, match="already sent: round 0"):
             links["ann"].upload_update(old["ann"], 0, 100, 3)
 
 
@@ -453,7 +456,7 @@ def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_p
     issue_certificate(tmp_path / "others", "ann", [])
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
-        with pytest.raises(UserError, match="cannot be reached: its certificate is of another authority"):
+        with pytest.raises(UserError, match="cannot be reached: its certificate is from another authority"):
             SwarmClient(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
         mixed = tmp_path / "mixed"
         mixed.mkdir()
@@ -470,13 +473,13 @@ def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_p
 def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
     create_certificate_authority(tmp_path / "certs")
     place = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
-    with pytest.raises(UserError, match="ran out on"):
+    with pytest.raises(UserError, match="expired on"):
         certificate_member(place)
 
 
 def test_swarm_client_reports_address_without_listener(monkeypatch):
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_CONNECT_SECONDS", 0.5)
-    with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
+    with pytest.raises(UserError, match="cannot be reached: no server listens there"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 
 
@@ -489,10 +492,10 @@ def test_swarm_server_reports_port_already_in_use(tmp_path):
 def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
-        with pytest.raises(UpdateRejected, match=f"version: the swarm speaks {PROTOCOL_VERSION}, this node 1"):
+        with pytest.raises(UpdateRejected, match=f"version: the swarm has protocol {PROTOCOL_VERSION}, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined_client("ann")
-        with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
+        with pytest.raises(UpdateRejected, match="text: it differs from the other nodes"):
             swarm.joined_client("bob", text="other")
         for capacity in (0, float("nan"), float("inf")):
             with pytest.raises(UpdateRejected, match="capacity"):

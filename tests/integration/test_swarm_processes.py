@@ -145,7 +145,7 @@ def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_d
         json.loads(line) for line in (swarm_directory / "runs" / "tiny" / "journal.jsonl").read_text().splitlines()
     ]
     left = [event for event in events if event["what"] == "left" and event["node"] == "cid"]
-    assert {event["why"] for event in left} == {"not heard of"}
+    assert {event["why"] for event in left} == {"no heartbeat"}
     opened = [event for event in events if event["what"] == "opened"]
     assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob"}
     rounds = [json.loads(line) for line in (swarm_directory / "nodes" / "ann" / "swarm.jsonl").read_text().splitlines()]
@@ -259,8 +259,8 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directo
         (("join", "127.0.0.1:1", "--certs", "nowhere"), "has no certificate"),
         (("serve", "plain.toml", "--certs", "certs/lead"), "swarm: is missing"),
         (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y': is no address"),
-        (("certs", "certs", "../eve"), "is no name for a member"),
-        (("certs", "certs", "ann"), "has a certificate already"),
+        (("certs", "certs", "../eve"), "is not a valid member name"),
+        (("certs", "certs", "ann"), "already has a certificate"),
     ],
 )
 def test_swarm_raises_user_error_for_invalid_arguments(

@@ -51,7 +51,7 @@ def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, h
     assert found["same_model"] is False
     assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
     assert found["loss_apart"] is None
-    assert "They have different numbers of ranks: two 2; hybrid 4." in found["said"]
+    assert "The runs have different numbers of ranks: two 2; hybrid 4." in found["said"]
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
@@ -59,7 +59,7 @@ def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
     (directory / "run.toml").write_text("what = 'else'\n")
     comparison = command_json("report", two_rank_run(), directory, "--html", tmp_path / "page.html")["comparison"]
     assert comparison["same_model"] is None
-    assert comparison["said"][0].startswith("Whether these are runs of one model is not known: two in ")
+    assert comparison["said"][0].startswith("It is unknown whether these runs have one model: two in ")
 
 
 def test_report_text_and_page_contain_comparison_messages(tmp_path):

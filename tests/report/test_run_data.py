@@ -71,20 +71,20 @@ def _prepend_binary_bytes(run: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "one step is done": (_keep_first_step_only, "too few steps were noted"),
+    "one step is done": (_keep_first_step_only, "too few steps were recorded"),
     "no step is done": (_remove_all_steps, "no step has been written yet"),
-    "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: it was ended there"),
+    "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: the run has stopped"),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "metrics are no text": (_prepend_binary_bytes, "metrics.jsonl: 1 lines cannot be read"),
-    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "ends before others"),
+    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "ends before those of others"),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
     "a stage is lost": (_remove_last_stage_records, "no record of"),
-    "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
+    "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no header"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_set_other_trace_format, f"has format 0; this version reads {FORMAT}"),
-    "an unknown field": (_add_unknown_field, "run.toml is not of this version"),
-    "run.toml is cut": (lambda run: _truncate_file(run / "run.toml", 0.005), "run.toml is not of this version"),
+    "an unknown field": (_add_unknown_field, "run.toml is not valid in this version"),
+    "run.toml is cut": (lambda run: _truncate_file(run / "run.toml", 0.005), "run.toml is not valid in this version"),
 }
 
 
@@ -107,7 +107,7 @@ def test_report_lists_missing_schedule_file_and_keeps_bottleneck(tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     _point_to_missing_schedule(directory)
     (found,) = command_json("report", directory)["runs"]
-    assert "run.toml names a schedule that is gone" in found["problems"][0]
+    assert "run.toml names a schedule that does not exist" in found["problems"][0]
     assert found["verdict"] is not None
 
 
@@ -116,7 +116,7 @@ def test_report_facts_have_no_bottleneck_when_stage_records_are_missing(tmp_path
     _remove_last_stage_records(directory)
     found = report_facts(read_run(directory))
     assert found["verdict"] is None
-    assert found["problems"][-1] == "there is no verdict: no rank left a record of 1 of 2 stages"
+    assert found["problems"][-1] == "no verdict is possible: no rank recorded 1 of 2 stages"
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
 
 
@@ -178,7 +178,7 @@ def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
     table["layout"] |= {"tp": 4}
     (directory / "run.toml").write_text(tomli_w.dumps(table))
     found = report_facts(read_run(directory))
-    assert any("run.toml is not of these 2 ranks" in problem for problem in found["problems"])
+    assert any("run.toml does not match the 2 ranks" in problem for problem in found["problems"])
     assert found["curves"]["step"] == list(range(1, 9))
 
 
@@ -205,21 +205,26 @@ def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     (directory / "failures").mkdir()
     lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
-    killed = {"rank": 1, "time": 2.0, "reason": "was killed by SIGKILL without a word; out of memory?", "code": 1}
+    killed = {
+        "rank": 1,
+        "time": 2.0,
+        "reason": "was killed by SIGKILL and wrote no failure record; possible cause: out of memory",
+        "code": 1,
+    }
     for word in (lost, killed):
         (directory / "failures" / f"rank-0000{word['rank']}.json").write_text(json.dumps(word))
     said = read_run(directory).problems
-    assert said[0] == "rank 1 was killed by SIGKILL without a word; out of memory?"
+    assert said[0] == "rank 1 was killed by SIGKILL and wrote no failure record; possible cause: out of memory"
 
 
 def test_read_run_reports_restarts_and_rollbacks(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     for step in (3, 5):
         append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
-    assert read_run(directory).problems[-1].startswith("it broke off 2 times and went on, the last time at ")
+    assert read_run(directory).problems[-1].startswith("it failed 2 times and resumed, the last time at ")
     assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
     append_event(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
-    assert read_run(directory).problems[-1].startswith("it went back once, the last time at ")
+    assert read_run(directory).problems[-1].startswith("it rolled back once, the last time at ")
     assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
 
@@ -227,7 +232,7 @@ def test_watch_exits_with_code_1_when_run_was_stopped_early(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     _truncate_file(directory / "metrics.jsonl")
     done = run_watch(directory)
-    assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: it was ended there\n")
+    assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: the run has stopped\n")
 
 
 def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
@@ -235,12 +240,12 @@ def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
     _truncate_file(directory / "metrics.jsonl")
     monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
     held = acquire_run_lock(directory)
-    assert read_run(directory).problems == ["step 4 of 8: it is still under way"]
-    with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on"):
+    assert read_run(directory).problems == ["step 4 of 8: the run is still active"]
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on"):
         acquire_run_lock(directory)
     held.close()
     (directory / "lock").write_text("1 on another-host")
     assert read_run(directory).in_progress is None
     for name in ("lock", "launcher.lock"):
         (directory / name).unlink()
-    assert "it is still under way, or was ended" in read_run(directory).problems[0]
+    assert "the run is still active, or has stopped" in read_run(directory).problems[0]

@@ -189,7 +189,7 @@ def test_report_treats_swarm_node_without_round_records_as_plain_run(node_direct
     assert "no round has been written to swarm.jsonl yet" in found["problems"]
     assert found["curves"]["step"] == list(range(1, 13))
     (node_directory / "run.toml").write_text("[model")
-    assert "run.toml is not of this version" in command_output("report", node_directory)
+    assert "run.toml is not valid in this version" in command_output("report", node_directory)
 
 
 def test_swarm_round_bytes_are_measured_when_run_toml_is_unreadable(node_directory):
@@ -215,7 +215,7 @@ def test_report_page_swarm_figure_matches_facts(swarm_run, name):
         assert drawn == {who: [each["bytes"][who] for each in told] for who in ("ann", "bob")}
     for title, value, _ in formatting.round_totals(found):
         assert f"<dt>{title}</dt><dd>{value}<" in text
-    assert "No step was looked at closely" not in text
+    assert "No step was profiled" not in text
 
 
 def test_live_view_and_watch_print_swarm_rounds(swarm_run):
@@ -252,10 +252,10 @@ def test_watch_follows_swarm_node_until_last_round(node_directory):
 
 def test_report_of_swarm_coordinator_lists_updates_per_round(swarm_run, tmp_path):
     text = command_output("report", swarm_run[1] / "lead", width=160)
-    assert "a swarm's coordinator: nodes have directories of their own, nodes/NAME" in text
+    assert "a swarm's coordinator; the nodes' directories are nodes/NAME" in text
     assert "rounds 4 of 4" in text
     lines = command_output("watch", swarm_run[1] / "lead").splitlines()
-    assert [line.startswith(f"round {at}: 2 of 2 nodes told ") for at, line in enumerate(lines)] == [True] * 4
+    assert [line.startswith(f"round {at}: 2 of 2 nodes sent ") for at, line in enumerate(lines)] == [True] * 4
     directory = copy_run(swarm_run[1] / "lead", tmp_path)
     events = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
     third = next(at for at, event in enumerate(events) if event["what"] == "committed" and event["round"] == 2)

@@ -25,9 +25,9 @@ def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
     claim_run_directory(directory)
     held = acquire_run_lock(directory)
     assert held is not None
-    with pytest.raises(UserError, match="is in use: process"):
+    with pytest.raises(UserError, match="is in use by process"):
         preflight(one, 2, resume=True)
-    with pytest.raises(UserError, match="is in use: process"):
+    with pytest.raises(UserError, match="is in use by process"):
         preflight(two, 2, resume=False)
     assert capsys.readouterr().err == ""
     threading.Timer(SHUTDOWN_GRACE_SECONDS + 2, held.close).start()

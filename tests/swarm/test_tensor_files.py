@@ -38,7 +38,7 @@ def test_tensor_file_reads_pieces_of_safetensors_file(tmp_path):
 def test_tensor_file_rejects_invalid_safetensors_content(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(TensorFileError, match="no safetensors file"):
+    with pytest.raises(TensorFileError, match="not a valid safetensors file"):
         TensorFile(path)
 
 
@@ -61,7 +61,7 @@ def test_tensor_file_rejects_truncated_file(tmp_path):
     path = tmp_path / "x.safetensors"
     TensorFile.create(path, {"a": (100,)}).close()
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(TensorFileError, match="no safetensors file"):
+    with pytest.raises(TensorFileError, match="not a valid safetensors file"):
         TensorFile(path)
 
 
@@ -73,5 +73,5 @@ def test_tensor_file_rejects_unsupported_dtype(tmp_path):
 
 
 def test_tensor_file_write_rejects_piece_of_wrong_shape(tmp_path):
-    with TensorFile.create(tmp_path / "x", {"a": (4,)}) as file, pytest.raises(TensorFileError, match="do not fit"):
+    with TensorFile.create(tmp_path / "x", {"a": (4,)}) as file, pytest.raises(TensorFileError, match="do not match"):
         file.write(ModelPiece("a", (5,)), torch.zeros(5))

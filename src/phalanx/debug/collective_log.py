@@ -1,4 +1,4 @@
-"""The collectives that ranks remember, held against each other, and words for them."""
+"""Comparison of the collectives that ranks recorded, and their description as text."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from phalanx.runs.hang_dumps import Frame, HangDump, RecordedCollective, format_
 from phalanx.spec.formatting import join_words
 
 Key = tuple[str, tuple[int, ...]]
-"""A process group: its name, which ranks may use for other groups too, and its ranks."""
+"""A process group: its name, which other groups on other ranks may share, and its ranks."""
 Calls = dict[int, dict[int, RecordedCollective]]
-"""Of a group: by rank, and by number."""
+"""The recorded collectives of a group by rank and by number."""
 
 SAME_SIZE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-"""Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
+"""Collectives with the same number of elements on every rank. In others, the number may differ."""
 AUTOGRAD_FILE = "torch/autograd/graph.py"
-"""In which it computes, or waits in a hook that is not Python's (DDP's)."""
+"""The file on top of the stack during backward passes, and during waits in C++ hooks (DDP's)."""
 PIPELINE_P2P_FILE = "/parallel/pipeline/p2p.py"
-"""In which stages of a pipeline wait for each other's messages."""
+"""The file in which pipeline stages wait for each other's messages."""
 CALL_LOG_FILE = "/train/guards/collective_log.py"
-"""Which calls every collective in its caller's place, where the order of collectives is checked."""
+"""The file that calls every collective on behalf of its caller if the order of collectives is checked."""
 PEER_LOSS_PATTERN = re.compile(
     "by peer|Broken pipe|Socket closed|Timed out|timing out|Read error|remote process exited|communicator was aborted|"
     "pair closure|connectFullMesh|likely closed|wait timeout|client socket has (timed out|failed)"
 )
-"""What gloo, NCCL, and the store by which ranks find each other say where a peer is gone or late."""
+"""Error messages of gloo, NCCL and the store for a peer that is gone or late."""
 
 
 def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
-    """The collectives that ranks remember, by group; in the order in which groups were used."""
+    """Return the recorded collectives by group, in the order in which groups were used."""
     calls_by_group: dict[Key, Calls] = defaultdict(dict)
     for rank, dump in sorted(dumps.items()):
         for call in dump["calls"]:
@@ -44,7 +44,7 @@ def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
 
 
 def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
-    """What must be the same on all ranks."""
+    """Return the properties of a call that must be equal on all ranks."""
     operation = call["operation"]
     if (
         operation.lstrip("_").removesuffix("_base") not in SAME_SIZE_COLLECTIVES
@@ -54,7 +54,7 @@ def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
 
 
 def minority_ranks(value_by_rank: Mapping[int, Hashable]) -> list[int]:
-    """Who says something else than most; all, where no answer has more than the others."""
+    """Return the ranks whose value differs from the most frequent one, or all ranks in a tie."""
     counts = Counter(value_by_rank.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         return list(value_by_rank)
@@ -62,25 +62,25 @@ def minority_ranks(value_by_rank: Mapping[int, Hashable]) -> list[int]:
 
 
 def was_waiting(dump: HangDump) -> bool:
-    """Whether this rank waited for others, or failed because they were gone or late."""
+    """Return whether a rank waited for others, or failed because they were gone or late."""
     in_autograd = bool(dump["stack"]) and AUTOGRAD_FILE in dump["stack"][0][0]
     in_collective = in_autograd and any(not call["over"] for call in dump["calls"])
     return dump["waiting"] or in_collective or is_peer_loss(dump.get("error", ""))
 
 
 def was_in_pipeline_p2p(dump: HangDump) -> bool:
-    """Whether it stood where it waits for a message of another stage."""
+    """Return whether a rank waited for a message of another pipeline stage."""
     user_frame = next((frame for frame in dump["stack"] if is_user_code(frame[0])), None)
     return user_frame is not None and user_frame[0].endswith(PIPELINE_P2P_FILE)
 
 
 def is_peer_loss(error: str) -> bool:
-    """Whether a rank failed because others were gone or late."""
+    """Return whether an error means that peers were gone or late."""
     return PEER_LOSS_PATTERN.search(error) is not None
 
 
 def first_difference(calls: Calls, signature: Callable[[RecordedCollective], Hashable]) -> int | None:
-    """The first number under which ranks have different calls."""
+    """Return the lowest number at which ranks have calls with different signatures, or None."""
     seen: dict[int, Hashable] = {}
     differing_numbers = []
     for rank_calls in calls.values():
@@ -91,7 +91,7 @@ def first_difference(calls: Calls, signature: Callable[[RecordedCollective], Has
 
 
 def describe_call(call: RecordedCollective) -> str:
-    """ "all_reduce of [4] Float"."""
+    """Return a call as text, such as "all_reduce of [4] Float"."""
     shapes = join_words([str(shape) for shape in call["inputs"][:3]]) + (", ..." if len(call["inputs"]) > 3 else "")
     if call["operation"] == "barrier" or not call["inputs"]:
         return call["operation"]
@@ -99,12 +99,12 @@ def describe_call(call: RecordedCollective) -> str:
 
 
 def innermost_user_frame(stack: Sequence[Frame]) -> str:
-    """Where a stack stood: its innermost place outside of PyTorch and the standard library."""
+    """Return the innermost frame of a stack outside of PyTorch and the standard library, as text."""
     user_frame = next((frame for frame in stack if is_user_code(frame[0])), None)
     return format_frame(user_frame or (stack[0] if stack else None))
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file is neither PyTorch's nor Python's, nor what logs each call of theirs."""
+    """Return whether a file belongs neither to PyTorch, nor to Python, nor to the log of their calls."""
     is_library = "/torch/" in file or ("/lib/python3" in file and "site-packages" not in file)
     return not (is_library or file.startswith("<") or file.endswith(CALL_LOG_FILE))

@@ -1,8 +1,9 @@
-"""The order in which ranks call collectives and send messages, compared: a debug mode.
+"""Debug mode that compares the order in which ranks call collectives and send messages.
 
-With PHALANX_CHECK_COLLECTIVES set, each rank appends what it calls to a file (`train.guards.collective_log`). The
-members of a group must call the same collectives in the same order, and the receiver of messages must expect them in
-the order in which they are sent: NCCL matches both by order alone. The files are there after a hang or a crash, too."""
+With PHALANX_CHECK_COLLECTIVES set, each rank appends its calls to a file (`train.guards.collective_log`). The members
+of a group must call the same collectives in the same order. The receiver of messages must expect them in the order in
+which they are sent. NCCL matches both by order alone. The files remain after a hang or a crash.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +23,44 @@ CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
 COLLECTIVE = "collective"
 MESSAGE = "message"
 NO_CALL = ""
-"""The signature of a call that a rank left out."""
+"""The signature of a call that a rank skipped."""
 NUM_LAST_CALLS = 3
-"""Calls that are shown of a rank that hangs."""
+"""Number of calls that are shown for a hung rank."""
 
 
 class LoggedCall(NamedTuple):
-    """One kind of call: a line of a log has all of these, or the number of an earlier line that has the same."""
+    """One kind of call.
+
+    A line of a log contains all of these fields, or the index of an earlier line with equal fields.
+    """
 
     kind: str
     """COLLECTIVE or MESSAGE."""
     group: str
     """PyTorch's name of the process group."""
     ranks: tuple[int, ...]
-    """The members of the group; of a message the sender and the receiver."""
+    """The members of the group; the sender and the receiver of a message."""
     signature: str
-    """What must be equal on all of these ranks."""
+    """Text that must be equal on all of these ranks."""
     caller: str
-    """The line that called it, which may differ."""
+    """The line of the call, which may differ between ranks."""
     sent: tuple[int, ...] = ()
-    """The elements for each member, of an all-to-all."""
+    """Number of elements for each member in an all-to-all."""
     received: tuple[int, ...] = ()
-    """The elements that are expected of each member."""
+    """Number of elements expected from each member."""
     in_background: bool = False
-    """Whether a thread beside the training called it, in no order with the other calls."""
+    """True if a background thread made the call, in no fixed order with the other calls."""
 
     @property
     def members(self) -> str:
-        """Name whom the call is among."""
+        """The ranks and the group of the call, as text."""
         if self.kind == MESSAGE:
             return f"from rank {self.ranks[0]} to rank {self.ranks[1]} in group {self.group}"
         return f"of group {self.group} (ranks {', '.join(map(str, self.ranks))})"
 
     @property
     def place(self) -> str:
-        """Name the call and where it is."""
+        """The call, its ranks and its line, as text."""
         return f"{self.signature} {self.members} at {self.caller}"
 
 
@@ -65,15 +69,15 @@ class OrderDifference:
     """The first call that differs between ranks."""
 
     ranks: tuple[int, ...]
-    """The ranks that differ from most; all, where none are most."""
+    """The ranks that differ from the majority; all ranks without a majority."""
     message: str
     kind: Literal["mismatch", "crossed"] = "mismatch"
-    """Different calls in a group, or calls of several groups in different orders."""
+    """Kind of difference: other calls in a group (mismatch), or other orders across groups (crossed)."""
 
 
 @dataclass
 class _Log:
-    """What was read of a rank's file."""
+    """Reader of a rank's log file."""
 
     file: Path
     offset: int = 0
@@ -81,12 +85,12 @@ class _Log:
     last_calls: deque[LoggedCall] = field(default_factory=lambda: deque(maxlen=NUM_LAST_CALLS))
 
     def read_new_calls(self) -> list[LoggedCall]:
-        """Return the calls that were appended since the last read; none where there is no file."""
+        """Return the calls that were appended since the last read; none if the file does not exist."""
         if not self.file.exists():
             return []
         with self.file.open("rb") as file:
             file.seek(self.offset)
-            lines, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
+            lines, _, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
         calls = []
         for line in lines.splitlines():
             entry = json.loads(line)
@@ -101,27 +105,34 @@ class _Log:
 
 @dataclass
 class _Sequence:
-    """The calls of a group, or the messages from one rank to another, that not all of its ranks have made."""
+    """Calls of a group, or messages from one rank to another, that some of the ranks have not made."""
 
     num_checked: int = 0
-    """Calls before these."""
+    """Number of earlier calls, which all ranks have made."""
     calls: dict[int, deque[LoggedCall]] = field(default_factory=lambda: defaultdict(deque))
-    """By rank."""
+    """The calls by rank."""
 
 
 class CollectiveOrder:
-    """The logs of all ranks, read as they grow."""
+    """Incremental comparison of the logs of all ranks."""
 
     def __init__(self, files: Mapping[int, Path]) -> None:
-        """`files` are the logs by rank."""
+        """Open the logs.
+
+        Args:
+            files: The log file of each rank.
+        """
         self._logs = {rank: _Log(file) for rank, file in files.items()}
         self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
         self._pending: dict[int, deque[LoggedCall]] = {rank: deque() for rank in files}
-        """The collectives of each rank that have not met those of the others, over all groups."""
+        """Collectives of each rank, over all groups, that are not yet matched with those of the other ranks."""
 
     def first_difference(self, finished: Collection[int] = ()) -> OrderDifference | None:
-        """Return the first call in which ranks differ, as far as several have come; None if there is none. The ranks
-        `finished` call no more collectives."""
+        """Return the first call that differs between ranks, as far as logs are written, or None.
+
+        Args:
+            finished: Ranks that call no more collectives.
+        """
         changed = {}
         for rank, log in self._logs.items():
             for call in log.read_new_calls():
@@ -137,8 +148,11 @@ class CollectiveOrder:
         return self._find_crossed_calls()
 
     def _find_crossed_calls(self) -> OrderDifference | None:
-        """Let each collective end in which all of its ranks stand, as if every call blocked, and return the ranks that
-        then wait for each other: over several groups, too, NCCL needs one order on all ranks."""
+        """Return ranks that wait for each other in collectives of different groups, or None.
+
+        Every call counts as blocking. A collective finishes when all of its ranks have reached it. NCCL requires one
+        order on all ranks over several groups too.
+        """
         candidates = list(self._pending)
         while candidates:
             if calls := self._pending[candidates.pop()]:
@@ -158,8 +172,10 @@ class CollectiveOrder:
         return bool(pending) and (pending[0].group, pending[0].ranks) == (call.group, call.ranks)
 
     def _find_wait_cycle(self) -> list[int]:
-        """Return ranks of which each waits for the next, which called something else first, and the last for the
-        first."""
+        """Return a cycle of ranks in which each waits for the next, and the last for the first.
+
+        Each of them called another collective before the one that its predecessor waits in.
+        """
         waits_for: dict[int, set[int]] = {}
         for rank, calls in self._pending.items():
             others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
@@ -172,11 +188,11 @@ class CollectiveOrder:
         return path[path.index(following) :] if path else []
 
     def bytes_read(self, rank: int) -> int:
-        """Return how much was read of a rank's file."""
+        """Return the number of bytes read from a rank's file."""
         return self._logs[rank].offset
 
     def describe_last_calls(self, rank: int) -> str:
-        """Return the last calls of a rank, as far as they were read."""
+        """Return the last calls of a rank that were read, as text."""
         calls = self._logs[rank].last_calls if rank in self._logs else ()
         return "; ".join(call.place for call in calls)
 
@@ -184,7 +200,7 @@ class CollectiveOrder:
 def _compare(
     kind: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
 ) -> OrderDifference | None:
-    """Compare the calls of these ranks, and forget those that all have made."""
+    """Compare the calls of these ranks, and remove the calls that all ranks have made."""
     counts = {rank: len(sequence.calls[rank]) for rank in ranks}
     for index in range(max(counts.values())):
         calls = {rank: sequence.calls[rank][index] for rank in ranks if index < counts[rank]}
@@ -201,7 +217,7 @@ def _compare(
 
 
 def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequence[int]) -> OrderDifference | None:
-    """Compare what ranks called; those that are `absent` called nothing."""
+    """Compare the signatures of calls. Ranks in `absent` made no call."""
     signatures = {rank: call.signature for rank, call in calls.items()} | dict.fromkeys(absent, NO_CALL)
     if len(set(signatures.values())) <= 1:
         return None
@@ -209,11 +225,11 @@ def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequ
     texts = [_describe_ranks(kind, differing, calls)]
     if others := [rank for rank in signatures if rank not in differing]:
         texts.append(_describe_ranks(kind, others, calls))
-    return OrderDifference(tuple(differing), ", where ".join(texts))
+    return OrderDifference(tuple(differing), ", while ".join(texts))
 
 
 def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> OrderDifference | None:
-    """Compare what each rank sends to each other in an all-to-all with what that expects."""
+    """Compare the numbers of elements that ranks send in an all-to-all with those that receivers expect."""
     for (i, sender), (j, receiver) in permutations(enumerate(ranks), 2):
         if sender not in calls or receiver not in calls or not calls[sender].sent:
             continue
@@ -229,7 +245,10 @@ def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> O
 
 
 def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:
-    """ "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f) and rank 1 called nothing more" """
+    """Return the calls of ranks as text.
+
+    Example: "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f) and rank 1 called nothing more".
+    """
     by_signature: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         by_signature[calls[rank].signature if rank in calls else NO_CALL].append(rank)
@@ -246,5 +265,5 @@ def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedC
 
 
 def is_check_enabled() -> bool:
-    """Whether the user, or a test, has asked for the check."""
+    """Return whether the user or a test has enabled the check."""
     return bool(os.environ.get(CHECK_VARIABLE))

@@ -1,4 +1,4 @@
-"""What is known of a run's failures: what its ranks left, held against each other, and what happened before."""
+"""Diagnosis of a run's failures from the records of its ranks and its earlier events."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from phalanx.spec.run import RunSpec
 
 
 def explain_run(directory: Path) -> Explanation:
-    """Why a run stood still or broke off, the last time and before.
+    """Return why a run hung or failed, the last time and before.
 
-    Raises UserError if it is none.
+    Raises:
+        UserError: The directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
     dumps = read_dumps(directory)
@@ -47,7 +48,7 @@ def explain_run(directory: Path) -> Explanation:
     )
     try:
         sizes = parallel_dims(run.layout, world_size)
-    except UserError:  # of failures before a first step nobody knows how many ranks there were
+    except UserError:  # the number of ranks is unknown before a first step
         sizes = ParallelDims(world_size, 1, 1, cp=1, tp=1)
     explanation = diagnose_hang(dumps, failures, sizes)
     if explanation.verdict.kind == "nothing":
@@ -65,7 +66,7 @@ def explain_run(directory: Path) -> Explanation:
 
 
 def failure_headline(directory: Path) -> list[str]:
-    """Of a run that broke off: what its ranks did, where their words say more than the first failure does."""
+    """Return the diagnosis of a failed run, or no lines if the first failure's reason explains it."""
     with suppress(UserError):
         explanation = explain_run(directory)
         if explanation.verdict.kind not in ("killed", "error", "nothing"):
@@ -74,7 +75,7 @@ def failure_headline(directory: Path) -> list[str]:
 
 
 def suspect_ranks(directory: Path) -> set[int]:
-    """The ranks that a run broke off by, as far as what its ranks left tells more than that they lost others."""
+    """Return the ranks that caused a failure, or no ranks if the records contain only lost connections."""
     with suppress(UserError):
         verdict = explain_run(directory).verdict
         return set(verdict.ranks) if verdict.kind != "nothing" else set()
@@ -82,7 +83,7 @@ def suspect_ranks(directory: Path) -> set[int]:
 
 
 def _find_order_difference(directory: Path) -> OrderDifference | None:
-    """Compare what ranks logged of their collectives, where they did."""
+    """Compare the collectives that ranks logged, and return None without logs."""
     files = {int(file.stem.removeprefix("rank-")): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
     return CollectiveOrder(files).first_difference()
 
@@ -93,37 +94,37 @@ def _verdict_without_dumps(
     failures: Mapping[int, Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
 ) -> Verdict:
-    """Where no rank left word of a collective that it waited for."""
+    """Return the verdict on a run of which no rank reported a pending collective."""
     if failures:
         rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
-    advice = f"phalanx report {directory} says how it went"
-    resume_advice = f"phalanx train {directory} --resume goes on with it"
+    advice = f"run phalanx report {directory} for a summary"
+    resume_advice = f"run phalanx train {directory} --resume to continue"
     lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
     steps = run.training.steps
     if is_running(directory):
-        summary = "the run is under way, and no rank has stood still for long since it began"
+        summary = "the run is active, and no rank has hung since it started"
         if seconds_since_write := [
             time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")
         ]:
-            summary += f"; ranks last noted a step {min(seconds_since_write):.0f} s ago"
-        advice = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
+            summary += f"; the last step was recorded {min(seconds_since_write):.0f} s ago"
+        advice = f"wait: a hung rank writes its stack within {run.training.collective_timeout_seconds:g} s"
     elif last_event["what"] == FINISHED and last_event["step"] < steps:
         place = f"step {last_event['step']} of {run.training.steps_text}"
-        summary = f"the run was stopped in order, after {place}"
+        summary = f"the run was stopped cleanly after {place}"
         advice = resume_advice
     elif last_event["what"] == FINISHED:
-        summary = f"the run ended in order, after step {last_event['step']}"
+        summary = f"the run finished after step {last_event['step']}"
     elif last_event["what"] == STARTED:
         if faults := {rank: fault for rank in range(last_event["ranks"]) if (fault := describe_fault(directory, rank))}:
-            summary = "; ".join(f"rank {rank} ended by a signal: {fault}" for rank, fault in faults.items())
+            summary = "; ".join(f"rank {rank} was killed by a signal: {fault}" for rank, fault in faults.items())
             return Verdict(
                 "killed", tuple(faults), summary, fix=f"read {fault_file(directory, min(faults))}; {resume_advice}"
             )
-        summary = "the run broke off without a word: its launcher was killed, or the machine stopped"
+        summary = "the run ended without a record: its launcher was killed, or the machine stopped"
         advice = resume_advice
     else:
-        summary = "the run is not known to be under way, and no rank left word of a collective that it waited for"
+        summary = "the run is not known to be active, and no rank reported a pending collective"
     return Verdict("nothing", (), summary, fix=advice)

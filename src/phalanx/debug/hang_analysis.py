@@ -1,4 +1,4 @@
-"""Why a run stood still: what its ranks left behind (`runs/hang_dumps.py`), held against each other."""
+"""Diagnosis of a hang from the records of the ranks (`runs/hang_dumps.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from phalanx.spec.parallel_dims import ParallelDims
 def diagnose_hang(
     dumps: Mapping[int, HangDump], failures: Mapping[int, Mapping[str, Any]], sizes: ParallelDims
 ) -> Explanation:
-    """Hold the ranks' words against each other. `sizes` is the layout on the ranks of the run."""
+    """Return why a run hung.
+
+    Args:
+        dumps: The hang dumps by rank.
+        failures: The failure records by rank.
+        sizes: The layout on the ranks of the run.
+    """
     evidence = Evidence(dumps, failures, sizes)
     checks = (
         _find_killed_rank,
@@ -50,49 +56,49 @@ def diagnose_hang(
     verdict = next((candidate for candidate in verdicts if candidate is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
     lines = {rank: evidence.describe_rank(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
-    fallback = Verdict("nothing", (), "no rank left word of a collective that it waited for", fix="read failures/")
+    fallback = Verdict("nothing", (), "no rank reported a pending collective", fix="read failures/")
     return Explanation(verdict or fallback, min(steps, default=None), lines)
 
 
-# -- what it may have been, the surest first ---------------------------------------------------------------------------
+# -- possible causes, the most certain first ---------------------------------------------------------------------------
 
 
 def _find_killed_rank(evidence: Evidence) -> Verdict | None:
-    """A rank that a signal ended, other than one that a mismatch aborts."""
+    """Find a rank that a signal killed, other than SIGABRT, by which a mismatch aborts."""
     killed = {rank: record for rank, record in evidence.failures.items() if "traceback" not in record}
     killed = {rank: record for rank, record in killed.items() if "SIGABRT" not in str(record["reason"])}
     if not killed:
         return None
     rank = min(killed)
-    summary = f"{evidence.name(rank)} {killed[rank]['reason']}; the others lost it"
+    summary = f"{evidence.name(rank)} {killed[rank]['reason']}; the other ranks lost the connection to it"
     return Verdict(
-        "killed", (rank,), summary, fix="see its node's log (dmesg) for who killed it, and continue with --resume"
+        "killed", (rank,), summary, fix="read its node's kernel log (dmesg) for the cause, and continue with --resume"
     )
 
 
 def _find_collective_decision(evidence: Evidence) -> Verdict | None:
-    """What all ranks found together, and ended for: a loss that is not finite, or ranks that hold other numbers."""
+    """Find an error that all ranks detected together: a loss that is not finite, or replicas that differ."""
     for record in evidence.failures.values():
         if "suspect_ranks" in record:
-            fix = "it says what to do; with --resume the run goes on from its newest checkpoint"
+            fix = "follow the message; --resume continues from the newest checkpoint"
             return Verdict("error", tuple(record["suspect_ranks"]), str(record["reason"]), fix=fix)
     return None
 
 
 def _find_rank_error(evidence: Evidence) -> Verdict | None:
-    """A rank that failed in its own work, and not because others were gone or late."""
+    """Find a rank that failed in its own work, and not because others were gone or late."""
     errors = {rank: record for rank, record in evidence.failures.items() if "traceback" in record}
     errors = {rank: record for rank, record in errors.items() if not is_peer_loss(str(record["reason"]))}
     if not errors:
         return None
     rank = min(errors, key=lambda rank: float(errors[rank]["time"]))
-    suffix = "; the others lost it" if len(errors) < len(evidence.failures) else ""
+    suffix = "; the other ranks lost the connection to it" if len(errors) < len(evidence.failures) else ""
     summary = f"{evidence.name(rank)} failed by itself: {errors[rank]['reason']}{suffix}"
-    return Verdict("error", (rank,), summary, fix="its traceback is in failures/")
+    return Verdict("error", (rank,), summary, fix="read its traceback in failures/")
 
 
 def _find_mismatch(evidence: Evidence) -> Verdict | None:
-    """Ranks that called other collectives, or with other sizes, where they should have called the same."""
+    """Find ranks that called another collective, or with other sizes, than the rest of their group."""
     for key, calls in evidence.groups.items():
         number = first_difference(calls, call_signature)
         if number is None:
@@ -109,7 +115,7 @@ def _find_mismatch(evidence: Evidence) -> Verdict | None:
         summary = f"in collective {number} of {evidence.group(key)}, {join_words(deviating_calls)}"
         if other_call is not None:
             summary += (
-                f", where {describe_other_ranks(evidence, other_ranks, key)} called {describe_call(other_call)} "
+                f", while {describe_other_ranks(evidence, other_ranks, key)} called {describe_call(other_call)} "
                 f"at {format_frame(other_call['at'])}"
             )
         return Verdict(
@@ -122,9 +128,10 @@ def _find_mismatch(evidence: Evidence) -> Verdict | None:
 
 
 MISMATCH_FIXES = {
-    "operation": "every rank must call the same collectives in the same order: look for a branch that depends on the "
+    "operation": "call the same collectives in the same order on every rank: look for a branch that depends on the "
     "rank or its data above these lines",
-    "shape": "every rank must give this collective as many numbers of one dtype: look at how this tensor gets its size",
+    "shape": "give this collective the same number of elements of one dtype on every rank: check how this tensor gets "
+    "its size",
 }
 
 
@@ -133,7 +140,7 @@ def _mismatch_kind(call_by_rank: Mapping[int, RecordedCollective]) -> str:
 
 
 def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ranks: Sequence[int], number: int) -> str:
-    """Where what came after tells it: whether a rank left one out, or turned two round."""
+    """Describe whether a rank skipped a collective or swapped two, as far as the next calls show it."""
     if len(deviating_ranks) != 1 or not other_ranks:
         return ""
     deviating_calls = calls[deviating_ranks[0]]
@@ -147,8 +154,8 @@ def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ran
     ):
         return ""
     if _is_same_call(deviating_pair[0], other_pair[1]) and _is_same_call(deviating_pair[1], other_pair[0]):
-        return ": the two are in another order there"
-    return ": it left that one out" if _is_same_call(deviating_pair[0], other_pair[1]) else ""
+        return ": the two collectives are in another order there"
+    return ": this rank skipped that collective" if _is_same_call(deviating_pair[0], other_pair[1]) else ""
 
 
 def _is_same_call(a: RecordedCollective | None, b: RecordedCollective | None) -> bool:
@@ -156,7 +163,7 @@ def _is_same_call(a: RecordedCollective | None, b: RecordedCollective | None) ->
 
 
 def _find_aborted_rank(evidence: Evidence) -> Verdict | None:
-    """A rank that a library ended, and not because it waited too long or for other numbers than came."""
+    """Find a rank that a library aborted, and not because of a timeout or mismatched sizes."""
     aborted_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == ABORTED and not was_waiting(dump)]
     reason_by_rank = {
         rank: f"was aborted (SIGABRT) in {evidence.where(rank)}"
@@ -168,16 +175,21 @@ def _find_aborted_rank(evidence: Evidence) -> Verdict | None:
     }
     reason_by_rank |= {
         rank: reason for rank, reason in silent_failures.items() if "SIGABRT" in reason
-    }  # in what no thread can look into
+    }  # aborted where no Python thread could write a dump
     if not reason_by_rank:
         return None
     rank = min(reason_by_rank)
-    fix = "its last output says why; where its threads stood is in hangs/"
-    return Verdict("killed", (rank,), f"{evidence.name(rank)} {reason_by_rank[rank]}; the others lost it", fix=fix)
+    fix = "read the end of its output for the cause, and hangs/ for the stacks of its threads"
+    return Verdict(
+        "killed",
+        (rank,),
+        f"{evidence.name(rank)} {reason_by_rank[rank]}; the other ranks lost the connection to it",
+        fix=fix,
+    )
 
 
 def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
-    """A process that stands still by a signal, or is gone."""
+    """Find a process that a signal stopped, or that is gone."""
     stopped_ranks = [
         rank for rank in evidence.silent if evidence.states.get(rank) in (*STOPPED_STATES, "Z", "X", "gone")
     ]
@@ -188,32 +200,32 @@ def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
     summary = f"{evidence.name(rank)} {PROCESS_STATES[state]}{missed_collective(evidence, [rank])}"
     if state in STOPPED_STATES:
         return Verdict(
-            "stopped", (rank,), summary, fix="find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT"
+            "stopped", (rank,), summary, fix="find what stopped it (a debugger, Ctrl-Z, a scheduler), or run kill -CONT"
         )
-    return Verdict("killed", (rank,), summary, fix="see the node's log (dmesg), and continue with --resume")
+    return Verdict("killed", (rank,), summary, fix="read the node's kernel log (dmesg), and continue with --resume")
 
 
 def _find_absent_rank(evidence: Evidence) -> Verdict | None:
-    """A rank that never came to what others wait for in, for another reason than that it waits itself."""
+    """Find a rank that did not reach a collective in which others wait, and does not wait itself."""
     is_waiting = {rank: was_waiting(dump) for rank, dump in evidence.dumps.items()}
     lagging = ranks_waited_for(evidence)
     if not lagging and all(is_waiting.values()) and not evidence.silent:
         return None
     busy = [rank for rank, waits in is_waiting.items() if not waits]
-    # On a GPU who waits stands in its own code too, but has come further than others somewhere else.
+    # On a GPU, a waiting rank is in its own code too, but is ahead of other ranks in another group.
     ahead = set().union(*lagging.values())
     roots = [rank for rank in busy if rank in lagging and rank not in ahead]
     roots = roots or [rank for rank in evidence.silent if rank in lagging] or [rank for rank in busy if rank in lagging]
-    if not roots and any(is_waiting.values()):  # messages of a pipeline are in no recorder
+    if not roots and any(is_waiting.values()):  # no recorder contains pipeline messages
         roots = busy or evidence.silent
     if not roots:
         return _find_crossed_collectives(evidence, lagging)
     if roots[0] in evidence.silent:
-        summary = f"{evidence.names(roots)} left no word{missed_collective(evidence, roots)}"
-        fix = "its process or host is gone or frozen: look there (ps, dmesg, the network), and continue with --resume"
+        summary = f"{evidence.names(roots)} wrote no hang dump{missed_collective(evidence, roots)}"
+        fix = "check its process and its host (ps, dmesg, the network), and continue with --resume"
         return Verdict("silent", tuple(sorted(roots)), summary, fix=fix)
     locations = join_words([f"{evidence.name(rank)} was in {evidence.where(rank)}" for rank in sorted(roots)])
-    fix = "look there: is it slow, does it wait for something else, or did it leave a collective out?"
+    fix = "check this line: it may be slow, wait for something else, or follow a skipped collective"
     return Verdict(
         "absent",
         tuple(sorted(roots)),
@@ -223,13 +235,13 @@ def _find_absent_rank(evidence: Evidence) -> Verdict | None:
 
 
 def _find_crossed_collectives(evidence: Evidence, lagging: Mapping[int, set[int]]) -> Verdict | None:
-    """Ranks that all wait for each other, in different collectives."""
+    """Find ranks that all wait for each other, in different collectives."""
     if not lagging:
         return None
     never_ahead = [rank for rank in lagging if not any(rank in waiters for waiters in lagging.values())]
     max_waiters = max(len(waiters) for waiters in lagging.values())
     ranks = sorted(never_ahead or [rank for rank, waiters in lagging.items() if len(waiters) == max_waiters])
-    summary = f"{evidence.names(ranks)} never came{missed_collective(evidence, ranks)}"
+    summary = f"{evidence.names(ranks)} did not arrive{missed_collective(evidence, ranks)}"
     waiters = sorted({waiter for rank in ranks for waiter in lagging[rank]})
     for rank in ranks:
         calls = evidence.dumps[rank]["calls"] if rank in evidence.dumps else []
@@ -248,7 +260,7 @@ def _find_crossed_collectives(evidence: Evidence, lagging: Mapping[int, set[int]
 
 
 def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
-    """Every rank came, and it did not end."""
+    """Find a collective that every rank entered and that did not finish."""
     for key, calls in reversed(evidence.groups.items()):
         last_number = max((max(rank_calls, default=0) for rank_calls in calls.values()), default=0)
         ranks_inside = [
@@ -258,23 +270,25 @@ def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
         ]
         if ranks_inside:
             call = calls[ranks_inside[0]][last_number]
-            summary = f"{evidence.group(key)} came to {describe_call(call)}, number {last_number}, and it did not end"
-            fix = "the network between them, or a device: phalanx bench times the links; check cards and cables"
+            summary = (
+                f"{evidence.group(key)} entered {describe_call(call)}, number {last_number}, and it did not finish"
+            )
+            fix = "check the network between them, its cards and cables, and the devices; phalanx bench times the links"
             return Verdict("lost", key[1], summary, fix=fix)
     return None
 
 
 def _find_stalled_rank(evidence: Evidence) -> Verdict | None:
-    """Ranks that stand still in what no recorder has: messages of a pipeline; or one alone."""
+    """Find ranks that made no progress in pipeline messages, which no recorder has, or one rank alone."""
     stalled_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == STALLED]
     if not stalled_ranks:
         return None
     shown = [f"{evidence.name(rank)} in {evidence.where(rank)}" for rank in sorted(stalled_ranks)[:4]]
     more = [f"{len(stalled_ranks) - 4} more"] if len(stalled_ranks) > 4 else []
-    summary = f"{join_words([*shown, *more])}: nothing moved there, and no collective was under way"
-    fix = "look there: is it slow, or does it wait for something that does not come?"
+    summary = f"{join_words([*shown, *more])}: no progress, and no collective was pending"
+    fix = "check this line: it may be slow, or wait for an event that does not occur"
     if len(stalled_ranks) > 1:
-        fix = "a message between them was lost: look at the network there (phalanx doctor), and continue with --resume"
+        fix = "check the network between them (phalanx doctor), which lost a message, and continue with --resume"
     return Verdict("lost", tuple(sorted(stalled_ranks)), summary, fix=fix)
 
 

@@ -29,12 +29,12 @@ Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "cr
 PROCESS_STATES = {
     "T": "was stopped (SIGSTOP)",
     "t": "was stopped by a debugger",
-    "Z": "had died",
-    "X": "had died",
-    "gone": "was gone",
+    "Z": "had exited",
+    "X": "had exited",
+    "gone": "no longer existed",
     "D": "waited for a disk or a driver (state D)",
 }
-"""Of a process, as its neighbours saw it."""
+"""States of a process in /proc, as other ranks on its host saw it."""
 
 
 STOPPED_STATES = ("T", "t")
@@ -42,30 +42,33 @@ STOPPED_STATES = ("T", "t")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What it was, as far as the ranks' words tell."""
+    """The probable cause of a hang or a failure."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """Those to look at."""
+    """The ranks to look at."""
     summary: str
     fix: str
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a run that stood still or broke off."""
+    """The diagnosis of a run that hung or failed."""
 
     verdict: Verdict
     step: int | None
-    """The last that all ranks which told had finished."""
+    """The last step that all ranks with a hang dump had finished."""
     ranks: dict[int, str]
-    """A line on each, where any left word."""
+    """A line on each rank, if any rank wrote a record."""
     earlier_failures: tuple[str, ...] = ()
-    """A line on each failure that the run went on from."""
+    """A line on each failure from which the run recovered."""
 
 
 def format_coordinates(sizes: ParallelDims, rank: int) -> str:
-    """Where a rank is in the layout: "pp=2, tp=5, dp=0", axes of one rank left out; "" for a single rank."""
+    """Return the coordinates of a rank in the layout, such as "pp=2, tp=5, dp=0".
+
+    Axes of size 1 are omitted; the text of a single rank is empty.
+    """
     if rank < sizes.servers:
         return f"server {rank}"
     coordinates = {**sizes.coordinates(rank), "ep": sizes.expert_rank(rank)}
@@ -77,7 +80,7 @@ def format_coordinates(sizes: ParallelDims, rank: int) -> str:
 
 
 class Evidence:
-    """The evidence, and words for it."""
+    """The records of all ranks, and their description as text."""
 
     def __init__(
         self, dumps: Mapping[int, HangDump], failures: Mapping[int, Mapping[str, Any]], sizes: ParallelDims
@@ -86,28 +89,30 @@ class Evidence:
         self.sizes = sizes
         self.all = dumps
         self.states: dict[int, str] = {}
-        """Of processes that others looked at: the worst that one saw."""
+        """The worst state of each process that other ranks saw."""
         for dump in dumps.values():
             for rank, state in dump["sibling_states"].items():
                 if state in STOPPED_STATES or int(rank) not in self.states:
                     self.states[int(rank)] = state
-        # A rank that was stopped tells only what it did when it was woken, to end.
+        # The dump of a stopped rank describes only the time after it was resumed to exit.
         self.dumps = {rank: dump for rank, dump in dumps.items() if self.states.get(rank) not in STOPPED_STATES}
         self.silent = [rank for rank in range(sizes.world_size) if rank not in self.dumps]
         self.groups = collectives_by_group(self.dumps)
         self.expert_groups = set(expert_parallel_groups(sizes))
 
     def name(self, rank: int) -> str:
+        """Return the name of a rank with its coordinates."""
         coordinates = format_coordinates(self.sizes, rank)
         return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
     def names(self, ranks: Iterable[int]) -> str:
+        """Return the names of ranks, the first four in full."""
         sorted_ranks = sorted(ranks)
         shown = [self.name(rank) for rank in sorted_ranks[:4]]
         return join_words([*shown, f"{len(sorted_ranks) - 4} more"] if len(sorted_ranks) > 4 else shown)
 
     def group(self, key: Key) -> str:
-        """ "the dp ranks 0, 2"."""
+        """Return the name of a process group, such as "the dp ranks 0, 2"."""
         ranks = key[1]
         if len(ranks) == self.sizes.world_size:
             return "all ranks"
@@ -118,23 +123,26 @@ class Evidence:
             axis for axis in self.sizes.axes if len({rank_coordinates[axis] for rank_coordinates in coordinates}) > 1
         ]
         if ranks in self.expert_groups and prod(getattr(self.sizes, axis) for axis in axes) > len(ranks):
-            axes = ["ep"]  # none of the mesh's
+            axes = ["ep"]  # a group of no mesh axis
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         axis_names = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
         return f"the {' x '.join(axis_names)} ranks {shown}"
 
     def where(self, rank: int) -> str:
+        """Return the innermost frame of a rank outside of libraries, or "" if it wrote no dump."""
         return innermost_user_frame(self.dumps[rank]["stack"]) if rank in self.dumps else ""
 
     def is_in_collective(self, rank: int, call: RecordedCollective) -> bool:
-        """Whether this rank was in it. Gloo takes a collective that failed for one that is over; a message that failed
-        says nothing of collectives before it."""
+        """Return whether a rank was in a collective.
+
+        Gloo marks a failed collective as finished. A failed message implies nothing about the collectives before it.
+        """
         dump = self.dumps[rank]
         failed = dump["why"] == FAILED and was_waiting(dump) and not was_in_pipeline_p2p(dump)
         return not call["over"] or (failed and call is dump["calls"][-1])
 
     def last_call(self, rank: int) -> str:
-        """The collective that a rank waited in; "" if it was in none that is known."""
+        """Return the collective in which a rank waited, or "" if it waited in no recorded collective."""
         dump = self.dumps[rank]
         call = dump["calls"][-1] if dump["calls"] else None
         if call is None or not self.is_in_collective(rank, call):
@@ -143,28 +151,31 @@ class Evidence:
         return f"{describe_call(call)}, number {call['number']} of {self.group(key)}"
 
     def describe_rank(self, rank: int) -> str:
-        """Of one rank: what it did, and where."""
+        """Return a line on a rank: its state and its line of code."""
         return f"{self.name(rank)}: {self._describe_state(rank)}"
 
     def _describe_state(self, rank: int) -> str:
         state = self.states.get(rank)
         failure = self.failures.get(rank)
         if rank not in self.dumps:
-            description = PROCESS_STATES.get(state or "", "left no word")
+            description = PROCESS_STATES.get(state or "", "wrote no hang dump")
             failed_itself = failure is not None and not is_peer_loss(str(failure["reason"]))
             return f"{description}; {failure['reason']}" if failure and failed_itself else description
         dump = self.dumps[rank]
         call = self.last_call(rank)
-        stall_note = f", still for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
+        stall_note = f", no progress for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
         parts = [f"after step {dump['step']}{stall_note}: {self.where(rank)}", *([f"in {call}"] if call else [])]
-        if state in (*STOPPED_STATES, "D"):  # one that has died did so after its word
+        if state in (*STOPPED_STATES, "D"):  # other processes exited after they wrote the dump
             parts.append(PROCESS_STATES[state or ""])
         return "; ".join(parts)
 
 
 def _incomplete_collectives(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
-    """Of each group in which ranks wait for others: the group, the first collective that some did not come to, who came
-    and waits, and who did not come."""
+    """Yield the first incomplete collective of each group in which ranks wait for others.
+
+    Yields:
+        The group, the collective, the ranks that wait in it, and the ranks that did not reach it.
+    """
     for key, calls in evidence.groups.items():
         last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
         waited_numbers = {
@@ -186,7 +197,7 @@ def _incomplete_collectives(evidence: Evidence) -> Iterator[tuple[Key, RecordedC
 
 
 def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
-    """By rank that had not come as far as others of a group: who had."""
+    """Map each lagging rank to the ranks of its groups that are ahead of it."""
     ranks_ahead: dict[int, set[int]] = defaultdict(set)
     for _, _, waiters, missing in _incomplete_collectives(evidence):
         for rank in missing:
@@ -195,13 +206,13 @@ def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
 
 
 def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
-    """What they never came to."""
+    """Describe the collective that these ranks did not reach, or else the one in which others waited."""
     for key, call, waiters, missing in _incomplete_collectives(evidence):
         if set(ranks) & set(missing):
             other_missing = [rank for rank in missing if rank not in ranks and rank in evidence.dumps]
             waiting = describe_other_ranks(evidence, waiters, key)
             text = f"; {waiting} waited in {describe_call(call)}, number {call['number']}"
-            missing_note = f", to which {evidence.names(other_missing)} had not come either" if other_missing else ""
+            missing_note = f", which {evidence.names(other_missing)} had not reached either" if other_missing else ""
             return f"{text} of {evidence.group(key)}{missing_note}"
     waiting_ranks = [rank for rank, dump in evidence.dumps.items() if was_waiting(dump) and rank not in ranks]
     if not waiting_ranks:
@@ -212,7 +223,10 @@ def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
 
 
 def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
-    """From where on they called the same collectives from other lines than the others: one was left out, or added."""
+    """Describe from which collective on these ranks called from other lines than the other ranks.
+
+    Such a difference means that a call was skipped or added.
+    """
     for key, calls in evidence.groups.items():
         number = first_difference(calls, lambda call: call["at"] and tuple(call["at"]))
         if number is None or all(number - 1 not in mine for mine in calls.values()):
@@ -223,12 +237,13 @@ def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
             mine = next(rank for rank in deviating_ranks if rank in ranks)
             other_frame = next((frame for frame in frame_by_rank.values() if frame != frame_by_rank[mine]), None)
             return (
-                f"; from number {number} of {evidence.group(key)} on its calls came from other lines "
-                f"({format_frame(frame_by_rank[mine])}, where others were at {format_frame(other_frame)}): "
-                "one was left out there, or added"
+                f"; from number {number} of {evidence.group(key)} on, its calls came from other lines "
+                f"({format_frame(frame_by_rank[mine])}, while others were at {format_frame(other_frame)}): "
+                "a call was skipped or added there"
             )
     return ""
 
 
 def describe_other_ranks(evidence: Evidence, ranks: Sequence[int], key: Key) -> str:
+    """Return the names of ranks; only their number if they are several of a large group."""
     return evidence.names(ranks) if len(ranks) == 1 or len(key[1]) <= 4 else f"{len(ranks)} others"

@@ -1,4 +1,4 @@
-"""Want of memory: the limit under which this process runs (its cgroup), whether the kernel killed for it, and words."""
+"""Out-of-memory reports: the cgroup's memory limit, kills by the OOM killer, and allocated memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_oom_kills() -> int | None:
-    """Processes of this one's group that the kernel has killed for want of memory; None where it does not say.
+    """Return the number of processes in this cgroup that the OOM killer has killed, or None if unknown.
 
     cgroup v2 counts in memory.events, v1 in memory.oom_control (Documentation/admin-guide/cgroup-v2.rst, and
     cgroup-v1/memory.rst).
@@ -31,16 +31,16 @@ def cgroup_oom_kills() -> int | None:
 
 
 def cgroup_memory_limit() -> int | None:
-    """The most that the group may hold; None where there is no limit, or nobody says so."""
+    """Return the memory limit of this cgroup in bytes, or None if it is absent or unknown."""
     for file in _find_cgroup_files("memory.max", "memory.limit_in_bytes"):
         text = file.read_text().strip()
-        if text.isdecimal() and int(text) < 2**62:  # v1 writes the largest number of pages where there is none
+        if text.isdecimal() and int(text) < 2**62:  # without a limit, v1 writes the largest number of pages
             return int(text)
     return None
 
 
 def format_oom_report(record: Mapping[str, Any]) -> str:
-    """An account for people; "" where there is none."""
+    """Return a sentence on an out-of-memory record, or "" for an empty one."""
     if not record:
         return ""
     allocated = record["held_bytes"]
@@ -49,38 +49,50 @@ def format_oom_report(record: Mapping[str, Any]) -> str:
     parts = ", ".join(
         f"{name} {format_gb_or_mb(allocated[name])}" for name in allocated if name not in ("total", "peak", "reserved")
     )
-    request_text = f"{format_gb_or_mb(requested_bytes)} were wanted beside the" if requested_bytes else "it held"
+    request_text = f"{format_gb_or_mb(requested_bytes)} requested with" if requested_bytes else "allocated"
     reserved_text = f", {format_gb_or_mb(allocated['reserved'])} reserved" if "reserved" in allocated else ""
     limit_text = f" (limit {format_gb_or_mb(limit_bytes)})" if limit_bytes else ""
-    total_text = f"{format_gb_or_mb(allocated['total'])}{' held' if requested_bytes else ''}"
+    total_text = f"{format_gb_or_mb(allocated['total'])}{' allocated' if requested_bytes else ''}"
     return f"out of memory: {request_text} {total_text}{limit_text}: {parts}{reserved_text}"
 
 
 def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int = 0) -> str:
-    """Of a rank that left no word: where it was, whether the kernel killed it for want of memory, what it last held.
-    `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
+    """Return why a rank without a failure record exited.
+
+    The text contains the line of a fatal signal, whether the OOM killer killed the rank, and the last recorded peak of
+    its memory.
+
+    Args:
+        directory: The run directory.
+        rank: The rank.
+        exit_reason: The signal or exit code, as text.
+        oom_kills: Number of OOM kills since the launcher started; other ranks may have recorded some too.
+    """
     if "SIGKILL" not in exit_reason:
         fault = describe_fault(directory, rank)
-        return f"{exit_reason}: {fault}" if fault else f"{exit_reason} without a word"
+        return f"{exit_reason}: {fault}" if fault else f"{exit_reason} and wrote no failure record"
     if oom_kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = cgroup_memory_limit()
-        limit_text = f" (limit of its group: {format_gb_or_mb(limit)})" if limit else ""
-        return f"{exit_reason}, by the kernel, for want of memory{limit_text}{_describe_last_peak(directory, rank)}"
-    return f"{exit_reason} without a word; out of memory?"
+        limit_text = f" (cgroup limit: {format_gb_or_mb(limit)})" if limit else ""
+        return f"{exit_reason}, by the kernel's OOM killer{limit_text}{_describe_last_peak(directory, rank)}"
+    return f"{exit_reason} and wrote no failure record; possible cause: out of memory"
 
 
 def _describe_last_peak(directory: Path, rank: int) -> str:
-    """Return the peak memory that the rank recorded last: it writes about once a second."""
+    """Describe the last peak memory that a rank recorded; ranks record about once a second."""
     with suppress(OSError):
         for record in reversed(read_jsonl(rank_record_file(directory, rank))):
             if "peak_memory_bytes" in record:
                 peak = format_gb_or_mb(record["peak_memory_bytes"])
-                return f"; it had noted a peak of {peak} by step {record['step']}"
+                return f"; last recorded peak: {peak} by step {record['step']}"
     return ""
 
 
 def _find_cgroup_files(version_2: str, version_1: str) -> Iterator[Path]:
-    """The file of this process's group, under its path or, in a container that sees its own as the root, there."""
+    """Yield the file of this process's cgroup.
+
+    The file is under the path of the cgroup, or at the root in a container that sees only its own cgroup.
+    """
     with suppress(OSError):
         for line in PROCESS_CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

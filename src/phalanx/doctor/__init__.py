@@ -1,1 +1,1 @@
-"""Whether a machine is fit for a run: one short file per check."""
+"""Health checks of machines for a run, one short file per check."""

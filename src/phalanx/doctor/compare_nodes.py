@@ -1,4 +1,4 @@
-"""Several nodes: each leaves word of itself on storage that they share; together they show who differs."""
+"""Comparison of several nodes by the reports that each of them writes to shared storage."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ CRITICAL_FACTS = (
     "RDMA MTU",
     "RDMA rate",
 )
-"""Runs fail, or slow down, where nodes differ in these."""
+"""Facts whose differences between nodes make runs fail or slow down."""
 REPORT_SUFFIX = ".node.json"
 MAX_REPORT_AGE_MINUTES = 60
 COLLECTIVES_FILE = "collectives.json"
-"""What the ranks of a run found together (`phalanx.doctor.multi_node_benchmark`)."""
+"""The file with the measurements that all ranks make together (`phalanx.doctor.multi_node_benchmark`)."""
 USER_ERROR_CODE = 2
-"""The code of a failure that is the user's to mend, and no host's."""
+"""The code of a failure that the user must fix, and that blames no host."""
 NODES = CheckRule(
     "nodes.missing",
-    "nodes that left word",
+    "nodes with a report",
     "FAIL",
-    threshold="all of the run",
+    threshold="all of the run's",
     unit="nodes",
     source="the run (cluster.nodes)",
-    remedy="see why the others did not: unreachable, stuck, or not started",
+    remedy="find out why the others have none: unreachable, hung, or not started",
     command="sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
 )
 BREAKS = CheckRule(
     "nodes.drift_breaks",
     f"{', '.join(CRITICAL_FACTS)}",
     "FAIL",
-    threshold="that of most nodes",
+    threshold="equal to most nodes",
     unit="",
     source="Primus, GCM (drift against the majority)",
-    remedy="bring the node to what most have, or leave it out",
+    remedy="make the node equal to most nodes, or exclude it",
     command="phalanx doctor --compare-reports DIR --json",
 )
 DRIFT = CheckRule(
     "nodes.drift",
     "kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
     "WARN",
-    threshold="those of most nodes",
+    threshold="equal to most nodes",
     unit="",
     source="Primus, GCM (drift against the majority)",
-    remedy="bring the node to what most have",
+    remedy="make the node equal to most nodes",
     command="phalanx doctor --compare-reports DIR --json",
 )
 CLOCK = CheckRule(
     "nodes.clock",
-    "clock beside that of the shared storage, against the median node's",
+    "clock offset from the shared storage, relative to the median node's",
     "FAIL",
     threshold=f"at most {MAX_OFFSET_SECONDS}",
     unit="s",
@@ -80,12 +80,12 @@ CLOCK = CheckRule(
 )
 STALE = CheckRule(
     "nodes.old",
-    "age of a node's word beside the newest",
+    "age of a node's report compared with the newest",
     "FAIL",
     threshold=f"at most {MAX_REPORT_AGE_MINUTES}",
     unit="min",
-    source="ours: of a node that hangs now an old word would stand for it",
-    remedy="see whether the node answers now; give each check a directory of its own",
+    source="ours: the old report of a node that hangs now would hide the hang",
+    remedy="check whether the node responds; use a separate directory for each check",
     command="phalanx doctor RUN.toml --save-report DIR",
 )
 RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
@@ -93,21 +93,24 @@ RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node leaves."""
+    """The report of a node."""
 
     host: str
     clock_offset_seconds: float
-    """Of its clock, beside that of whoever stamps files of the shared storage."""
+    """Offset of the node's clock from the clock that stamps files of the shared storage."""
     facts: Facts
     findings: tuple[DoctorFinding, ...]
     job_nodes: tuple[str, ...] = ()
-    """Those that were to leave word with it, where that is known."""
+    """The nodes of the same job, which also write a report, if they are known."""
 
 
 def storage_clock(directory: Path) -> float:
-    """How far this host's clock is ahead of the one that stamps files in a directory; a file server does on its own
-    clock, so that nodes can be compared without talking to each other. To about as exactly as a file is made. By
-    Lustre and Spectrum Scale the writer's own clock stamps files: there nothing is seen."""
+    """Return how many seconds this host's clock is ahead of the clock that stamps files in a directory.
+
+    A file server stamps files with its own clock, so nodes can be compared without communication. The accuracy is about
+    the time in which a file is written. Lustre and Spectrum Scale stamp files with the writer's clock: there the result
+    is always about 0.
+    """
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         before = time.time()
         os.write(file.fileno(), b"now")
@@ -116,7 +119,7 @@ def storage_clock(directory: Path) -> float:
 
 
 def write_node_report(directory: Path, node: NodeReport) -> Path:
-    """Write what a node found; returns the file."""
+    """Write the report of a node, and return the file."""
     file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{REPORT_SUFFIX}"
     partial_file = file.with_suffix(".part")
     partial_file.write_text(json.dumps(asdict(node), indent=1))
@@ -125,20 +128,24 @@ def write_node_report(directory: Path, node: NodeReport) -> Path:
 
 
 def read_node_reports(directory: Path) -> list[NodeReport]:
-    """What nodes left. Raises UserError where there is nothing, or where a file is none of theirs."""
+    """Return the reports of the nodes in a directory.
+
+    Raises:
+        UserError: The directory contains no report, or an invalid one.
+    """
     files = sorted(directory.glob(f"*{REPORT_SUFFIX}"))
     if not files:
         raise UserError(
             "--compare-reports",
             str(directory),
             f"has no *{REPORT_SUFFIX}",
-            fix="run `phalanx doctor --save-report` there on every node",
+            fix="run `phalanx doctor --save-report` with this directory on every node",
         )
     return [_read_node_report(file) for file in files]
 
 
 def stale_report_findings(directory: Path) -> list[DoctorFinding]:
-    """Nodes that left word long before the last one did."""
+    """Return the nodes whose report is much older than the newest."""
     written_at = {_read_node_report(file).host: file.stat().st_mtime for file in directory.glob(f"*{REPORT_SUFFIX}")}
     minutes = {host: round((max(written_at.values()) - seconds) / 60) for host, seconds in written_at.items()}
     stale = [STALE.violation("", age, host=host) for host, age in minutes.items() if age > MAX_REPORT_AGE_MINUTES]
@@ -146,7 +153,7 @@ def stale_report_findings(directory: Path) -> list[DoctorFinding]:
 
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
-    """What ranks found together and left there, or that they failed; of an old word only that it is old."""
+    """Return the findings of the ranks' measurement, or its failures; for an old one only that it is old."""
     files = [*directory.glob(COLLECTIVES_FILE), *(directory / FAILURES_DIR).glob("rank-*.json")]
     if not files:
         return [FAILED.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]
@@ -158,8 +165,11 @@ def collective_findings(directory: Path) -> list[DoctorFinding]:
 
 
 def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
-    """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
-    says more, and blames no host; nor does a mistake in the run file."""
+    """Return why ranks failed, each reason of a host once.
+
+    Ranks that only lost a peer are reported only if no other rank failed, and blame no host. Errors in the run file
+    blame no host either.
+    """
     failures = list(read_failures(directory).values())
     primary = [failure for failure in failures if not is_peer_loss(str(failure.get("reason")))]
     last_first = reversed(primary or failures[:1])
@@ -175,12 +185,16 @@ def _blamed_host(failure: Mapping[str, Any]) -> str:
 
 
 def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
-    """Raises UserError for another file of that name."""
+    """Return the saved findings of the ranks' measurement.
+
+    Raises:
+        UserError: The file has another format.
+    """
     file = directory / COLLECTIVES_FILE
     try:
         return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
-        problem = f"is not what phalanx.doctor.multi_node_benchmark writes ({type(error).__name__})"
+        problem = f"is not a file of phalanx.doctor.multi_node_benchmark ({type(error).__name__})"
         raise UserError("--compare-reports", str(file), problem, fix="remove it, and measure again") from None
 
 
@@ -197,14 +211,19 @@ def _read_node_report(file: Path) -> NodeReport:
             job_nodes=job_hosts,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"is not what a node leaves ({type(error).__name__})"
+        problem = f"is not a node report ({type(error).__name__})"
         raise UserError(
             "--compare-reports", str(file), problem, fix="run `phalanx doctor --save-report` on that node again"
         ) from None
 
 
 def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[DoctorFinding]:
-    """In which nodes differ from most, by facts and clocks. `expected_nodes` nodes should have written a report."""
+    """Return the differences of each node from the majority, by facts and clocks.
+
+    Args:
+        nodes: The reports of the nodes.
+        expected_nodes: The number of nodes that should have written a report.
+    """
     missing = _missing_node_findings(nodes, expected_nodes)
     names = sorted({name for node in nodes for name in node.facts})
     drift = [finding for name in names for finding in _drift_findings(name, nodes)]
@@ -216,15 +235,19 @@ def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[
 
 
 def _missing_node_findings(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
-    """Each node of the job that left no word; where their names are not known, how many did."""
+    """Return the nodes of the job without a report, or the number of reports if names are unknown."""
     missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
     if missing_hosts:
-        return [NODES.violation("", "no word", "one of each node", host=host) for host in sorted(missing_hosts)]
+        return [NODES.violation("", "no report", "one per node", host=host) for host in sorted(missing_hosts)]
     return [NODES.violation("", len(nodes), f"{expected_nodes}")] if len(nodes) < expected_nodes else []
 
 
 def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[DoctorFinding]:
-    """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
+    """Return the hosts whose clock offset is far from the median.
+
+    Args:
+        clock_offsets_seconds: The offset of each host's clock from a common reference.
+    """
     median_offset = median(clock_offsets_seconds.values())
     deviations = {host: round(seconds - median_offset, 1) for host, seconds in clock_offsets_seconds.items()}
     findings = [
@@ -236,7 +259,7 @@ def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[Doct
 
 
 def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
-    """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
+    """Return the nodes that differ from the majority, or one finding of no host without a majority."""
     values = {node.host: node.facts.get(name, "none") for node in nodes}
     rule = BREAKS if name in CRITICAL_FACTS else DRIFT
     majority = most_common(values.values())
@@ -244,6 +267,6 @@ def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFindin
         return []
     if 2 * list(values.values()).count(majority) <= len(nodes):
         return [
-            rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")
+            rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "equal on all nodes")
         ]
     return [rule.violation(name, value, majority, host=host) for host, value in values.items() if value != majority]

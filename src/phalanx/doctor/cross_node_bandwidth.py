@@ -1,4 +1,4 @@
-"""Between nodes: what a run's collectives reach, and each pair of nodes. What is measured elsewhere is judged here."""
+"""Evaluation of measured bandwidths between nodes: of a run's collectives, and of each pair of nodes."""
 
 from __future__ import annotations
 
@@ -10,64 +10,66 @@ from phalanx.doctor.finding import CheckRule, DoctorFinding
 from phalanx.spec.formatting import GB, GIB, MIB
 
 LARGE_BYTES = 64 * MIB
-"""From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
+"""Minimum size at which a collective is limited by bandwidth, not by latency (Primus: 64 MB and 1 GB)."""
 HUGE_BYTES = GIB
 MIN_BANDWIDTH_SHARE = 0.55
 MIN_HUGE_BANDWIDTH_SHARE = 0.7
-"""Of what links carry that collectives reach, and from which size on it is more. Healthy nodes of 8 A100 and 8 H200
-reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on (stas00/ml-engineering's and SimuMax's
-sweeps of nccl-tests)."""
+"""Share of the links' bandwidth that collectives must reach, and the share from `HUGE_BYTES` on.
+
+Healthy nodes of 8 A100 and 8 H200 reach 0.60 (all-to-all) to 0.77 at 64 MiB, and 0.73 and more from 1 GiB on
+(stas00/ml-engineering's and SimuMax's sweeps of nccl-tests).
+"""
 SLOW_RATIO = 0.75
-"""NVRx takes a rank for a straggler below 0.75 of the median."""
+"""NVRx classifies a rank below 0.75 of the median as a straggler."""
 WRONG = CheckRule(
     "between.wrong",
-    "numbers of a collective that did not arrive as they should",
+    "wrong elements in the result of a collective",
     "FAIL",
     threshold="0",
     unit="numbers",
     source="nccl-tests (#wrong)",
-    remedy="drain these nodes: some memory, link or GPU changes data silently",
+    remedy="drain these nodes: some memory, link or GPU corrupts data silently",
     command="phalanx bench collectives RUN.toml; dcgmi diag -r 3",
 )
 BANDWIDTH = CheckRule(
     "between.busbw",
     f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
     "WARN",
-    threshold=f"at least {MIN_BANDWIDTH_SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on "
+    threshold=f"at least {MIN_BANDWIDTH_SHARE:.0%} of the links' bandwidth, from {HUGE_BYTES // GIB} GiB on "
     f"{MIN_HUGE_BANDWIDTH_SHARE:.0%}",
     unit="GB/s",
     source="stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
-    remedy="see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
+    remedy="check which links it uses, whether NCCL fell back to sockets, and the pairs below",
     command="phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )
 PAIR = CheckRule(
     "between.slow_node",
-    "bandwidth of a node with its best partner, of the median node's",
+    "bandwidth of a node with its best partner, relative to the median node's",
     "FAIL",
     threshold=f"at least {SLOW_RATIO:.0%}",
     unit="%",
     source="NVRx (straggler below 0.75 of the median)",
-    remedy="leave the node out, and look at its cards, cables and counters",
+    remedy="exclude the node, and check its cards, cables and counters",
     command="srun --exclude=$(cat failing_nodes.txt) ...",
 )
 LINK = CheckRule(
     "between.slow_pair",
-    "bandwidth between two nodes, of the same",
+    "bandwidth between two nodes, relative to the same",
     "WARN",
     threshold=f"at least {SLOW_RATIO:.0%}",
     unit="%",
     source="NVRx (straggler below 0.75 of the median)",
-    remedy="look at what lies between these two: cables, leaf switches, routing",
+    remedy="check the connection between these two: cables, leaf switches, routing",
     command="torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
 )
 FAILED = CheckRule(
     "between.failed",
-    "ranks that measured this together",
+    "ranks of this measurement",
     "FAIL",
-    threshold="all came to its end",
+    threshold="all finished it",
     unit="",
     source="ours",
-    remedy="see what failed on that host first; ranks that only lost another blame no host",
+    remedy="find the first failure on that host; ranks that only lost a peer blame no host",
     command="cat DIR/failures/rank-*.json",
 )
 RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
@@ -75,20 +77,20 @@ RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 
 @dataclass(frozen=True)
 class CollectiveResult:
-    """What one collective reached, at one size."""
+    """The measurement of one collective at one size."""
 
     name: str
-    """all_reduce among data."""
+    """Operation and group, such as "all_reduce among data"."""
     ranks: int
     size_bytes: int
     bus_bytes_per_second: float
     link_bytes_per_second: float | None
-    """What a rank's links carry of it; None where that is not known."""
+    """Bus bandwidth that a rank's links allow, or None if it is unknown."""
     wrong: int
 
 
 def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding]:
-    """Each collective at its largest size."""
+    """Check each collective at its largest size."""
     wrong = [WRONG.violation(result.name, result.wrong) for result in results if result.wrong]
     largest = {result.name: result for result in sorted(results, key=lambda result: result.size_bytes)}
     large_results = [
@@ -100,7 +102,7 @@ def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding
         if result.bus_bytes_per_second < _required_bytes_per_second(result)
     ]
     if not large_results:
-        slow = [BANDWIDTH.skip("nothing so large is sent over links whose speed is known")]
+        slow = [BANDWIDTH.skip("no collective of that size uses links of known speed")]
     elif not slow:
         slow = [BANDWIDTH.ok(f"{len(large_results)} collectives")]
     return [*(wrong or [WRONG.ok(0)]), *slow]
@@ -120,9 +122,12 @@ def _required_bytes_per_second(result: CollectiveResult) -> float:
 
 
 def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:
-    """Which node is slow: one that no other reaches at a usual speed. One that some do is not to blame: then a pair is.
-    Usual is the median of what nodes reach with their best partner, which is healthy where more than half of them
-    are; of all pairs of three nodes two are slow with one."""
+    """Find slow nodes and slow pairs of nodes.
+
+    A node is slow if its bandwidth with every other node is low; else a slow pair is reported. The reference is the
+    median over nodes of the bandwidth with their best partner, which is healthy if more than half of the nodes are. The
+    median of all pairs would not be: with one slow node of three, two of the three pairs are slow.
+    """
     if not bytes_per_second:
         return [PAIR.skip("one node")]
     hosts = sorted({host for pair in bytes_per_second for host in pair})
@@ -147,7 +152,7 @@ def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[
 
 
 def round_robin_pairs(nodes: int) -> list[list[tuple[int, int]]]:
-    """All pairs of nodes in rounds in which each has one partner at most: a tournament, by the circle method."""
+    """Return all pairs of nodes in rounds with at most one partner per node, by the circle method."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):

@@ -1,7 +1,7 @@
-"""Write and sync a file that has no name, and print how long it took.
+"""Write and sync an anonymous file, and print the time.
 
-`python -m phalanx.doctor.disk_write_probe DIRECTORY MIB`. The file has no name so that nothing is left behind, however
-the probe ends. On a slow disk the probe writes less.
+`python -m phalanx.doctor.disk_write_probe DIRECTORY MIB` runs it. The file is anonymous so that nothing remains,
+however the probe ends. On a slow disk the probe writes less.
 """
 
 import os
@@ -10,13 +10,14 @@ import tempfile
 import time
 
 BLOCK = os.urandom(1 << 20)
-"""Zeros are not written at all by some file systems."""
+"""Random data, because some file systems do not write zeros."""
 BLOCKS_PER_SYNC = 16
 MAX_SECONDS = 5
-"""After so many pieces it is synced, and after so long it ends: a slow disk is told from one that hangs."""
+"""Number of blocks between syncs, and the time limit, which distinguishes slow disks from hung ones."""
 
 
 def main() -> None:
+    """Run the probe."""
     directory = sys.argv[1]
     pieces = int(sys.argv[2])
     with tempfile.TemporaryFile(dir=directory) as file:

@@ -1,4 +1,4 @@
-"""Counters of errors, read before and after a benchmark: what is old is nobody's fault, what grows under load is."""
+"""Error counters before and after a benchmark: only errors that occur under load are findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci
 
 CounterSnapshot = dict[str, dict[str, int]]
-"""Of each rule, by device and counter: "mlx5_0 symbol_error"."""
+"""Counts by rule, and by device and counter, such as "mlx5_0 symbol_error"."""
 MAX_MARKED_SHARE = 1e-3
 MAX_RESENT_SHARE = 1e-2
 LINK = CheckRule(
@@ -27,39 +27,38 @@ LINK = CheckRule(
 )
 RESENT = CheckRule(
     "counters.resent",
-    "packets lost and sent again over RDMA in the benchmark",
+    "packets lost and retransmitted over RDMA in the benchmark",
     "WARN",
     threshold="0",
     unit="packets",
-    source="NVIDIA, hw_counters (out_of_sequence and its like)",
+    source="NVIDIA, hw_counters (out_of_sequence and similar)",
     remedy="the fabric drops packets: check PFC, ECN and the priority on every switch",
     command="cat /sys/class/infiniband/*/ports/*/hw_counters/*",
 )
 MARKED = CheckRule(
     "counters.ecn",
-    "share of packets that came marked by ECN in the benchmark",
+    "share of received packets with an ECN mark in the benchmark",
     "WARN",
     threshold=f"at most {MAX_MARKED_SHARE:g}",
     unit="of packets",
-    source="ours: senders slow down by each (DCQCN)",
+    source="ours: each mark slows senders down (DCQCN)",
     remedy="look for a congested link: many to one, or rails that cross the spine",
     command="phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
 )
 PAUSED = CheckRule(
     "counters.pause",
-    "pause frames that came (rx) or were sent (tx) in the benchmark",
+    "received (rx) or sent (tx) pause frames in the benchmark",
     "WARN",
     threshold="0",
     unit="frames",
     source="NVIDIA, DCQCN (ECN should act before PFC)",
-    remedy="by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this "
-    "host is one: "
-    "look at the PCIe link and NUMA node of its card",
+    remedy="rx: the switch paused {device}: check for a slow receiver, and for ECN on the path; tx: this host is "
+    "a slow receiver: check the PCIe link and NUMA node of its card",
     command="ethtool -S INTERFACE | grep pause",
 )
 DROPPED = CheckRule(
     "counters.dropped",
-    "packets dropped or broken at an interface in the benchmark",
+    "packets dropped or corrupted at an interface in the benchmark",
     "WARN",
     threshold="0",
     unit="packets",
@@ -99,7 +98,7 @@ ECC = CheckRule(
 )
 TCP = CheckRule(
     "counters.tcp",
-    "share of TCP's segments that were sent again in the benchmark",
+    "share of retransmitted TCP segments in the benchmark",
     "WARN",
     threshold=f"at most {MAX_RESENT_SHARE:g}",
     unit="of segments",
@@ -128,12 +127,12 @@ INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors")
 ETHTOOL_PATTERN = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
 PACKETS = "packets"
 SEGMENTS = "segments"
-"""Not errors: what shares are of."""
+"""Totals to which shares refer; they count no errors."""
 UNCORRECTED_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 
 
 def read_counters(machine: Machine) -> CounterSnapshot:
-    """All counters that a machine shows."""
+    """Return all error counters of a machine."""
     counters: CounterSnapshot = {}
     for rule, device, count in _read_all(machine):
         counters.setdefault(rule, {})[device] = count
@@ -141,8 +140,10 @@ def read_counters(machine: Machine) -> CounterSnapshot:
 
 
 def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[DoctorFinding]:
-    """What became of them meanwhile. One that is less than before began anew; of one that nobody read before nothing is
-    said."""
+    """Return the findings on the growth of counters.
+
+    A counter below its earlier value was reset. A counter without an earlier value is ignored.
+    """
     differences = {
         rule: {
             name: count - previous if count >= (previous := before[rule][name]) else count
@@ -155,7 +156,7 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
     for rule in RULES:
         counts = differences.get(rule.id)
         if not counts:
-            findings.append(rule.skip("no such counters here"))
+            findings.append(rule.skip("the machine has no such counters"))
         elif rule in (MARKED, TCP):
             findings += _check_shares(rule, counts, differences)
         else:
@@ -183,7 +184,7 @@ def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
         yield from _read_counter(machine, PACKETS, name, path=f"{port.path}/counters/port_rcv_packets")
         if port.roce and port.interface:
             yield from _read_ethtool_counters(machine, port.interface)
-    for path in machine.glob("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
+    for path in machine.glob("/sys/class/net/*/device"):  # hardware and virtual machines
         name = path.split("/")[4]
         for counter in INTERFACE_COUNTERS:
             yield from _read_counter(
@@ -206,7 +207,7 @@ def _read_counter(machine: Machine, rule: str, name: str, path: str) -> Iterator
 def _read_ethtool_counters(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
     try:
         output = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
-    except CommandTimeout:  # before or after: then it has grown by nothing that is known
+    except CommandTimeout:  # before or after: the growth is unknown
         return
     for pause, dropped, count in ETHTOOL_PATTERN.findall(output.text if output else ""):
         yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
@@ -223,7 +224,7 @@ def _read_gpu_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
 
 
 def _read_tcp_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
-    """Of this host's, or its network namespace's, as a whole."""
+    """Yield the TCP counters of this host or its network namespace."""
     lines = [line.split() for line in (machine.read("/proc/net/snmp") or "").splitlines() if line.startswith("Tcp:")]
     if len(lines) == 2:
         values = dict(zip(*lines, strict=False))

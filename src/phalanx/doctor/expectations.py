@@ -1,4 +1,4 @@
-"""What a run asks of each of its nodes."""
+"""Requirements of a run for each of its nodes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is not known is None, and is not judged."""
+    """Requirements of a run. Unknown ones are None, and are not checked."""
 
     directory: str = "."
-    """Where runs are written; it need not be there yet."""
+    """The output directory of runs, which may not exist yet."""
     quick: bool = False
-    """Whether all must be done within a minute."""
+    """True if all checks must finish within a minute."""
     nccl_log: str | None = None
     """A log of NCCL (NCCL_DEBUG=INFO)."""
     nodes: int | None = None
     gpus: int | None = None
-    """Of a node; 0 where the run is for CPUs."""
+    """Number of GPUs per node; 0 for a run on CPUs."""
     ranks: int | None = None
-    """Of a node."""
+    """Number of ranks per node."""
     rank_bytes: int | None = None
-    """Memory that the fullest rank needs."""
+    """Memory of the rank that needs most."""
     checkpoints: str | None = None
-    """The directory of the run's."""
+    """The directory of the run's checkpoints."""
     checkpoints_bytes: int | None = None
-    """All that are kept at once, and one more."""
+    """Size of all checkpoints that are kept at once, and one more."""
     checkpoint_bytes: int = 0
-    """One of them."""
+    """Size of one checkpoint."""
     precision: str | None = None
-    """In which it computes: "bf16", "fp32", ..."""
+    """Precision of the run: "bf16", "fp32", ..."""
     network_bytes_per_second: float | None = None
-    """A device's share of its node's network cards."""
+    """A device's share of the bandwidth of its node's network cards."""

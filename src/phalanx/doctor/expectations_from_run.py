@@ -1,4 +1,4 @@
-"""What a run asks of each of its nodes, from its run file."""
+"""Requirements of a run for each of its nodes, from its run file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from phalanx.spec.run import RunSpec
 
 
 def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectations:
-    """What is known of it: memory where its layout and its ranks are said, GPUs where its device is. No file is looked
-    at.
+    """Return the known requirements of a run, without reading other files.
 
-    Raises UserError if its layout cannot run on so many ranks.
+    The memory is known if the layout and the number of ranks are given, the number of GPUs if the device is given.
+
+    Raises:
+        UserError: The layout cannot run on the number of ranks.
     """
     cluster = run.cluster
     ranks = (
         nproc or cluster.nproc_per_node or (1 if cluster.device == "cpu" else None)
-    )  # as `phalanx train` would start
+    )  # the default of `phalanx train`
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.output_dir).expanduser().absolute()
     memory_per_rank = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}

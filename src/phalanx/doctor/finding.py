@@ -1,4 +1,4 @@
-"""What a check says: rules, which say beforehand what is well and where that is from, and findings under them."""
+"""Rules, which define expected values and their sources, and the findings of checks under these rules."""
 
 from __future__ import annotations
 
@@ -14,51 +14,61 @@ Measured = TypeVar("Measured", str, int, float)
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One thing that was looked at, on one device of one host."""
+    """The result of one rule on one device of one host."""
 
     id: str
-    """The rule's; of a whole check that was skipped, the check's name."""
+    """The id of the rule, or the name of a check that was skipped as a whole."""
     severity: Severity
     host: str
     device: str
     """GPU3, mlx5_0, eth0, a path, a PCI address; empty for the whole host."""
     measured: Value
-    """Of what is skipped: why."""
+    """The measured value; for a skipped rule, the reason."""
     unit: str
     threshold: str
-    """What is well, in words: "at least 8"."""
+    """The expected value as text, such as "at least 8"."""
     source: str
-    """Where the threshold is from."""
+    """Source of the threshold."""
     remedy: str
     command: str
-    """Which shows more of it, or mends it."""
+    """A command that shows details, or fixes the problem."""
 
 
 @dataclass(frozen=True)
 class CheckRule:
-    """What is measured, what is well, who says so, and what to do where it is not."""
+    """A measured quantity, its expected value and the source of it, and the remedy for a violation."""
 
     id: str
     quantity: str
     severity: Literal["WARN", "FAIL"]
-    """Of what breaks it."""
+    """Severity of a violation."""
     threshold: str
     unit: str
     source: str
     remedy: str
     command: str
-    """`{device}` in remedy and command stands for the device, `{gpu}` for a GPU as nvidia-smi -i takes it."""
+    """A shell command.
+
+    In remedy and command, `{device}` is the device, and `{gpu}` a GPU as nvidia-smi -i accepts it.
+    """
 
     def violation(self, device: str, measured: Value, threshold: str = "", host: str = "") -> DoctorFinding:
-        """A finding that something is not as it should be; `threshold` where it depends on the machine or the run."""
+        """Return the finding of a violation.
+
+        Args:
+            device: The device; empty for the whole host.
+            measured: The measured value.
+            threshold: The expected value, if it depends on the machine or the run.
+            host: The host, if it is not the checked one.
+        """
         return self._finding(self.severity, device, measured, threshold=threshold, host=host)
 
     def ok(self, measured: Value) -> DoctorFinding:
-        """A finding that all is as it should be."""
+        """Return the finding of an expected value."""
         return self._finding("OK", "", measured)
 
     def skip(self, reason: str) -> DoctorFinding:
-        """A finding that this could not be looked at, or has no meaning here."""
+        """Return the finding of a rule that cannot be checked or does not apply here."""
         return self._finding("SKIP", "", reason)
 
     def _finding(
@@ -87,24 +97,30 @@ class CheckRule:
 
 
 class CheckSkipped(Exception):  # noqa: N818
-    """A check has no meaning on this machine, or cannot look: the message says why."""
+    """A check that does not apply to this machine, or cannot run; the message is the reason."""
 
 
 def check_values(
     rule: CheckRule, measured: Mapping[str, Measured], wrong: Callable[[Measured], bool], threshold: str = ""
 ) -> list[DoctorFinding]:
-    """What a rule says of some devices: those that break it, else one finding that all is well, with what was measured
-    on them."""
+    """Return the violations of a rule, or one OK finding with the range of the measured values.
+
+    Args:
+        rule: The rule.
+        measured: The measured value of each device.
+        wrong: Whether a value violates the rule.
+        threshold: The expected value, if it depends on the machine or the run.
+    """
     broken = [rule.violation(device, value, threshold) for device, value in measured.items() if wrong(value)]
     if broken:
         return broken
     values = sorted(set(measured.values()))
     if not values:
-        return [rule.skip("nothing says")]
+        return [rule.skip("no device reports a value")]
     return [rule.ok(values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}")]
 
 
 def most_common(values: Iterable[Measured]) -> Measured | None:
-    """The value that most have; of several as frequent the first. None of none."""
+    """Return the most frequent value, the first one in a tie, or None without values."""
     counted = Counter(values).most_common(1)
     return counted[0][0] if counted else None

@@ -1,5 +1,7 @@
-"""All that a check may ask of a machine: files, names of files, answers of programs, variables of the environment. Of
-this machine, or of one that was recorded: a directory with its files under their paths, and answers under commands/."""
+"""Access of checks to a machine: files, paths, outputs of programs, and environment variables.
+
+The machine is the local one, or a snapshot: a directory with files under their paths, and outputs under commands/.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,27 @@ RECORDED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
     r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
-"""Of the environment, what checks may know and a record may hold."""
+"""Environment variables that checks may read and snapshots may contain."""
 SYSTEM_NCCL_CONF = "/etc/nccl.conf"
 USER_NCCL_CONF = "~/.nccl.conf"
-"""In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
+"""The files in which NCCL looks for variables; NCCL_CONF_FILE replaces the user's."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
-"""Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
+"""Twice the time in which nvidia-smi must respond for Primus (smi latency > 5 s is a failure)."""
 PIECE_BYTES = 1 << 16
 MAX_PIECES = 1024
-"""Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
-at once."""
+"""Number of pieces of a file that are read, 64 MiB in total (a log of NCCL).
+
+Under /proc/sys the kernel rejects reads of megabytes at once.
+"""
 CANNOT_RUN = 126
-"""A shell's exit code for a program that is there, and cannot be run."""
+"""A shell's exit code for a program that exists and cannot be executed."""
 STATUS_PATTERN = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
-"""The last line of a recorded answer that was not well."""
+"""The last line of a recorded output whose program failed or did not respond."""
 
 
 class CommandTimeout(Exception):  # noqa: N818
-    """A program gave no answer in time."""
+    """A program that did not finish in time."""
 
     def __init__(self, command: str, seconds: float) -> None:
         self.command = command
@@ -49,7 +53,7 @@ class CommandTimeout(Exception):  # noqa: N818
 
 
 class Machine:
-    """This machine, or with `root` a recorded one; what is asked of it is recorded to `record`."""
+    """The local machine, or a snapshot in `root`. All that checks read is recorded in `record`."""
 
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
         self.root = root
@@ -65,14 +69,16 @@ class Machine:
 
     @property
     def host(self) -> str:
-        """Its name: Slurm's where that started us, since srun --exclude takes no other."""
+        """The host's name: Slurm's if Slurm started this process, since srun --exclude accepts no other."""
         slurm = self.process_environment.get("SLURMD_NODENAME")
         return slurm or self.read(HOSTNAME) or (host_name() if self.root is None else "unknown")
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
-        """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
-        the system's (its src/misc/param.cc)."""
+        """Variables of the environment, and those of NCCL's files that the environment does not set.
+
+        The user's file takes precedence over the system's (NCCL's src/misc/param.cc).
+        """
         files = SYSTEM_NCCL_CONF, self.process_environment.get("NCCL_CONF_FILE") or USER_NCCL_CONF
         file_variables = {name: value for file in files for name, value in _parse_variables(self.read(file)).items()}
         return {
@@ -81,8 +87,11 @@ class Machine:
         }
 
     def read(self, path: str) -> str | None:
-        """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
-        user's home, in a record too. While it is recorded it is as when it was read first, for all checks."""
+        """Return the stripped text of a file, or None if it does not exist or is not readable.
+
+        `~` is the user's home directory, in a snapshot too. During recording, all checks get the text of the first
+        read.
+        """
         if (recorded := self._read_record(path)) is not None:
             return recorded
         try:
@@ -94,15 +103,23 @@ class Machine:
         return text
 
     def glob(self, pattern: str) -> list[str]:
-        """Paths by a pattern of the shell, in order."""
+        """Return the sorted paths that match a shell pattern."""
         paths = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
         for path in paths if self.record else []:
             self._record_file(path, None if self._resolve_path(path).is_dir() else "")
         return paths
 
     def run(self, name: str, *argv: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
-        """What a program answers; None where it is not installed. `name` is that of its record. Raises CommandTimeout
-        if it gives no answer in time."""
+        """Run a program, and return its output, or None if it is not installed.
+
+        Args:
+            name: The name of the recorded output.
+            argv: The program and its arguments.
+            seconds: The time limit.
+
+        Raises:
+            CommandTimeout: The program did not finish in time.
+        """
         answer = self._recorded_output(name) if self.root else _try_command(argv, seconds)
         if answer is None:
             return None
@@ -130,7 +147,7 @@ class Machine:
         return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
     def _record_file(self, path: str, text: str | None) -> None:
-        """Record a file, or a directory. What was read is not replaced by what was only listed."""
+        """Record a file or a directory. A file that was read is not replaced by one that was only listed."""
         if self.record is None:
             return
         target = self.record / path.lstrip("/")
@@ -138,7 +155,7 @@ class Machine:
             target.mkdir(parents=True, exist_ok=True)
         elif text or not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f"{target.name}.{os.getpid()}")  # another check may read it meanwhile
+            temporary = target.with_name(f"{target.name}.{os.getpid()}")  # another check may read it at the same time
             temporary.write_text(text)
             temporary.replace(target)
 

@@ -1,4 +1,4 @@
-"""Measure with a run's ranks whether its nodes work together.
+"""Benchmark of the nodes of a run by the run's ranks.
 
 `torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR` measures the collectives that the layout sends,
 each pair of nodes, their clocks, and the growth of error counters.
@@ -53,20 +53,20 @@ from phalanx.spec.run import RunSpec
 
 PAIR_BYTES = 64 * 2**20
 WARMUP_BYTES = 2**20
-"""Sent each way between two ranks of a pair of nodes (Primus: 64 MB), and to learn how long that would take."""
+"""Bytes that two ranks send each way (Primus: 64 MB), and those of the warm-up, which is timed."""
 PAIR_SECONDS = 0.5
-"""Of the slowest pair for one message: over slow networks these are smaller."""
+"""Maximum time of one message of the slowest pair; over slow networks messages are smaller."""
 TIMEOUT_SECONDS = 120
-"""Primus: then a report, not a hang."""
+"""Primus: a failure report after this time instead of a hang."""
 ITERATIONS = 5
 
 
 def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
-    """What all ranks find together, on each of them. torch.distributed must be initialised."""
+    """Return the findings of all ranks, on each of them. torch.distributed must be initialized."""
     world_size = dist.get_world_size()
     machine = Machine()
     hosts: list[str] = all_gather_objects(machine.host)
-    is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
+    is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank reports for its host
     times: list[float] = _gather_clocks()
     before = error_counters.read_counters(machine) if is_host_reporter else {}
     benchmarks = benchmark_collectives(
@@ -99,13 +99,19 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
 
 
 def _extra_sizes(cluster: ClusterSpec) -> list[int]:
-    """Beside those that the run sends one that is judged by bandwidth, where that of the links is known."""
+    """Return a size in addition to the run's that is limited by bandwidth, if that of the links is known."""
     known = cluster.link_bytes_per_second or cluster.network_bytes_per_second
     return [LARGE_BYTES] if known else []
 
 
 def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
-    """Return what a benchmark of `benchmark_collectives` reached, by size: the better of in place and not."""
+    """Return the bandwidth of a collective by size: the better one of in place and out of place.
+
+    Args:
+        benchmark: A result of `benchmark_collectives`.
+        hosts: The host of each rank.
+        cluster: The links' bandwidth.
+    """
     document = benchmark["nccl_tests"]
     links = expected_bus_bandwidth(benchmark, hosts, cluster)
     return [
@@ -122,10 +128,16 @@ def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster:
 
 
 def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> float | None:
-    """The bus bandwidth that links allow the slowest of a benchmark's groups; None where theirs is not known.
+    """Return the bus bandwidth that links allow for a benchmark's slowest group, or None if unknown.
 
-    Inside a node it is that of the links. Over nodes a ring enters and leaves each once, by the cards of all of the
-    group's k ranks there; in an all-to-all each rank's card carries what goes to the n - k ranks elsewhere, of n - 1.
+    Within a node it is that of the links. Across nodes, a ring enters and leaves each node once, over the cards of all
+    of the group's k ranks there. In an all-to-all, each rank's card carries the data for n - k of the n - 1 other
+    ranks.
+
+    Args:
+        benchmark: A result of `benchmark_collectives`.
+        hosts: The host of each rank.
+        cluster: The bandwidth of links and network.
     """
     bandwidths = []
     for group in benchmark["groups"]:
@@ -147,9 +159,9 @@ def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], clus
 
 
 def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
-    """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
-    # NCCL makes a group's communicator at its first call, for which all ranks must come: of an odd number of hosts one
-    # has no partner.
+    """Return the bytes per second that each two hosts exchange each way, with all of their ranks at once."""
+    # NCCL creates a group's communicator in its first call, which needs all ranks. With an odd number of hosts, one
+    # host has no partner.
     dist.all_reduce(torch.zeros(1, device=device))
     warmup = _measure_exchanges(hosts, device, WARMUP_BYTES)
     if not warmup:
@@ -162,7 +174,10 @@ def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple
 def _measure_exchanges(
     hosts: Sequence[str], device: torch.device, size_bytes: int
 ) -> dict[tuple[str, str], tuple[float, int]]:
-    """The same for messages of a size, and how many ranks of a host took part; pairs that share no host at once."""
+    """Return the bandwidth of each pair of hosts for one message size, and the number of ranks per host.
+
+    Pairs that share no host are measured at the same time.
+    """
     names = list(dict.fromkeys(hosts))
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -191,13 +206,13 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
 
 
 def _gather_clocks() -> list[float]:
-    """What every rank's clock says after a barrier, which takes less than clocks may differ."""
+    """Return the clock of every rank after a barrier, which takes less time than clocks may differ."""
     dist.barrier()
     return all_gather_objects(time.time())
 
 
 def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
-    """What local ranks find for a run, or why one failed."""
+    """Return the findings of local ranks for a run, or why one failed."""
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-checkup-") as folder:
         directory = Path(folder)
@@ -212,6 +227,7 @@ def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
 
 
 def main() -> None:
+    """Run the benchmark on this rank."""
     parser = argparse.ArgumentParser(
         "phalanx.doctor.multi_node_benchmark", description="Check the nodes of a run, on this rank."
     )
@@ -223,21 +239,24 @@ def main() -> None:
 
 
 def rank_main(args: argparse.Namespace) -> int:
-    """Check on this rank; returns the exit code."""
+    """Run the benchmark on this rank, write its findings or failure, and return the exit code."""
     rank = env_rank()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)
     hang_dumps.remove_dumps(args.out, rank)
-    if rank == 0:  # what an earlier start left would be taken for this one's
+    if rank == 0:  # files of an earlier start would count as this one's
         hang_dumps.remove_dumps_from_rank(args.out, ranks)
         (args.out / COLLECTIVES_FILE).unlink(missing_ok=True)
     try:
         run = load_run(args.run, environment={})
         if ranks == 1:
             raise UserError(
-                "phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", fix="start several by torchrun"
+                "phalanx.doctor.multi_node_benchmark",
+                ranks,
+                "rank sends nothing",
+                fix="start several ranks with torchrun",
             )
-        check_layout(run, ranks)  # before they wait for each other
+        check_layout(run, ranks)  # before ranks wait for each other
         findings = check_nodes(
             run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
         )

@@ -1,4 +1,4 @@
-"""What nodes of one run should have in common: versions, settings, hardware."""
+"""Facts that should be equal on all nodes of a run: versions, settings, hardware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Facts = dict[str, str]
 
 
 def node_facts(machine: Machine) -> Facts:
-    """By name; what a machine does not have is left out."""
+    """Return the facts of a machine by name, without those that it does not have."""
     ports = rdma_ports.rdma_ports(machine)
     interfaces = sorted({port.interface for port in ports.values() if port.interface})
     facts = {
@@ -40,7 +40,7 @@ def node_facts(machine: Machine) -> Facts:
 
 
 def job_nodes(machine: Machine) -> tuple[str, ...]:
-    """The nodes that Slurm started this step on; none where it did not start us."""
+    """Return the nodes of this Slurm step; none outside of Slurm."""
     node_lists = (machine.process_environment.get(f"SLURM_{scope}_NODELIST") for scope in ("STEP", "JOB"))
     nodes = next(filter(None, node_lists), None)
     try:
@@ -78,11 +78,11 @@ def _first_match(pattern: str, text: str | None) -> str | None:
 
 
 def _memory_gib(machine: Machine) -> str | None:
-    """Rounded: nodes differ in what the kernel keeps for itself."""
+    """Return the memory in GiB, rounded because the kernel reserves different amounts."""
     size = _first_match(r"^MemTotal:\s+(\d+) kB", machine.read("/proc/meminfo"))
     return str(round(int(size) / 2**20)) if size else None
 
 
 def _join_distinct(values: object) -> str | None:
-    """Different ones, in order."""
+    """Return the distinct values, sorted."""
     return ", ".join(sorted({str(value) for value in values if value})) or None  # type: ignore[attr-defined]

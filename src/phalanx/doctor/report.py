@@ -1,4 +1,4 @@
-"""What was found, for programs and for people: JSON, Markdown, the nodes that a job should leave out."""
+"""Reports of findings: JSON, Markdown, and the list of nodes that a job should exclude."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from phalanx.spec.errors import UserError
 
 SEVERITY_ORDER = ("FAIL", "WARN", "SKIP", "OK")
 FAILING_NODES_FILE = "failing_nodes.txt"
-"""For `srun --exclude=$(cat failing_nodes.txt)`."""
+"""The file for `srun --exclude=$(cat failing_nodes.txt)`."""
 
 
 def exit_code(findings: Iterable[DoctorFinding]) -> int:
-    """0 all well, 1 warnings, 2 failures, 3 nothing could be checked."""
+    """Return 0 if all is OK, 1 for warnings, 2 for failures, 3 if nothing could be checked."""
     severities = {finding.severity for finding in findings}
     return 2 if "FAIL" in severities else 1 if "WARN" in severities else 0 if "OK" in severities else 3
 
 
 def sort_by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
-    """The worst first."""
+    """Return the findings, the most severe first."""
     return sorted(findings, key=lambda finding: SEVERITY_ORDER.index(finding.severity))
 
 
 def failing_hosts(findings: Iterable[DoctorFinding]) -> list[str]:
-    """Hosts with failures."""
+    """Return the hosts with failures."""
     return sorted({finding.host for finding in findings if finding.severity == "FAIL" and finding.host})
 
 
 def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
-    """A page: what is wrong first, with what to do; then what was skipped; what is well is counted."""
+    """Return a Markdown page with a table of problems, a list of skipped rules, and counts by severity."""
     wrong = [finding for finding in sort_by_severity(findings) if finding.severity in ("FAIL", "WARN")]
     skipped = [finding for finding in findings if finding.severity == "SKIP"]
     lines = [f"# {title}", "", _count_severities(findings), ""]
@@ -75,13 +75,19 @@ def _escape_cell(text: str) -> str:
 def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str) -> None:
     """Write findings.json, findings.md and failing_nodes.txt.
 
-    Raises UserError if files of these names are there that no doctor wrote.
+    Args:
+        directory: The directory, which is created if necessary.
+        findings: The findings.
+        title: The title of the page.
+
+    Raises:
+        UserError: The directory contains files of these names that the doctor did not write.
     """
     directory.mkdir(parents=True, exist_ok=True)
     others = [name for name in ("findings.md", FAILING_NODES_FILE) if (directory / name).exists()]
-    if others and not (directory / "findings.json").exists():  # which comes first
-        problem = f"holds a {others[0]} that phalanx did not write"
-        raise UserError("directory", str(directory), problem, fix="name another directory, or move the file")
+    if others and not (directory / "findings.json").exists():  # the doctor writes it first
+        problem = f"contains a {others[0]} that phalanx did not write"
+        raise UserError("directory", str(directory), problem, fix="give another directory, or move the file")
     listed = [asdict(finding) for finding in sort_by_severity(findings)]
     (directory / "findings.json").write_text(json.dumps(listed, indent=1) + "\n")
     (directory / "findings.md").write_text(to_markdown(findings, title))

@@ -1,4 +1,4 @@
-"""Every rule in one table, for docs/doctor.md: `python -m phalanx.doctor.rule_table` prints it."""
+"""Table of all rules for docs/doctor.md: `python -m phalanx.doctor.rule_table` prints it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from phalanx.doctor.finding import CheckRule
 
 TITLES = {
     "gpus": "GPUs",
-    "ecc": "Memory of GPUs",
+    "ecc": "GPU memory",
     "nvlink": "NVLink",
     "topology": "Topology",
     "pcie": "PCIe",
     "software": "Drivers and libraries",
     "rdma_ports": "RDMA ports",
     "roce_gid": "RoCE: addresses",
-    "mtu": "RoCE: sizes of packets",
-    "roce": "RoCE: without loss",
-    "network": "Network of sockets",
-    "nccl_variables": "Variables of NCCL",
-    "nccl_log": "NCCL's log",
+    "mtu": "RoCE: packet sizes",
+    "roce": "RoCE: lossless",
+    "network": "Socket network",
+    "nccl_variables": "NCCL variables",
+    "nccl_log": "NCCL log",
     "limits": "Limits",
     "memory": "Memory",
     "disk": "Disk",
     "clock": "Clock",
     "cpu": "CPUs",
-    "kernel_log": "The kernel's log",
+    "kernel_log": "Kernel log",
 }
 
 
 def rule_sections() -> dict[str, tuple[CheckRule, ...]]:
-    """Rules by what they are about."""
+    """Return the rules by section of the document."""
     return {
         **{TITLES[run_checks.check_name(check)]: check.RULES for check in run_checks.CHECKS},
-        "Whatever a check asks": run_checks.RULES,
-        "Nodes beside each other (`--compare-reports`)": compare_nodes.RULES,
+        "Every check": run_checks.RULES,
+        "Comparison of nodes (`--compare-reports`)": compare_nodes.RULES,
         "Between nodes (`phalanx.doctor.multi_node_benchmark`, `--collectives`)": cross_node_bandwidth.RULES,
-        "Error counters, before and after that": error_counters.RULES,
+        "Error counters, before and after the benchmark": error_counters.RULES,
     }
 
 
 def markdown_table() -> str:
-    """In Markdown."""
+    """Return all rules as Markdown tables."""
     lines = []
     for title, rules in rule_sections().items():
-        lines += [f"## {title}", "", "| id | | measured | well | source | what to do |", "|---|---|---|---|---|---|"]
+        lines += [f"## {title}", "", "| id | | measured | expected | source | remedy |", "|---|---|---|---|---|---|"]
         for rule in rules:
             threshold = f"{rule.threshold} {rule.unit}".strip()
             cells = (f"`{rule.id}`", rule.severity, rule.quantity, threshold, rule.source, rule.remedy)

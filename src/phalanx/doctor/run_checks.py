@@ -1,5 +1,8 @@
-"""All checks of one machine, each in a child process of its own where the machine is this one: a file of a driver that
-hangs holds its reader for good, and must hold nobody else."""
+"""All checks of one machine.
+
+On this machine, each check has its own child process: reading a file of a hung driver blocks in the kernel, and must
+block no other check.
+"""
 
 from __future__ import annotations
 
@@ -61,27 +64,27 @@ CHECKS = (
     cpu,
     kernel_log,
 )
-"""Each a file with RULES and `check(machine, expected)`."""
+"""Modules with RULES and `check(machine, expected)`."""
 CHECK_SECONDS = 50
-"""For all of them, which run at once: more than any one program may take, and less than --quick's minute."""
+"""Time limit of all checks together: more than that of any program, and less than --quick's minute."""
 STUCK = CheckRule(
     "doctor.stuck",
-    "whether a check ends",
+    "completion of a check",
     "FAIL",
-    threshold="in time",
+    threshold="before its time limit",
     unit="s",
-    source="ours: what hangs here hangs a run",
-    remedy="find out why {device} hangs; a driver that does needs a reboot",
+    source="ours: a program that hangs here also hangs a run",
+    remedy="find out why {device} hangs; a hung driver needs a reboot",
     command="cat /proc/PID/stack; dmesg | tail",
 )
 UNREADABLE = CheckRule(
     "doctor.unreadable",
-    "whether an answer can be understood",
+    "parsing of a program's output",
     "WARN",
-    threshold="yes",
+    threshold="succeeds",
     unit="",
     source="ours",
-    remedy="send a record of this machine (phalanx doctor --save-snapshot DIR) with a bug report",
+    remedy="attach a snapshot of this machine (phalanx doctor --save-snapshot DIR) to a bug report",
     command="phalanx doctor --save-snapshot DIR",
 )
 RULES = (STUCK, UNREADABLE)
@@ -91,14 +94,27 @@ Check = Callable[[Machine, Expectations], list[DoctorFinding]]
 
 
 def run_all_checks(machine: Machine, expected: Expectations, with_facts: bool = False) -> list[DoctorFinding]:
-    """Return the findings of all checks, in their order, with the host's name."""
+    """Return the findings of all checks, in their order, with the host's name.
+
+    Args:
+        machine: The machine.
+        expected: The requirements of the run.
+        with_facts: Whether to collect the facts for the comparison of nodes; they are not returned.
+    """
     return list(examine_node(machine, expected, with_facts).findings)
 
 
 def examine_node(
     machine: Machine, expected: Expectations, with_facts: bool = True, clock_offset_seconds: float = 0.0
 ) -> NodeReport:
-    """The same with what nodes should have in common, to be held against other nodes."""
+    """Return the findings of all checks, with the facts for the comparison of nodes.
+
+    Args:
+        machine: The machine.
+        expected: The requirements of the run.
+        with_facts: Whether to collect the facts.
+        clock_offset_seconds: The offset of the host's clock (`storage_clock`).
+    """
     if machine.root is None:
         findings, facts = _run_in_subprocesses(machine, expected, with_facts)
     else:
@@ -115,12 +131,12 @@ def examine_node(
 
 
 def check_name(check: object) -> str:
-    """A check's: that of its file."""
+    """Return the name of a check: that of its file."""
     return str(getattr(check, "__name__", "")).rpartition(".")[2]
 
 
 def run_check(module: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """What one check finds, whatever becomes of it."""
+    """Run one check, and return its findings or one finding on its failure."""
     name = check_name(module)
     check: Check = module.check  # type: ignore[attr-defined]
     try:
@@ -142,7 +158,7 @@ def run_check(module: object, machine: Machine, expected: Expectations) -> list[
         ]
     except CommandTimeout as timeout:
         return [STUCK.violation(timeout.command, str(timeout))]
-    except Exception as error:  # of what no parser has seen yet
+    except Exception as error:  # an unknown format of some output
         return [UNREADABLE.violation(name, f"{type(error).__name__}: {error}")]
 
 
@@ -174,7 +190,7 @@ def _start_child(name: str, request: str) -> TimedProcess | DoctorFinding:
 
 
 def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: float) -> Any:
-    """What a child says, or a finding that it says nothing."""
+    """Return the result of a child process, or a finding that it has none."""
     if isinstance(child, DoctorFinding):
         return child
     answer = child.wait_output(max(0.0, deadline - time.monotonic()))
@@ -188,7 +204,7 @@ def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: floa
 
 
 def main() -> None:
-    """One check, or the facts, in a process of its own: its name, and what is expected."""
+    """Run one check, or collect the facts, in this process: arguments are its name and the requirements."""
     name = sys.argv[1]
     request = json.loads(sys.argv[2])
     record = request.pop("record")

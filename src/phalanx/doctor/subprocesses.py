@@ -1,5 +1,7 @@
-"""Programs as child processes that end in time, or are left behind: a driver that hangs holds whoever asks it in the
-kernel, where no signal reaches, so nothing here waits for the dead."""
+"""Child processes with a time limit.
+
+A hung driver blocks its caller in the kernel, where no signal has an effect. Such a process is left behind.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,29 @@ from dataclasses import dataclass
 from typing import IO
 
 MAX_OUTPUT_BYTES = 4 << 20
-"""Of an answer that are read."""
+"""Maximum number of bytes of an output that are read."""
 
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a program said, on stdout and stderr together, and its exit code; None where it gave none in time."""
+    """The joint stdout and stderr of a program, and its exit code, or None if it did not finish in time."""
 
     text: str
     code: int | None = 0
 
 
 class TimedProcess:
-    """A program that runs in a session of its own, with its words in a file: pipes end only with its own children."""
+    """A program in its own session, with its output in a file.
+
+    A pipe would remain open until the last child of the program exits.
+    """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        """Raises OSError if it cannot be started."""
+        """Start the program.
+
+        Raises:
+            OSError: The program cannot be started.
+        """
         self._output_file = _memory_file()
         self._process = subprocess.Popen(
             argv,
@@ -40,7 +49,7 @@ class TimedProcess:
         )
 
     def wait_output(self, seconds: float) -> CommandOutput:
-        """What it said once it ended; after so many seconds it is killed, with its children."""
+        """Return the output after the program's end, or kill it and its children after the time limit."""
         try:
             code: int | None = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -55,12 +64,16 @@ class TimedProcess:
 
 
 def _memory_file() -> IO[bytes]:
-    """In memory where the system has that: a full or read-only disk is for a check to find."""
+    """Return an anonymous file, in memory if possible: a full or read-only disk is for a check to find."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("answer"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def run_command(argv: Sequence[str], seconds: float) -> CommandOutput:
-    """Run a program for so many seconds at most. Raises OSError if it cannot be started."""
+    """Run a program with a time limit, and return its output.
+
+    Raises:
+        OSError: The program cannot be started.
+    """
     return TimedProcess(argv).wait_output(seconds)

@@ -1,0 +1,1 @@
+"""Reports on runs: facts, comparisons, pictures, pages and exports."""

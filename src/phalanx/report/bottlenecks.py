@@ -1,8 +1,9 @@
-"""What keeps a run from being faster: what each cause costs a step, on what evidence, and what to change first.
+"""Bottlenecks of a run: the cost of each cause per step, its evidence, and the first change to try.
 
-Waits do not tell who is late: a slow rank makes all others wait. So a wait that even the rank which waits least has is
-communication; what others wait more is somebody's lateness, and that is found where it arises: in what a rank computes
-beside what others compute for as much work (NVRx scores ranks likewise, and calls one a straggler below 0.75)."""
+A wait does not identify the late rank, since one slow rank makes all others wait. The wait of the rank that waits least
+counts as communication. Any further wait is caused by a late rank, which has a longer compute time than others for
+equal work (NVRx scores ranks likewise, and calls one a straggler below 0.75).
+"""
 
 from __future__ import annotations
 
@@ -24,39 +25,39 @@ from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1
-"""Of a step: what costs less does not keep a run from being faster."""
+"""Minimum share of a step for a cause to count as a bottleneck."""
 STRAGGLER_RATIO = 1 / 0.75
 SLOW_ALONE = 1.6
-"""How much longer a straggler takes for as much work as its copies do; as other stages do, which differ anyway."""
+"""Minimum slowdown of a straggler relative to its replicas, and to other stages, which differ anyway."""
 MIN_SEGMENT = 3
-"""Steps before and after a change, at least."""
+"""Minimum number of steps before and after a change."""
 IMBALANCE_RATIO = 1.15
-"""How much more of something than the others is more than chance."""
+"""Minimum ratio to the other ranks that is not chance."""
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """One cause."""
+    """One cause of lost time."""
 
     kind: Kind
     share: float
-    """Of a step's time, that would be gained without it."""
+    """Share of a step's time that would be saved without this cause."""
     evidence: str
     suggestion: str
-    """What to change first."""
+    """The first change to try."""
     rank: int | None = None
     stage: int | None = None
     expert: tuple[int, int] | None = None
     """Layer and expert."""
     since: int | None = None
-    """The first step that shows it."""
+    """The first affected step."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {100 * self.share:.0f} % of a step; {self.evidence}"
 
 
 def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
-    """What costs time, the dearest first; the first is the verdict."""
+    """Return the bottlenecks of a run, the most expensive first; the first one is the verdict."""
     run = run_data.run
     timeline = None
     bottlenecks = [*_find_data_loading(times)]
@@ -90,7 +91,7 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
         "input",
         times.share(wait_seconds, start),
         f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for its tokens",
-        suggestion="prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the "
+        suggestion="prepare the tokens in advance (phalanx data prepare), keep them on a local disk, or give the "
         "loader a core",
         rank=rank,
         since=times.steps[start],
@@ -98,7 +99,7 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
 
 
 def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
-    """The rank that takes longest for its work, and why."""
+    """Find the rank with the longest time for its work, and the reason."""
     if len(times.ranks) < 2:
         return
     flops = flops_per_rank(run, run_data.world_size, times.ranks)
@@ -133,7 +134,7 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
         yield Bottleneck(
             "expert",
             share,
-            f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent "
+            f"rank {rank} computes {slowdown:.1f} times as long as others, because its experts receive "
             f"{row_ratio:.1f} times as many rows{detail}",
             suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower "
             "learning rate), or "
@@ -147,16 +148,15 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
         "straggler",
         share,
         f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others "
-        f"for as much work, since step {step}",
-        suggestion="look at that device: what else runs there, its clock and temperature; leave the host out if "
-        "it stays",
+        f"for equal work, since step {step}",
+        suggestion="check that device: other processes, its clock and temperature; exclude the host if it stays slow",
         rank=rank,
         since=step,
     )
 
 
 def _relative_expert_rows(times: StepTimes, index: int, start: int) -> float:
-    """How many times as many rows the experts of a rank are sent as those of the others."""
+    """Return the rows that a rank's experts receive, relative to the mean of the other ranks."""
     if times.rows is None:
         return 1.0
     other_rows = np.delete(times.rows, index, axis=1).mean(1)
@@ -164,8 +164,11 @@ def _relative_expert_rows(times: StepTimes, index: int, start: int) -> float:
 
 
 def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
-    """Of the experts that are hottest of all in steps from this one on, the one of this rank that is so most often, and
-    its median share of the layer's tokens times their number: 0 where it is always another rank's."""
+    """Return layer, expert and relative load of this rank's most frequent hot expert.
+
+    Only steps from `step` on count in which the hottest expert of all ranks belongs to this rank. The load is the
+    median share of the layer's tokens times the number of experts; it is 0 without such steps.
+    """
     assert run.model.moe is not None
     groups = expert_parallel_groups(parallel_dims(run.layout, run_data.world_size))
     ep_rank = next(group.index(rank) for group in groups if rank in group)
@@ -180,7 +183,7 @@ def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> t
 
 
 def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
-    """What is done for want of memory: computed again, or brought from where it rests."""
+    """Find the costs of saving memory: recomputation and offload."""
     recomputed_flops = recomputed_flops_per_token(
         run.model, run.training.seq_len, PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
     )
@@ -189,10 +192,10 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
         yield Bottleneck(
             "memory",
             share * times.share(times.compute.max(1)),
-            f"{100 * share:.0f} % of what is computed is computed again, for want of memory to keep it "
+            f"{100 * share:.0f} % of the compute is recomputation, which saves memory "
             f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
-            suggestion="see with phalanx advise what else makes room: a smaller micro-batch, more ranks that "
-            "share the state",
+            suggestion="find other ways to save memory with phalanx advise: a smaller micro-batch, or more ranks that "
+            "shard the state",
         )
     if run.layout.offload != "none":
         yield Bottleneck(
@@ -200,8 +203,7 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
             times.share(times.optimizer.max(1)),
             f"the update takes {np.median(times.optimizer.max(1)):.3g} s with its state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
-            suggestion="shard the state over more ranks instead (layout.data_parallel, more dp), or a faster "
-            "disk for it",
+            suggestion="shard the state over more ranks instead (layout.data_parallel, more dp), or use a faster disk",
         )
 
 
@@ -213,15 +215,23 @@ def _find_pipeline_waits(
     balanced_timeline: Timeline,
     has_straggler: bool,
 ) -> Iterator[Bottleneck]:
-    """What a pipeline waits: for its schedule's sake, and for a stage that takes longer. `real` and `even` are its
-    schedule with the times of these stages, and with their mean; `late` says that a rank is to blame for its stage."""
+    """Find the waits of a pipeline: for its schedule, and for a slow stage.
+
+    Args:
+        run: The run.
+        times: The times of its steps.
+        stages: Seconds of each stage by kind of pass.
+        timeline: The schedule with the times of these stages.
+        balanced_timeline: The schedule with their mean.
+        has_straggler: Whether a slow rank already explains a slow stage.
+    """
     step_seconds = times.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Bottleneck(
         "bubble",
         float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
-        f"of {name} with these micro-batches every rank stands still for "
-        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with stages alike and nothing to send",
+        f"with {name} and this number of micro-batches, every rank idles for "
+        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and no sends",
         suggestion="use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )
@@ -233,15 +243,14 @@ def _find_pipeline_waits(
             "stage",
             max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
             f"stage {stage} takes {slowdown:.2f} times as long as the mean of the stages, and the others wait for it",
-            suggestion="use as many stages as the blocks divide by, or interleave them (layout.schedule): "
-            "phalanx pipeline split "
-            "shows what each would have",
+            suggestion="use a number of stages that divides the blocks, or interleave them (layout.schedule): "
+            "phalanx pipeline split shows the load of each",
             stage=stage,
         )
 
 
 def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Timeline | None) -> Iterator[Bottleneck]:
-    """What is waited for messages; `real` is the schedule of a pipeline in which these take no time."""
+    """Find the wait for communication; `timeline` is a pipeline's schedule in which sends take no time."""
     if not times.has_wait_times or len(times.ranks) < 2:
         return
     seconds = times.communication.min(1)
@@ -257,17 +266,16 @@ def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Time
     yield Bottleneck(
         "communication",
         share,
-        f"even the rank that waits least waits {np.median(seconds[start:]):.3g} s of a step for collectives"
+        f"every rank spends at least {np.median(seconds[start:]):.3g} s per step waiting for collectives"
         f"{describe_longest_wait(run_data)}{send_note}",
-        suggestion="look at the link with phalanx bench collectives; keep the axis that sends most on the "
-        "fastest links, send "
-        "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
+        suggestion="check the link with phalanx bench collectives; place the axis that sends most on the fastest "
+        "links, send less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=times.steps[start],
     )
 
 
 def describe_longest_wait(run_data: RunData) -> str:
-    """The collective that ranks waited for most, where steps were looked at closely; said after a comma."""
+    """Return the collective of profiled steps that ranks waited for most, as text after a comma."""
     wait_seconds: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in run_data.ranks.values():
         for line in record.steps:
@@ -284,7 +292,7 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)
-    # A CPU may have no instructions for bf16, and a run in bf16 has fp8 below it only.
+    # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
     is_in_fp32 = run_data.run is None or run_data.run.training.precision != "bf16"
     has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
     lower = ", lower precision" if is_in_fp32 and has_gpu else ""
@@ -297,14 +305,16 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
 
 
 def change_point(series: NDArray[np.float64], min_increase: float) -> int:
-    """From where on a series has been higher by at least `least`: a single change of its mean, where the squares of
-    what is left are least. 0 where it has not changed."""
+    """Return the index from which a series is higher by at least `min_increase`, or 0 if it is not.
+
+    The model is a single change of the mean, at the index with the least sum of squared residuals.
+    """
     split_points = np.arange(MIN_SEGMENT, len(series) - MIN_SEGMENT + 1)
     if not len(split_points):
         return 0
     sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[split_points]
     before = sums / split_points
-    after = -sums / (len(series) - split_points)  # of the mean of all
+    after = -sums / (len(series) - split_points)  # relative to the mean of the series
     explained = np.where(after - before >= min_increase, -sums * (after - before), -np.inf)
     best = int(explained.argmax())
     return int(split_points[best]) if explained[best] > 0 else 0

@@ -1,4 +1,4 @@
-"""How long collectives took once all of their ranks were there, of steps that were looked at closely."""
+"""Durations of collectives after the arrival of all of their ranks, from profiled steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from phalanx.report.run_data import RunData
 from phalanx.runs.jsonl import JsonRecord
 
 MIN_EXPOSED_FRACTION = 0.9
-"""Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a
-queue."""
+"""Minimum share of a collective's time in which its rank waits for it.
+
+A collective that overlaps with compute takes longer on a CPU, and may have waited in a queue.
+"""
 Kind = tuple[str, tuple[int, ...], int]
 """Operation, group, bytes."""
 
 
 def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
-    """Of each operation, group and size the median over calls of what it took the rank that came last. Those that some
-    rank did not wait for from the first moment to the last are left out, and steps in which memory was watched."""
+    """Return the median time of each operation, group and size on the last rank to arrive.
+
+    Calls that a rank did not wait for from start to end are excluded, and so are steps with memory samples.
+    """
     calls: dict[tuple[Kind, int, int], list[float | None]] = defaultdict(list)
     for record in run_data.ranks.values():
         for line in record.steps:
@@ -40,7 +44,7 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
 
 
 def _blocking_seconds(call: JsonRecord) -> float | None:
-    """Seconds of a collective that a rank stood still for; None of one that it did not, or whose end nobody knows."""
+    """Return the seconds of a collective if its rank waited for all of it and its end is known, or None."""
     if call["end"] is None:
         return None
     seconds = call["end"] - call["start"]

@@ -1,4 +1,4 @@
-"""Several runs beside one another, as facts: what differs between them, and what they measured."""
+"""Facts of several runs side by side: differences in settings and in measurements."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ COMPARED_SETTINGS = {
     "optimizer": "optimizers",
     "seed": "seeds",
 }
-"""Of a run's facts those that may explain a difference, in the plural."""
+"""Facts that may explain a difference between runs, with their names in the plural."""
 
 
 def report_data(runs: Sequence[Facts]) -> Facts:
-    """The facts of runs, and of several their comparison: what `--json` prints and a page embeds."""
+    """Return the facts of runs and their comparison, which `--json` prints and a page embeds."""
     return {"runs": list(runs), "comparison": compare_runs(runs) if len(runs) > 1 else None}
 
 
 def compare_runs(runs: Sequence[Facts]) -> Facts:
-    """What is said of runs side by side: names, whether they are of one model (None where that is not known), what
-    differs in words, measures with ratios to the first run, and how far losses of the same steps are apart."""
+    """Return the comparison of runs.
+
+    Returns:
+        names, whether they have one model (None if unknown), differences as text, measures with ratios to the first
+        run, and the maximum difference of losses of the same steps.
+    """
     names = run_labels([facts["run"] for facts in runs])
     models = [facts["run"].get("model") for facts in runs]
     same_model = None if None in models else all(model == models[0] for model in models)
@@ -48,7 +52,7 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
 
 
 def run_labels(runs: Sequence[Facts]) -> list[str]:
-    """A name for each run: its own, with its directory or number where others have the same."""
+    """Return a unique name for each run: its own, with its directory or number where several are equal."""
     names = [str(run["name"]) for run in runs]
     with_directory = [f"{run['name']} in {Path(run['directory']).parent}" for run in runs]
     with_number = [f"{run['name']} ({index})" for index, run in enumerate(runs, 1)]
@@ -63,14 +67,14 @@ def run_labels(runs: Sequence[Facts]) -> list[str]:
 def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
     unknown = [name for name, model in zip(names, models, strict=True) if model is None]
     if unknown:
-        yield f"Whether these are runs of one model is not known: {', '.join(unknown)} has no usable run.toml."
+        yield f"It is unknown whether these runs have one model: {', '.join(unknown)} has no usable run.toml."
     elif not same_model:
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
         differences = "; ".join(
             f"{field} {_join_values([model.get(field) for model in known])}" for field in fields[:6]
         )
-        yield f"These are different models ({differences}): their losses, times and bytes are not of the same work."
+        yield f"These are different models ({differences}): their losses, times and bytes are not comparable."
 
 
 def _differ(models: Sequence[Facts], field: str) -> bool:
@@ -84,12 +88,12 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
             continue
         shown = [formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values]
         pairs = "; ".join(f"{name} {value}" for name, value in zip(names, shown, strict=True))
-        yield f"They have different {plural}: {pairs}."
+        yield f"The runs have different {plural}: {pairs}."
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
     if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):
         pairs = "; ".join(f"{name} {peak / 1e9:,.4g} G" for name, peak in zip(names, peaks, strict=True))
         yield (
-            "Their MFU and predictions are of different peaks, found anew at each start, lower beside other work "
+            "Their MFU and predictions refer to different peaks, which each start measures; other load lowers them "
             f"(FLOP/s of a rank): {pairs}."
         )
 
@@ -105,7 +109,7 @@ def _format_value(value: Any) -> str:
 
 
 def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
-    """Measures of each run in turn, None where it has none."""
+    """Yield a row for each measure, with the value of each run or None."""
     for name, unit in dict.fromkeys(
         (row["what"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
@@ -128,8 +132,10 @@ def _comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:
 
 
 def _max_loss_difference(runs: Sequence[Facts]) -> Facts | None:
-    """Over the steps that all runs did: how many these are, and the most that a run's loss differs from the first's,
-    relative to it."""
+    """Return the maximum relative difference of a run's loss from the first run's, or None.
+
+    The comparison covers the steps that all runs have; their number is part of the result.
+    """
     curves = [_loss_by_step(facts["curves"]) for facts in runs]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
@@ -139,6 +145,6 @@ def _max_loss_difference(runs: Sequence[Facts]) -> Facts | None:
 
 
 def _loss_by_step(curves: Facts) -> dict[int, float]:
-    """By step."""
+    """Return the loss of each step."""
     steps = curves["step"] if "loss" in curves else []
     return {step: loss for step, loss in zip(steps, curves.get("loss", []), strict=True) if loss is not None}

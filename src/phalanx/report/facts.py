@@ -1,6 +1,7 @@
-"""A run as a table of facts: what `phalanx report --json` prints, and what its page and its text show.
+"""Facts of a run as one table: the output of `phalanx report --json`, shown by the page and the text.
 
-Predicted and measured numbers stand beside each other under the same names and in the same units."""
+Predicted and measured numbers have the same names and units.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +41,17 @@ CURVES = (
     "peak_memory_bytes",
     "hot_expert_share",
 )
-"""Of `metrics.jsonl` what is drawn over steps."""
+"""Fields of `metrics.jsonl` that are drawn over steps."""
 
 
 def report_facts(run_data: RunData) -> Facts:
-    """All that is said of a run. What is not known is None, or an empty list, and `problems` say why."""
+    """Return the facts of a run. Unknown ones are None or an empty list, and `problems` has the reasons."""
     problems = list(run_data.problems)
     run = run_data.run
     times = step_times(run_data)
     is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
     if times is None and not is_swarm:
-        problems.append("too few steps were noted to say where their time goes: those at the start do not count")
+        problems.append("too few steps were recorded for a time breakdown; the first steps do not count")
     option = None
     if run is not None and run_data.world_size:
         try:
@@ -64,7 +65,7 @@ def report_facts(run_data: RunData) -> Facts:
     if times is not None and simulation_problem is None:
         bottlenecks = find_bottlenecks(run_data, times)
     elif times is not None:
-        problems.append(f"there is no verdict: {simulation_problem}")
+        problems.append(f"no verdict is possible: {simulation_problem}")
     rows = [
         *step_rows(run_data, times, option, planned_timeline=planned_timeline),
         *_rank_rows(run_data),
@@ -91,7 +92,7 @@ def report_facts(run_data: RunData) -> Facts:
 
 
 def _swarm_facts(run_data: RunData) -> Facts:
-    """How many rounds are planned, and of a node its own, of a coordinator what it was told in each."""
+    """Return the number of planned rounds, and a node's rounds or the updates to a coordinator per round."""
     run = run_data.run
     is_coordinator = run_data.swarm_journal is not None
     return {
@@ -104,17 +105,17 @@ def _swarm_facts(run_data: RunData) -> Facts:
 
 
 def _missing_for_simulation(run_data: RunData) -> str | None:
-    """Why the schedule of a pipeline cannot be simulated with measured times; None where it can, or there is none."""
+    """Return why a pipeline cannot be simulated with measured times, or None if it can."""
     run = run_data.run
     if run is None or run.layout.pp == 1:
         return None
     stages = representative_schedule(run.layout).stages
     known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
-    return None if len(known) == stages else f"no rank left a record of {stages - len(known)} of {stages} stages"
+    return None if len(known) == stages else f"no rank recorded {stages - len(known)} of {stages} stages"
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """The same without NaN and infinity, which JSON does not have: they are None."""
+    """Return a value in which NaN and infinity, which JSON does not have, are None."""
     if isinstance(value, dict):
         return {name: _replace_non_finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -162,7 +163,7 @@ def _comparison_row(row: Comparison) -> Facts:
 def step_rows(
     run_data: RunData, times: StepTimes | None, option: EvaluatedLayout | None, planned_timeline: Timeline | None
 ) -> Iterator[Comparison]:
-    """Compare a step's time and its parts, the speed, the bubble and the goodput with the prediction."""
+    """Compare the time of a step and its parts, speed, bubble and goodput with the prediction."""
     if times is None:
         return
     parts = option.parts if option else {}
@@ -227,14 +228,14 @@ def step_rows(
 
 
 def _rank_rows(run_data: RunData) -> list[Comparison]:
-    """Compare memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
+    """Compare memory by part and bytes by collective of each role of ranks in the measured step."""
     if run_data.run is None or not run_data.measured:
         return []
     return compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
 
 
 def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
-    """The passes of a step as the plan has them, of a pipeline."""
+    """Return the planned timeline of a pipeline's step, or None without a pipeline."""
     if run.layout.pp == 1:
         return None
     try:
@@ -244,8 +245,10 @@ def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
 
 
 def _goodput(run_data: RunData) -> float | None:
-    """The share of the time in which steps were done that count: not in checkpoints and evaluations, nor in what was
-    lost by failures, or in starting again after them."""
+    """Return the share of the active time in steps that count.
+
+    Lost time is in checkpoints, evaluations, failures and restarts.
+    """
     records = [record for record in run_data.ranks.values() if record.steps]
     if not records:
         return None
@@ -273,7 +276,7 @@ def _sum_seconds(line: JsonRecord) -> float:
 
 
 def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
-    """What has no prediction: how much steps and ranks differ, and how much of the collectives was hidden."""
+    """Return measures without a prediction: variation of steps and ranks, and overlap of collectives."""
     if times is None:
         return {}
     steps = times.total.max(1)
@@ -288,7 +291,7 @@ def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
 
 
 def _overlap(run_data: RunData) -> float | None:
-    """The share of the collectives' time in which the rank did something else, in the steps looked at closely."""
+    """Return the share of the collectives' time in profiled steps in which the rank did not wait for them."""
     calls = [
         call
         for record in run_data.ranks.values()
@@ -301,7 +304,7 @@ def _overlap(run_data: RunData) -> float | None:
 
 
 def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
-    """Where each rank's steps went: medians in seconds."""
+    """Return the time breakdown of each rank: medians in seconds."""
     if times is None:
         return []
     names = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")

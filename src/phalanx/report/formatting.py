@@ -1,4 +1,4 @@
-"""Numbers and names of a run's facts, for people."""
+"""Text for the numbers and names of a run's facts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DISPLAY_NAMES = {
     "optimizer": "update",
     "step": "whole step",
 }
-"""Of what facts name otherwise than people do."""
+"""Names in text that differ from those of facts."""
 RANK_OF_STEP_PART = {"compute": "slowest rank", "exposed communication": "rank that waits least"}
-"""Whose time it is that a step's row compares with the prediction."""
+"""The rank to which a step's row refers."""
 STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
-"""Rows of memory: those in which `optimizer` and `communication` are what is held, not what takes time."""
+"""Rows of memory. In them, `optimizer` and `communication` are allocated bytes, not durations."""
 KINDS = {
     "compute": "computing",
-    "memory": "want of memory",
+    "memory": "saving memory",
     "communication": "communication",
     "input": "waiting for tokens",
     "straggler": "a slow rank",
@@ -35,11 +35,16 @@ KINDS = {
     "stage": "a stage that takes longer",
     "expert": "a hot expert",
 }
-"""Of findings, as what takes a share of a step."""
+"""Names of bottlenecks, as causes of a share of a step."""
 
 
 def format_number(value: float | None, unit: str) -> str:
-    """To three digits with its unit: seconds ("s"), bytes ("B"), a speed ("tokens/s"), a loss, or a share ("")."""
+    """Return a number with three digits and its unit.
+
+    Args:
+        value: The number, or None if it is unknown.
+        unit: "s" (seconds), "B" (bytes), "tokens/s", "loss", or "" (a share).
+    """
     if value is None:
         return UNKNOWN
     if unit == "loss":
@@ -52,7 +57,7 @@ def format_number(value: float | None, unit: str) -> str:
 
 
 def row_label(row: Mapping[str, Any]) -> str:
-    """What a row of `comparison` is about."""
+    """Return the label of a row of `comparison`."""
     name = str(row["what"])
     if not row["role"] and name in RANK_OF_STEP_PART:
         return f"{name}, {RANK_OF_STEP_PART[name]}"
@@ -60,12 +65,14 @@ def row_label(row: Mapping[str, Any]) -> str:
 
 
 TITLES = {"": "of a step", PER_ROUND: "of a round of the swarm", ALL_ROUNDS: "of all rounds"}
-"""Of rows that are of no rank."""
+"""Titles of rows without a role of ranks."""
 
 
 def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Rows of `comparison` under titles: a step, memory and bytes of each role of ranks, rounds; none that is 0
-    throughout."""
+    """Yield the rows of `comparison` under titles, without rows that are 0 throughout.
+
+    The groups are a step, memory and bytes of each role of ranks, and rounds.
+    """
     shown = [row for row in comparison if row["predicted"] or row["measured"]]
     for role in dict.fromkeys(row["role"] for row in shown):
         role_rows = [row for row in shown if row["role"] == role]
@@ -83,29 +90,30 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
 
 
 TABLE_NOTE = (
-    "Of a step: medians over steps, of the rank that takes longest (exposed communication: that waits least). A rank's "
-    "own rows are its own medians: they need not add up to these, nor to a step."
+    "Rows of a step are medians over steps for the slowest rank, or, for exposed communication, for the rank that "
+    "waits least. A rank's rows are its own medians: they need not add up to these, nor to a step."
 )
-"""What the numbers are of."""
+"""Explanation of the numbers in the table."""
 ROUND_TABLE_NOTE = (
-    "Of a round: means over rounds. Bytes are predicted by the formulas of the method, without names and checksums; "
-    "time and utilisation for the step and the link's speed as measured, if nobody coded or waited. Where a node "
-    "learns on after it told (swarm.delay), sending and coding run beside training."
+    "Rows of a round are means over rounds. Bytes are predicted by the formulas of the method, without names and "
+    "checksums. Time and utilisation are predicted from the measured step time and link speed, without coding and "
+    "waiting. If a node continues training after it has sent its update (swarm.delay), sending and coding overlap with "
+    "training."
 )
-"""The same of a swarm's."""
+"""Explanation of the numbers in a swarm's table."""
 
 
 def format_layout(values: Mapping[str, Any] | None) -> str:
-    """What of a layout is not the default: data_parallel=zero2, pp=2."""
+    """Return the settings of a layout that differ from the defaults, such as data_parallel=zero2, pp=2."""
     if values is None:
         return "an unknown layout"
     return ", ".join(f"{name}={value}" for name, value in values.items()) or "plain data parallelism"
 
 
 def run_summary(run: Mapping[str, Any]) -> list[str]:
-    """A run in a few words each: ranks, layout, model, steps."""
+    """Return a short line each on the ranks, the layout, the model and the steps of a run."""
     if run.get("leads"):
-        return ["a swarm's coordinator: nodes have directories of their own, nodes/NAME", format_progress(run)]
+        return ["a swarm's coordinator; the nodes' directories are nodes/NAME", format_progress(run)]
     ranks = run["ranks"]
     hosts = run["hosts"]
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
@@ -121,40 +129,40 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
 
 
 def format_progress(run: Mapping[str, Any]) -> str:
-    """How far it is: step 12 of 40."""
+    """Return the progress of a run, such as "step 12 of 40"."""
     return f"step {run['step']:,} of {run['steps']:,}" if "steps" in run else f"step {run['step']:,}"
 
 
 def bottleneck_headline(finding: Mapping[str, Any]) -> str:
-    """A finding as a headline: Communication: 27 % of a step."""
+    """Return a headline for a bottleneck, such as "Communication: 27 % of a step"."""
     kind = KINDS.get(finding["kind"], finding["kind"])
     return f"{kind[0].upper()}{kind[1:]}: {100 * finding['share']:.0f} % of a step"
 
 
 def as_sentence(text: str) -> str:
-    """Words with a capital and a full stop."""
+    """Return a text with a capital letter and a period."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def is_off(ratio: float | None) -> bool:
-    """Whether what was measured is far from what was predicted."""
+    """Return whether a measurement is far from its prediction."""
     return ratio is not None and not 0.8 <= ratio <= 1.25
 
 
 def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
-    """What is said of runs side by side."""
+    """Return the comparison of runs as sentences."""
     loss_difference = comparison["loss_apart"]
     if loss_difference is None:
         return list(comparison["said"])
     largest = f"{100 * loss_difference['largest_relative']:.2g} %"
     return [
         *comparison["said"],
-        f"Over the {loss_difference['steps']} steps that all did, losses are at most {largest} apart.",
+        f"Over the {loss_difference['steps']} steps of all runs, losses differ by at most {largest}.",
     ]
 
 
 def seconds_left(facts: Mapping[str, Any]) -> float | None:
-    """As the newest steps take; None where there are none, or nobody knows how many there will be."""
+    """Return the remaining seconds at the speed of the latest steps, or None if it is unknown."""
     newest = sorted((facts["curves"].get("step_seconds") or [])[-20:])
     if not newest or "steps" not in facts["run"]:
         return None
@@ -162,17 +170,17 @@ def seconds_left(facts: Mapping[str, Any]) -> float | None:
 
 
 def last_value(curve: list[float | None] | None) -> float | None:
-    """The newest number of a curve that is one."""
+    """Return the last number of a curve that is not None."""
     return next((value for value in reversed(curve or []) if value is not None), None)
 
 
 def measured_row(facts: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """The row of a step's measure, where there is one."""
+    """Return the row of a step's measure, or None."""
     return next((row for row in facts["comparison"] if row["what"] == name and not row["role"]), None)
 
 
 def round_lines(facts: Mapping[str, Any]) -> list[str]:
-    """A line for each round of a swarm that is over: what a node did in it, or what nodes told their coordinator."""
+    """Return a line for each finished round of a swarm: a node's work, or the updates to a coordinator."""
     swarm = facts.get("swarm")
     if swarm is None:
         return []
@@ -208,7 +216,7 @@ def _format_round(
 
 def _format_coordinator_rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes told "
+        f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes sent "
         f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "
         f"{format_seconds(row['seconds'])}"
         f"{''.join(f'; refused {count} x: {node}' for node, count in row['refused'].items())}"
@@ -218,7 +226,7 @@ def _format_coordinator_rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What a swarm's rounds come to until now: a name, a number, and what that is of."""
+    """Return the totals of a swarm's rounds so far: name, number, and unit."""
     swarm = facts.get("swarm")
     if swarm is None:
         return []
@@ -236,7 +244,7 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     total_bytes, tokens = (sum(sum(row[key].values()) for row in updates) for key in ("bytes", "tokens"))
     refused = sum(sum(row["refused"].values()) for row in updates)
     sums = [
-        ("told by nodes", format_number(total_bytes, "B"), ""),
+        ("sent by nodes", format_number(total_bytes, "B"), ""),
         ("tokens", f"{tokens:,}", ""),
         ("refused", f"{refused:,}", "times"),
     ]

@@ -1,4 +1,4 @@
-"""Read a run directory as one measurement for the calibration."""
+"""Reader of a run directory as one measurement for the calibration."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from phalanx.spec.files.load import load_run
 
 
 def read_measured_run(directory: Path) -> MeasuredRun:
-    """The steps of a run directory since it was last started.
+    """Return the measured steps of a run directory since the last start.
 
-    Raises UserError for what is no run directory, or too few steps.
+    Raises:
+        UserError: The directory is not a run directory, or has too few steps.
     """
     file = directory / METRICS_FILE
     if not file.is_file():
-        raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", fix="give what phalanx train made")
+        raise UserError(
+            "run directory", str(directory), f"has no {METRICS_FILE}", fix="give a run directory of phalanx train"
+        )
     records = []
     for line, record in parse_jsonl(file.read_bytes()):
         if record is None:
@@ -38,14 +41,14 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             records.append(record)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
-        raise UserError("run directory", str(directory), "does not say how many ranks it had", fix="run it anew")
+        raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="run it again")
     last_start: list[JsonRecord] = []
     for record in reversed(records):
         if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
             break
         last_start.append(record)
     measured = _read_measured_step(directory)
-    measured_step = measured.get("step")  # and those that were looked at closely
+    measured_step = measured.get("step")  # excluded, as profiled steps are
     steady = [
         record
         for record in last_start[::-1][WARM_UP_STEPS:]
@@ -53,8 +56,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     ]
     if len(steady) < MIN_STEPS:
         problem = (
-            f"has {len(last_start)} steps; the first {WARM_UP_STEPS} do not count, nor those that were looked at "
-            f"closely, and {MIN_STEPS} more are needed"
+            f"has {len(last_start)} steps; {MIN_STEPS} are needed after the first {WARM_UP_STEPS}, "
+            "without profiled steps"
         )
         raise UserError("run directory", str(directory), problem, fix="raise training.steps")
     run = load_run(directory / RUN_FILE, environment={})
@@ -76,8 +79,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
 
 
 def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
-    """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
-    they looked at closely."""
+    """Return a measured run with its compute and waiting times, and the collectives of profiled steps."""
     run_data = read_run(directory)
     device = next((record.device for record in run_data.ranks.values()), None)
     run = measured.run.on_device(device) if device else measured.run
@@ -93,7 +95,7 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
 
 
 def _read_measured_step(directory: Path) -> JsonRecord:
-    """Return what rank 0 measured (`--profile-memory`), in one step that took longer for it; {} if it did not."""
+    """Return rank 0's measurements of one slower step (`--profile-memory`); {} if there are none."""
     file = measured_file(directory, 0)
     try:
         return dict(json.loads(file.read_text())) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""What steps that were looked at closely show: their passes, memory over time, experts; and who sends to whom."""
+"""Facts of profiled steps: passes, memory over time, traffic between ranks, and loads of experts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ Facts = dict[str, Any]
 
 
 def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: bool) -> Facts | None:
-    """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
-    schedule has them with the times that were measured, and as they were."""
+    """Return the passes of one step: planned, simulated with measured times, and measured.
+
+    A pass is a row of rank, kind, stage, micro-batch, start and end in seconds.
+
+    Args:
+        run_data: The run.
+        planned: The planned timeline.
+        can_simulate: Whether the times of all stages are known.
+    """
     profiled_steps = [
         step for step in run_data.profiled_steps if not _has_memory_samples(run_data, step)
     ] or run_data.profiled_steps
@@ -46,7 +53,7 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
 
 
 def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
-    """The passes of a step on the clock of rank 0."""
+    """Yield the passes of a step on the clock of rank 0."""
     offset = line["clock"][0] if "clock" in line else offset_seconds
     for kind, stage, micro, start, end in line["spans"]:
         yield kind, stage, micro, start + offset, end + offset
@@ -61,7 +68,7 @@ def _has_memory_samples(run_data: RunData, step: int) -> bool:
 
 
 def memory_timeline(run_data: RunData) -> Facts | None:
-    """Bytes by part over the step that was metered, of the rank that held most at any time."""
+    """Return the bytes by part over a step with memory samples, for the rank with the highest peak."""
     metered = [
         (sum(value for name, value in sample.items() if name != "at"), record.rank, line)
         for record in run_data.ranks.values()
@@ -82,7 +89,7 @@ def memory_timeline(run_data: RunData) -> Facts | None:
 
 
 def traffic_matrix(run_data: RunData) -> Facts | None:
-    """Bytes of an update from each rank to each, as planned (the step's own totals are in `comparison`)."""
+    """Return the planned bytes of a step from each rank to each; the measured totals are in `comparison`."""
     run = run_data.run
     world_size = run_data.world_size
     if run is None or not 1 < world_size <= 256:
@@ -98,8 +105,10 @@ def traffic_matrix(run_data: RunData) -> Facts | None:
 
 
 def expert_loads(run_data: RunData) -> Facts | None:
-    """Tokens that chose each expert of each layer with experts: of the last step looked at closely, or up to the last
-    evaluation."""
+    """Return the tokens of each expert in each layer with experts.
+
+    They are those of the last profiled step, or of all steps up to the last evaluation.
+    """
     run = run_data.run
     profiled_records = [line for record in run_data.ranks.values() for line in record.steps if "expert_tokens" in line]
     evaluations = [line for line in run_data.evaluations if line.get("expert_tokens")]

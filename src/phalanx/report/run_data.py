@@ -1,4 +1,4 @@
-"""A run directory as it is found: whole, still being written, truncated, of an older version, or with ranks missing."""
+"""Reader of run directories: complete, active, truncated, of an older version, or with ranks missing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     import pandas
 
 STATE_DESCRIPTIONS = {
-    True: "it is still under way",
-    False: "it was ended there",
-    None: "it is still under way, or was ended",
+    True: "the run is still active",
+    False: "the run has stopped",
+    None: "the run is still active, or has stopped",
 }
-"""What is said of a run before its last step."""
+"""State of a run before its last step, by whether it is active."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,31 +51,31 @@ class RunData:
 
     directory: Path
     run: RunSpec | None
-    """None where run.toml is not one of this version, or its schedule is gone."""
+    """The run specification, or None if run.toml has another version or its schedule does not exist."""
     world_size: int
     began_after: int
     ranks: dict[int, RankRecord]
-    """Those that wrote a record of the last start."""
+    """The records of the last start."""
     metrics: list[JsonRecord]
-    """metrics.jsonl: of steps, and of evaluations."""
+    """Records of metrics.jsonl: of steps and of evaluations."""
     measured: dict[int, JsonRecord]
-    """`measured/` by rank: what one step held, sent and computed."""
+    """Measurements of one step by rank: memory, traffic and compute."""
     problems: list[str]
-    """What is missing or cannot be read."""
+    """Descriptions of missing and unreadable data."""
     failure: str | None = None
-    """What the rank that failed first left word of."""
+    """The failure of the rank that failed first."""
     in_progress: bool | None = None
-    """Whether it goes on; None where nobody can tell."""
+    """True if the run is active, None if that is unknown."""
     rounds: list[RoundRecord] = field(default_factory=list)
-    """Of a swarm's node."""
+    """Rounds of a swarm's node."""
     run_events: list[Mapping[str, Any]] = field(default_factory=list)
-    """Its starts, failures and ends (`runs.events`)."""
+    """Starts, failures and ends of the run (`runs.events`)."""
     swarm_journal: list[JsonRecord] | None = None
-    """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
+    """The journal of a swarm's coordinator, which does not train; None for other runs."""
 
     @property
     def step(self) -> int:
-        """The last that was done; of a coordinator, by the nodes of its last round."""
+        """The last finished step; for a coordinator, that of the nodes in the last round."""
         if self.swarm_journal is not None and self.run is not None and self.run.swarm is not None:
             return (
                 len([None for event in self.swarm_journal if event["what"] == "committed"])
@@ -85,17 +85,17 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """The name of the run."""
         return self.run.name if self.run else self.directory.name
 
     @property
     def step_metrics(self) -> list[JsonRecord]:
-        """Of `metrics` those of steps."""
+        """The records of steps in `metrics`."""
         return [line for line in self.metrics if "step_seconds" in line]
 
     @property
     def evaluations(self) -> list[JsonRecord]:
-        """Of `metrics` those of evaluations."""
+        """The records of evaluations in `metrics`."""
         return [line for line in self.metrics if "held_out_loss" in line]
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class RunData:
 
     @property
     def profiled_steps(self) -> list[int]:
-        """The steps of which every rank that there is noted when everything was."""
+        """The steps that every rank with records has profiled."""
         steps_per_rank = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
         return sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
 
@@ -140,8 +140,12 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
     """
     directory = Path(run_dir)
     if not (directory / RUN_FILE).is_file():
-        problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
-        raise UserError("run directory", str(directory), problem, fix="give what phalanx train made: runs/NAME")
+        problem = (
+            f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
+        )
+        raise UserError(
+            "run directory", str(directory), problem, fix="give a run directory of phalanx train: runs/NAME"
+        )
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
@@ -231,18 +235,18 @@ def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
 
 
 def _read_run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
-    problem = "is not of this version"
+    problem = "is not valid in this version"
     try:
         run = with_last_used_layout(load_run(file, environment={}), file.parent)
         if run.layout.pp > 1:
-            problem = "names a schedule that is gone"
+            problem = "names a schedule that does not exist"
             representative_schedule(run.layout)
         if world_size:
-            problem = f"is not of these {world_size} ranks"
+            problem = f"does not match the {world_size} ranks"
             check_layout(run, world_size)
     except UserError as error:
         first_line = str(error).partition("\n")[0]
-        problems.append(f"run.toml {problem}, so that nothing can be predicted: {first_line}")
+        problems.append(f"run.toml {problem}, so there are no predictions: {first_line}")
         return None
     return run
 
@@ -250,8 +254,10 @@ def _read_run(file: Path, world_size: int, problems: list[str]) -> RunSpec | Non
 def _measured_machine(
     cluster: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]
 ) -> ClusterSpec:
-    """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
-    cores each measured their share of the peak."""
+    """Return the run's machine with measured values; an undescribed CPU gets the preset's values.
+
+    Ranks that share cores each measure their share of the peak.
+    """
     machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
     record = next(iter(ranks.values()), None)
     if record is not None:
@@ -272,7 +278,7 @@ def _measured_machine(
 
 
 def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) -> float | None:
-    """FLOP/s of a rank, as it was measured or known when the run began."""
+    """Return the peak FLOP/s of a rank that was measured or known at the start of the run."""
     flops = training_flops_per_token(run.model, run.training.seq_len)
     peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))
     peak = next((peak for peak in peaks if peak is not None), None)
@@ -280,8 +286,10 @@ def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) ->
 
 
 def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:
-    """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
-    longer; where those are too few, not metered."""
+    """Return the steps that count: recorded by every rank, after the warm-up, and not profiled.
+
+    Profiled steps take longer. If too few remain, only steps with memory samples are excluded.
+    """
     lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP_STEPS] for record in records]
     for slow_key in ("spans", "memory"):
         steps_per_rank = [{line["step"] for line in rank_lines if slow_key not in line} for rank_lines in lines]

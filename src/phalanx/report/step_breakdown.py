@@ -1,4 +1,4 @@
-"""Where the time of a run's steps went, on every rank, from what the ranks noted."""
+"""Breakdown of the time of a run's steps on every rank, from the ranks' records."""
 
 from __future__ import annotations
 
@@ -25,61 +25,66 @@ PHASES = ("data", "passes", "reduce", "optimizer")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of settled steps, [steps, ranks]."""
+    """Seconds of steady steps, [steps, ranks]."""
 
     steps: list[int]
     ranks: list[int]
     total: Table
     data: Table
-    """Until this rank had its tokens."""
+    """Seconds until the rank had its tokens."""
     compute: Table
-    """Of forward and backward passes, without waits for collectives in them (on a GPU with these: its host does not
-    wait)."""
+    """Seconds of forward and backward passes, without waits for collectives in them.
+
+    On a GPU, these waits are included, because the host does not wait.
+    """
     communication: Table
-    """Waits for collectives; all 0 on a GPU."""
+    """Seconds of waits for collectives; 0 on a GPU."""
     pipeline: Table
-    """Waits for other stages between passes; once a rank has done all of its own it waits in the collectives after."""
+    """Seconds of waits for other stages between passes.
+
+    After its last pass, a rank waits in the next collectives.
+    """
     passes: Table
-    """From the first pass to the last, of a rank's own."""
+    """Seconds from a rank's first pass to its last."""
     busy: Table
-    """Of that in passes."""
+    """Seconds of these in passes."""
     optimizer: Table
     rows: Table | None
-    """Not seconds: rows of tokens that a rank's experts computed, where ranks have different ones."""
+    """Rows of tokens that a rank's experts computed, if ranks have different experts; no seconds."""
     has_wait_times: bool
 
     @cached_property
     def step_seconds(self) -> float:
-        """Of a step, which is over when the last rank's is: the median."""
+        """The median time of a step, which ends with its last rank."""
         return float(np.median(self.total.max(1)))
 
     def share(self, seconds: Table, start: int = 0) -> float:
-        """Of a step, where there is a number of seconds for each: the median of those from a row on."""
+        """Return the share of `seconds`, given per step, in a step's time: medians from row `start` on."""
         return float(np.median(seconds[start:]) / np.median(self.total.max(1)[start:]))
 
     @property
     def computing(self) -> Table:
-        """`compute` of the ranks that do: servers have none."""
+        """`compute` of the ranks that compute; servers do not."""
         return self.compute[:, np.median(self.compute, 0) > 0]
 
     @property
     def idle(self) -> Table:
-        """Seconds in which a rank has no pass to do while others of its pipeline have, [steps]: the mean over ranks."""
+        """Seconds without a pass while other ranks of the pipeline have one, [steps]: the mean over ranks."""
         return np.asarray(np.maximum(0.0, self.passes.max(1) - self.busy.mean(1)))
 
     @property
     def bubble(self) -> float:
-        """The share of that in the passes of all (`Timeline.bubble`): the median over steps."""
+        """The share of `idle` in the time of all passes (`Timeline.bubble`): the median over steps."""
         return float(np.median(self.idle / self.passes.max(1)))
 
     @property
     def unattributed(self) -> Table:
-        """What is none of the named."""
+        """Seconds of a step in none of the other parts."""
         return self.total - self.data - self.compute - self.communication - self.pipeline - self.optimizer
 
 
 def step_times(run_data: RunData) -> StepTimes | None:
-    """Of the steps that count; None where there are none."""
+    """Return the times of the steps that count, or None without such steps."""
     records = [run_data.ranks[rank] for rank in sorted(run_data.ranks)]
     steps = steady_steps(records, run_data.began_after)
     if not steps:
@@ -107,7 +112,7 @@ def step_times(run_data: RunData) -> StepTimes | None:
 
 
 def computed_seconds(line: JsonRecord) -> float:
-    """Of a step's passes, without waits for collectives in them, as far as these are known."""
+    """Return the seconds of a step's passes, without the known waits for collectives in them."""
     return max(0.0, _pass_seconds(line) - _wait_seconds(line, "passes"))
 
 
@@ -125,12 +130,18 @@ def _wait_seconds(line: JsonRecord, phase: str) -> float:
 
 
 def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
-    """FLOPs of each rank's passes in a step, experts balanced."""
+    """Return the FLOPs of each rank's passes in a step, with balanced experts.
+
+    Args:
+        run: The run.
+        world_size: The number of ranks of the run.
+        ranks: The ranks.
+    """
     return np.array([rank_flops(run, world_size, rank) for rank in ranks])
 
 
 def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
-    """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
+    """Return the seconds of a step by stage and kind of pass: the median over steps and replicas."""
     samples: dict[int, dict[str, list[list[float]]]] = {}
     for record in run_data.ranks.values():
         for line in _select_steps(record, steps):
@@ -146,8 +157,14 @@ def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, 
 def simulate_measured(
     run: RunSpec, world_size: int, stages: dict[int, dict[str, float]], balanced: bool = False
 ) -> Timeline:
-    """The schedule of a pipeline's step with measured times of its stages, or as if all stages were their mean;
-    transfers take no time."""
+    """Return the schedule of a pipeline's step with measured stage times, without transfer times.
+
+    Args:
+        run: The run.
+        world_size: The number of ranks of the run.
+        stages: Seconds of a step by stage and kind of pass.
+        balanced: Whether to give all stages the mean time.
+    """
     schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
 
     def mean_stage_seconds(*kinds: str) -> list[float]:
@@ -157,7 +174,7 @@ def simulate_measured(
         return [float(np.mean(stage_seconds))] * len(stage_seconds) if balanced else stage_seconds
 
     has_split_backward = any("I" in kinds for kinds in stages.values())
-    # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
+    # A schedule with split backward passes may have full ones too; their time is added to the halves.
     return simulate(
         schedule,
         ActionTimes(
@@ -169,5 +186,11 @@ def simulate_measured(
 
 
 def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:
-    """Where in its pipeline a rank is."""
+    """Return the position of a rank in its pipeline.
+
+    Args:
+        run: The run.
+        world_size: The number of ranks of the run.
+        rank: The rank.
+    """
     return parallel_dims(run.layout, world_size).coordinates(rank)["pp"]

@@ -1,7 +1,7 @@
-"""Collect the facts of a swarm's rounds.
+"""Facts of a swarm's rounds.
 
-Of a node: traffic, waiting times and memory, compared with the predictions of `cost/exact/swarm.py`. Of a coordinator:
-the reports of all nodes.
+For a node: traffic, waiting times and memory, compared with the predictions of `cost/exact/swarm.py`. For a
+coordinator: the reports of all nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.spec.swarm import SwarmSpec
 Facts = dict[str, Any]
 PER_ROUND = "round"
 ALL_ROUNDS = "rounds"
-"""Roles of rows: means over rounds, and sums of them."""
+"""Roles of rows: means over rounds, and sums over rounds."""
 SECONDS = {
     "training": "train_seconds",
     "coding": "code_seconds",
@@ -35,6 +35,11 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     """Compare the bytes, memory and times of a node's rounds with the formulas.
 
     The predicted time of a round has neither coding nor waiting; its step time and link speeds are the measured ones.
+
+    Args:
+        run: The run, or None if it is unknown.
+        world_size: The number of ranks of the node.
+        rounds: The rounds.
     """
     if not rounds:
         return
@@ -67,8 +72,11 @@ def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, st
 def _predicted_rows(
     run: RunSpec, swarm: SwarmSpec, rounds: Sequence[RoundRecord], world_size: int
 ) -> dict[tuple[str, str], float]:
-    """What formulas say of these rounds, by role and name. A node's experts may change from one to the next; fragments
-    of the model come in turn, and are alike here. What several ranks of a node hold is the layout's affair."""
+    """Return the predictions of the formulas for these rounds, by role and name.
+
+    A node's experts may change between rounds. Fragments of the model take turns, and count as equal in size. The
+    memory of a node with several ranks depends on the layout, and is not predicted.
+    """
     total = _sum_rounds(rounds)
     count = len(rounds)
     nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
@@ -103,13 +111,13 @@ def _predicted_rows(
 
 
 def _sum_rounds(rounds: Sequence[RoundRecord]) -> RoundRecord:
-    """What rounds come to together, but for what is of each."""
+    """Return the sums over rounds, except of values that are not additive."""
     names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
     return RoundRecord(rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names})
 
 
 def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
-    """A node's rounds one by one, and what they come to so far."""
+    """Return a node's rounds one by one, and their totals."""
     total = _sum_rounds(rounds)
     return {
         "round": [record.round for record in rounds],
@@ -125,8 +133,11 @@ def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
 
 
 def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
-    """Of each round that a coordinator opened: who told, in bytes and tokens, who was refused how often, and how long
-    it was open; None while it is."""
+    """Return each round that a coordinator opened.
+
+    A round has the bytes and tokens by node, the number of refused updates by node, and its duration, None while it is
+    open.
+    """
     rows: dict[int, Facts] = {}
     for event in events:
         row = rows.get(event.get("round", -1))

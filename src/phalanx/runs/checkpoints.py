@@ -1,15 +1,18 @@
-"""What makes a checkpoint whole: its manifest and checksums. No torch: the command line looks here before it spawns.
+"""Validation of checkpoints by manifest and checksums.
+
+No torch: the command line uses this module before it spawns ranks.
 
     checkpoints/latest                   the name of the newest complete checkpoint
-    checkpoints/step-00000100.before/    one that was written anew (`phalanx experts`), as it was
-    checkpoints/step-00000100.damaged/   one that was set aside
+    checkpoints/step-00000100.before/    the previous content of a rewritten checkpoint (`phalanx experts`)
+    checkpoints/step-00000100.damaged/   a quarantined checkpoint
     checkpoints/step-00000100/
-        shard-*.safetensors              parameters and optimizer state, as DCP wrote them
+        shard-*.safetensors              parameters and optimizer state, in the format of DCP
         rank-*.json                      random state and checksums of each rank's files
         manifest.json                    step, tokens, loader state, model
-        SHA256SUMS                       of every file above; `sha256sum -c SHA256SUMS` checks it
+        SHA256SUMS                       checksum of every file above; `sha256sum -c SHA256SUMS` checks them
 
-A checkpoint is written as step-*.tmp and renamed when all of it is on disk."""
+A checkpoint is written to step-*.tmp, and renamed when all of it is on disk.
+"""
 
 from __future__ import annotations
 
@@ -61,29 +64,29 @@ _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 
 def step_name(step: int) -> str:
-    """The directory name of a checkpoint."""
+    """Return the directory name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written, by its name."""
+    """Return the step after which a checkpoint was written, from its directory name."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, newest first; unfinished ones (.tmp) do not count."""
+    """Return the checkpoints in a directory, newest first, without unfinished ones (.tmp)."""
     paths = [path for path in directory.glob("step-*") if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, reverse=True)
 
 
 def sha256(path: Path) -> str:
-    """Checksum of a file's content."""
+    """Return the checksum of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte of it is as it was written."""
+    """Return a description of the damage of a checkpoint, or None if all its checksums are correct."""
     try:
         return find_damaged_files(checkpoint, read_checksums(checkpoint))
     except ValueError as problem:
@@ -91,9 +94,10 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def read_checksums(checkpoint: Path) -> dict[str, str]:
-    """The checksums of a checkpoint's files, by their names.
+    """Return the checksums of a checkpoint's files by file name.
 
-    Raises ValueError if they cannot be read, or the files are others.
+    Raises:
+        ValueError: The checksum file cannot be read, or does not list exactly the files of the checkpoint.
     """
     try:
         lines = (checkpoint / CHECKSUMS_FILE).read_text().split("\n")
@@ -101,7 +105,7 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
         raise ValueError(f"{CHECKSUMS_FILE} cannot be read ({error})") from None
     matches = [_CHECKSUM_LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not matches or not all(matches):
-        raise ValueError(f"{CHECKSUMS_FILE} is not in its format")
+        raise ValueError(f"{CHECKSUMS_FILE} has an invalid format")
     checksums = {match[2]: match[1] for match in matches if match}
     present = {path.name for path in checkpoint.iterdir()} - {CHECKSUMS_FILE}
     if present != set(checksums):
@@ -110,7 +114,7 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
 
 
 def find_damaged_files(checkpoint: Path, checksums: Mapping[str, str]) -> str | None:
-    """What is wrong with those files of a checkpoint whose checksums these are."""
+    """Return which files of a checkpoint do not have these checksums or cannot be read, or None."""
     try:
         mismatched_files = [name for name, digest in checksums.items() if sha256(checkpoint / name) != digest]
     except OSError as error:
@@ -119,7 +123,7 @@ def find_damaged_files(checkpoint: Path, checksums: Mapping[str, str]) -> str | 
 
 
 def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
-    """The newest undamaged checkpoint in a directory, and what is wrong with those that are newer."""
+    """Return the newest undamaged checkpoint in a directory, and the damage of each newer one by name."""
     damaged: dict[str, str] = {}
     recover_interrupted_rewrites(directory)
     for checkpoint in checkpoints(directory):
@@ -131,28 +135,29 @@ def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
 
 
 def recover_interrupted_rewrites(directory: Path) -> None:
-    """Of checkpoints that were to be written anew by somebody who was stopped at it, take the old ones."""
+    """Restore the old version of checkpoints whose rewrite was interrupted."""
     for backup in directory.glob(f"step-*{PREVIOUS_SUFFIX}"):
         if not backup.with_suffix("").exists():
             backup.rename(backup.with_suffix(""))
 
 
 def require_valid_checkpoint(run_directory: Path) -> Path:
-    """The newest undamaged checkpoint of a run; says which newer ones were passed over, and why.
+    """Return the newest undamaged checkpoint of a run, and print which damaged newer ones it skips.
 
-    Raises UserError if there is none.
+    Raises:
+        UserError: The run has no undamaged checkpoint.
     """
     checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, fix="let the run reach its first checkpoint")
     for name, problem in damaged.items():
-        print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
+        print(f"phalanx: checkpoint {name} is damaged and was skipped: {problem}", file=sys.stderr)
     return checkpoint
 
 
 def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
-    """Take damaged checkpoints out of the way (step-N.damaged), and let `latest` name the one that is used."""
+    """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one."""
     for name in damaged:
         quarantine_path = directory / f"{name}{DAMAGED_SUFFIX}"
         if quarantine_path.exists():
@@ -163,21 +168,27 @@ def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> 
 
 
 def check_not_all_damaged(directory: Path) -> None:
-    """Raise UserError where checkpoints were set aside, for a run that finds no other: a disk that is ill for a while
-    must not make it begin anew."""
+    """Raise UserError if a run without an intact checkpoint has quarantined ones.
+
+    A temporary disk failure must not make the run start over from step 0.
+    """
     quarantined = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
     if quarantined:
         raise UserError(
             "run directory",
             str(directory.parent),
             f"has no intact checkpoint: {', '.join(quarantined)}",
-            fix="look after the disk, and take the ending off those that are well; "
-            "to begin anew, remove them or choose another name",
+            fix="check the disk. To reuse a checkpoint, remove the .damaged suffix; "
+            "to start over, delete them or choose another run name",
         )
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises UserError if it is not one of ours."""
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        UserError: Phalanx did not write the checkpoint.
+    """
     path = checkpoint / "manifest.json"
     try:
         manifest = json.loads(path.read_text())
@@ -187,14 +198,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             "checkpoint",
             str(checkpoint),
-            "was not written by phalanx (no manifest.json of ours)",
-            fix="give a run directory of phalanx; to start from Hugging Face weights set model.from_hf",
+            "was not written by phalanx (it has no manifest.json of Phalanx)",
+            fix="give a run directory of phalanx; to start from Hugging Face weights, set model.from_hf",
         )
     return manifest
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file and make sure that it is on disk."""
+    """Write a text file and flush it to disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
@@ -202,7 +213,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make sure that a file's content, or a directory's entries, are on disk."""
+    """Flush a file's content, or a directory's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -211,8 +222,14 @@ def sync(path: Path) -> None:
 
 
 def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
-    """Turn a complete step-*.tmp into a checkpoint: checksums, rename, `latest`. One that is in its place is kept
-    beside it, as step-*.before."""
+    """Turn a complete step-*.tmp into a checkpoint: write checksums, rename, update `latest`.
+
+    An existing checkpoint of that step is renamed to step-*.before.
+
+    Args:
+        unfinished: The directory step-*.tmp.
+        checksums: The SHA-256 checksum of each file by name.
+    """
     write_synced(
         unfinished / CHECKSUMS_FILE, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items()))
     )
@@ -229,7 +246,7 @@ def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
 
 
 def _update_latest(checkpoint: Path) -> None:
-    """Let `latest` name a checkpoint."""
+    """Point `latest` to a checkpoint."""
     latest = checkpoint.parent / f"{LATEST_FILE}.tmp"
     write_synced(latest, checkpoint.name + "\n")
     latest.rename(checkpoint.parent / LATEST_FILE)
@@ -237,12 +254,12 @@ def _update_latest(checkpoint: Path) -> None:
 
 
 def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
-    """Raise UserError if a checkpoint is of another model or optimizer than `run` describes, or beyond its end."""
+    """Raise UserError if a checkpoint has another model or optimizer than `run`, or a step after its last."""
     if run.training.steps < manifest["step"]:
         raise UserError(
             "training.steps",
             run.training.steps,
-            f"is less than the {manifest['step']} steps that the run has done",
+            f"is less than the {manifest['step']} completed steps of the run",
             fix="raise it, or start a new run",
         )
     saved_model = manifest["model"]
@@ -255,5 +272,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     for field, saved, configured in pairs:
         if saved != configured:
             raise UserError(
-                field, configured, f"is not the checkpoint's ({saved!r})", fix="resume with that, or start a new run"
+                field,
+                configured,
+                f"differs from the checkpoint's value {saved!r}",
+                fix="resume with the checkpoint's value, or start a new run",
             )

@@ -1,15 +1,16 @@
 """Write and read a run directory.
 
-RUN_DIR/phalanx.json      says that this directory is Phalanx's to write in
-RUN_DIR/run.toml          the whole run, resolved
-RUN_DIR/plan.json         what the planner offered for `layout = "auto"`
-RUN_DIR/data.json         the paths of the tokens
+RUN_DIR/phalanx.json      marker: Phalanx may write to this directory
+RUN_DIR/run.toml          the complete run specification, resolved
+RUN_DIR/plan.json         the planner's layouts for `layout = "auto"`
+RUN_DIR/data.json         the paths of the token files
 RUN_DIR/tokenizer.json
-RUN_DIR/from_hf/          the files of `model.from_hf` that `phalanx export` hands on: all but the weights
+RUN_DIR/from_hf/          the files of `model.from_hf` that `phalanx export` copies: all but the weights
 
-Other modules of this package name the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
+Other modules of this package define the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
 `step_records` (trace/), `measured`, `events`, `hang_dumps` (hangs/, failures/), `lock` and `swarm_records`. Only
-layout.json, the layout of the last start, belongs to `spec/files/load.py`."""
+layout.json, the layout of the last start, belongs to `spec/files/load.py`.
+"""
 
 from __future__ import annotations
 
@@ -50,18 +51,21 @@ FROM_HF_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
-"""Files of a Hugging Face directory that hold for the trained model too, by glob; not its model card."""
+"""Glob patterns of the Hugging Face files that remain valid for the trained model.
+
+The model card is not among them.
+"""
 
 
 def run_directory(run: RunSpec) -> Path:
-    """Where a run keeps what it makes."""
+    """Return the output directory of a run."""
     return Path(run.output_dir).expanduser() / run.name
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Return whether Phalanx made this directory, and may write in it.
+    """Return whether Phalanx created a directory and may write to it.
 
-    Directories made before there was a marker are known by the fields of their data.json.
+    Directories from before the marker file existed are recognized by the fields of their data.json.
     """
     with suppress(OSError, ValueError, AttributeError):
         if json.loads((directory / MARKER_FILE).read_text()).get("made_by") == "phalanx":
@@ -73,7 +77,7 @@ def is_run_directory(directory: Path) -> bool:
 
 
 def check_claimable(directory: Path) -> None:
-    """Raise UserError if a directory holds files that Phalanx did not write."""
+    """Raise UserError if a directory contains files that Phalanx did not write."""
     if is_run_directory(directory) or not directory.exists():
         return
     try:
@@ -81,16 +85,17 @@ def check_claimable(directory: Path) -> None:
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     if foreign_name is not None:
-        problem = (
-            f"{directory} is not a run directory, and holds files already ({foreign_name}): they could be overwritten"
+        problem = f"{directory} is not a run directory and contains files ({foreign_name}) that could be overwritten"
+        raise UserError(
+            "name", directory.name, problem, fix="choose another name with --set name=..., or set output_dir"
         )
-        raise UserError("name", directory.name, problem, fix="choose another with --set name=..., or set output_dir")
 
 
 def claim_run_directory(directory: Path) -> None:
-    """Mark a new or empty directory as Phalanx's, before anything else is written there.
+    """Mark a new or empty directory as Phalanx's, before any other file is written to it.
 
-    Raises UserError if it holds files that Phalanx did not write, or cannot be written.
+    Raises:
+        UserError: The directory contains files that Phalanx did not write, or is not writable.
     """
     check_claimable(directory)
     if (directory / MARKER_FILE).is_file():
@@ -103,10 +108,12 @@ def claim_run_directory(directory: Path) -> None:
 
 
 def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
-    """Write the directory of a run that was checked; returns it. A run file that says the same already is left as it
-    is, with what its user noted in it.
+    """Write the directory of a validated run, and return its path.
 
-    Raises UserError if it cannot be written.
+    An existing run file with an equal specification is not rewritten, so that the user's comments in it remain.
+
+    Raises:
+        UserError: The directory is not writable.
     """
     run = with_absolute_paths(run)
     directory = run_directory(run)
@@ -131,7 +138,10 @@ def _describes(file: Path, run: RunSpec) -> bool:
 
 
 def keep_hf_files(run: RunSpec, directory: Path) -> None:
-    """Copy the files of `model.from_hf` that an export hands on into a run directory, before its first checkpoint."""
+    """Copy the files of `model.from_hf` that an export contains to the run directory.
+
+    The files of a run with a checkpoint remain unchanged.
+    """
     if checkpoints(directory / CHECKPOINTS_DIR):
         return
     kept = directory / FROM_HF_DIR
@@ -152,15 +162,17 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
 
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
+    """Return the error for an output directory that cannot be written."""
     return UserError(
         "output_dir", str(directory), f"cannot be written: {error.strerror}", fix="set output_dir to another directory"
     )
 
 
 def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
-    """The manifest of the newest of some checkpoints that has one: a damaged one may not.
+    """Return the manifest of the newest of these checkpoints that has a readable one.
 
-    Raises UserError if none was written by phalanx.
+    Raises:
+        UserError: No checkpoint has a manifest of Phalanx.
     """
     for checkpoint in checkpoints:
         with suppress(UserError):
@@ -169,26 +181,27 @@ def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
-    """The run and the data that `create_run` wrote down.
+    """Return the run and the prepared data of a run directory.
 
-    Raises UserError if it is no run directory.
+    Raises:
+        UserError: The directory is not a run directory.
     """
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
-        fix = "give a run file, or a directory that phalanx train made"
-        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of phalanx", fix=fix)
+        fix = "give a run file, or a run directory of phalanx train"
+        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of Phalanx", fix=fix)
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )
 
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:
-    """Replace the run file of a run directory after a choice was made that the file left open."""
+    """Replace the run file of a run directory after an open choice of it was resolved."""
     temp_file = directory / f"{RUN_FILE}.partial"
     temp_file.write_text(to_toml(run))
     temp_file.replace(directory / RUN_FILE)
 
 
 def is_finished(directory: Path) -> bool:
-    """Return whether a run's last step is saved."""
+    """Return whether a run has a checkpoint of its last step."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     return bool(saved) and step_of(saved[0]) == read_run_directory(directory)[0].training.steps

@@ -1,4 +1,4 @@
-"""Errors that end training for good: it would fail again."""
+"""Errors that end training permanently, because a restart would fail again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on from here: all ranks found so together, and `suspect_ranks` are those that it is due to."""
+    """A state in which training cannot continue.
+
+    All ranks detect it together; `suspect_ranks` are the probable causes.
+    """
 
     def __init__(self, message: str, suspect_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -14,8 +17,14 @@ class DivergenceError(RuntimeError):
 
 
 class CorruptionError(DivergenceError):
-    """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""
+    """Replicas that differ between ranks.
+
+    The first corrupt step is unknown, so no checkpoint is known to be valid.
+    """
 
 
 class CollectiveOrderError(DivergenceError):
-    """Ranks called collectives, or sent messages, in different orders. Only the first rank finds it."""
+    """Collectives or messages that ranks called in different orders.
+
+    Only the first rank detects it.
+    """

@@ -1,4 +1,4 @@
-"""What happened to a run between its steps: starts and failures, noted by whoever saw them."""
+"""Events of a run between its steps, such as starts and failures, appended by launchers and ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from typing import Any
 from phalanx.runs.jsonl import read_jsonl
 
 EVENTS_FILE = "events.jsonl"
-"""In the run directory, a line each."""
+"""The file in the run directory with one event per line."""
 STARTED = "started"
 FAILED = "failed"
 FINISHED = "finished"
 ROLLED_BACK = "rolled_back"
-"""Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
-run went back, and the same ranks begin again."""
+"""Kinds of lifecycle events.
+
+`started`: ranks started after a step, with their number. `failed`: the first rank failed. `finished`: all ranks reached
+the last step or a requested stop. `rolled_back`: the run returned to an earlier step and the same ranks restart.
+"""
 LIFECYCLE_EVENTS = (STARTED, FAILED, FINISHED, ROLLED_BACK)
-"""By which it is known whether ranks are at work."""
+"""The kinds of events that determine whether ranks are running."""
 QUARANTINED = "checkpoint_quarantined"
-"""A checkpoint was, for it was damaged."""
+"""A damaged checkpoint was quarantined."""
 RANK_DROPPED = "rank_dropped"
-"""The run goes on without a rank that failed again and again."""
+"""The run continues without a rank that failed repeatedly."""
 REQUIRED_FIELDS = {
     STARTED: ("ranks", "step"),
     FAILED: ("rank", "step", "reason"),
@@ -36,28 +39,37 @@ REQUIRED_FIELDS = {
     ROLLED_BACK: ("after", "to", "reason"),
     QUARANTINED: ("checkpoint", "problem"),
 }
-"""What each kind says, beside when it was."""
+"""The required fields of each kind, in addition to the time."""
 
 
 def append_event(directory: Path, event_type: str, **fields: Any) -> None:
-    """Add a line to a run's events."""
+    """Append an event to a run's event file.
+
+    Args:
+        directory: The run directory.
+        event_type: The kind of event.
+        fields: Fields of the event, as `REQUIRED_FIELDS` lists them by kind.
+    """
     record = json.dumps({"time": time.time(), "what": event_type, "host": socket.gethostname(), **fields})
-    with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may be what failed
+    with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may have failed
         file.seek(-min(1, file.tell()), os.SEEK_END)
-        ends_with_newline = file.read() in (b"", b"\n")  # a full disk leaves half a line
+        ends_with_newline = file.read() in (b"", b"\n")  # on a full disk the last line may be incomplete
         file.write((record if ends_with_newline else "\n" + record).encode() + b"\n")
 
 
 def mtime_or_none(file: Path) -> float | None:
-    """When a file was last written; None where it is not there."""
+    """Return the modification time of a file, or None if it does not exist."""
     with suppress(OSError):
         return file.stat().st_mtime
     return None
 
 
 def active_seconds_until(events: Sequence[Mapping[str, Any]], event_type: str) -> float:
-    """From a run's first event to the last of a kind, without the time in which nobody was there: between an end and
-    the next start, and from the last sign of life (`alive_until`) to a start by another launcher."""
+    """Return the active seconds from a run's first event to the last event of a kind.
+
+    Two times are excluded: from an end to the next start, and from the last sign of life (`alive_until`) to a start by
+    another launcher.
+    """
     last_index = max((index for index, event in enumerate(events) if event["what"] == event_type), default=0)
     total = 0.0
     launcher = None
@@ -76,14 +88,17 @@ def _launcher_id(start_event: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
-    """How often a run has broken off, whoever noticed, which never falls, and the seconds that it was under way."""
+    """Return how often a run has failed and how many seconds it was active.
+
+    The count includes failures that only a repeated start reveals, and never decreases.
+    """
     events = read_events(directory)
     if not events:
         return 0, 0.0
     event_types = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
     unrecorded_failures = sum(
         after == STARTED == before for before, after in pairwise(event_types)
-    )  # then a start follows another
+    )  # no event between two starts
     seconds_since_last_event = 0.0 if event_types[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
     return len(describe_failures(events, exclude_last=False)) + unrecorded_failures, active_seconds_until(
         events, events[-1]["what"]
@@ -91,8 +106,12 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
 
 
 def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -> list[str]:
-    """A line on each failure of a run: when, which rank, why, and what was found out of it; `exclude_last` leaves out
-    the one that it broke off by, if it has not begun since."""
+    """Return a line on each failure of a run: time, rank, reason, and verdict of the diagnosis.
+
+    Args:
+        events: The events of the run.
+        exclude_last: Whether to omit the last failure if the run has not started since.
+    """
     starts_and_failures = [event for event in events if event["what"] in (STARTED, FAILED)]
     failures: list[Mapping[str, Any]] = []
     for before, event in pairwise([{"what": STARTED}, *starts_and_failures]):
@@ -100,7 +119,7 @@ def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -
             continue
         if before["what"] == FAILED and not (
             _is_local_failure(before) and _is_local_failure(event)
-        ):  # one, noted on several nodes
+        ):  # one failure, recorded on several nodes
             failures[-1] = max(failures[-1], event, key=_is_local_failure)
         else:
             failures.append(event)
@@ -109,7 +128,7 @@ def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -
 
 
 def _is_local_failure(failure: Mapping[str, Any]) -> bool:
-    """Whether a failure was noted by the node on which it began."""
+    """Return whether the node on which a failure began has recorded it."""
     return bool(failure.get("here", True))
 
 
@@ -119,7 +138,7 @@ def _format_failure(event: Mapping[str, Any]) -> str:
 
 
 def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line on each time that a run went back: when, why, from which step and to which."""
+    """Return a line on each rollback of a run: time, reason, and the steps before and after."""
     rollbacks = [event for event in events if event["what"] == ROLLED_BACK]
     return [
         f"{_format_time(event)}: {event['reason']}; from step {event['after']} to step {event['to']}"
@@ -128,10 +147,10 @@ def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line on each checkpoint that was set aside: when, and what is wrong with it."""
+    """Return a line on each quarantined checkpoint: time and damage."""
     quarantined = [event for event in events if event["what"] == QUARANTINED]
     return [
-        f"{_format_time(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}"
+        f"{_format_time(event)}: {event['checkpoint']} was quarantined, damaged: {event['problem']}"
         for event in quarantined
     ]
 
@@ -141,7 +160,7 @@ def _format_time(event: Mapping[str, Any]) -> str:
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:
-    """Return the events of a run, in order, without lines that a full or failing disk damaged."""
+    """Return the events of a run, in order, without incomplete lines of a full or failing disk."""
     return [
         event
         for event in read_jsonl(directory / EVENTS_FILE)

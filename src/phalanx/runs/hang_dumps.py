@@ -1,10 +1,11 @@
-"""What ranks leave behind when a run stands still or breaks off, in the run directory.
+"""Records that ranks write to the run directory when a run hangs or fails.
 
-RUN_DIR/hangs/rank-00000.json       of each rank that still could: where it stood, and its last collectives
-RUN_DIR/hangs/rank-00000.fault      where it stood when a signal killed it (SIGABRT, SIGSEGV, ...), by faulthandler
-RUN_DIR/hangs/rank-00000.calls      every collective that it called, with PHALANX_CHECK_COLLECTIVES
+RUN_DIR/hangs/rank-00000.json       stack and last collectives of a rank that could still write them
+RUN_DIR/hangs/rank-00000.fault      stack of a rank that a signal killed (SIGABRT, SIGSEGV, ...), by faulthandler
+RUN_DIR/hangs/rank-00000.calls      every collective call of a rank, with PHALANX_CHECK_COLLECTIVES
 RUN_DIR/failures/rank-00000.json    why a rank failed
-RUN_DIR/failures/earlier/           the same of earlier starts, with the time in the name"""
+RUN_DIR/failures/earlier/           failure records of earlier starts, with the time in the name
+"""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ FORMAT = 1
 STALLED = "nothing moved"
 FAILED = "it failed"
 ABORTED = "it was aborted"
-"""Why a rank left word."""
+"""Reasons for which a rank writes a hang dump."""
 
 FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-"""As faulthandler writes them."""
+"""The format of a stack frame in faulthandler's output."""
 
 Frame = tuple[str, int, str]
-"""Of a stack: file, line, function."""
+"""A stack frame: file, line, function."""
 
 
 def format_frame(frame: Sequence[Any] | None) -> str:
-    """ "trainer.py:83 (reduce)", with the folder that it is in."""
+    """Return a stack frame as text, such as "train/trainer.py:83 (reduce)", with one parent folder."""
     return "an unknown line" if not frame else f"{'/'.join(str(frame[0]).split('/')[-2:])}:{frame[1]} ({frame[2]})"
 
 
@@ -45,20 +46,20 @@ class RecordedCollective(TypedDict):
 
     group: str
     number: int
-    """Which of the group's collectives, from 1: on every rank the same one has the same number."""
+    """Index of the collective within its group, from 1; equal on every rank for the same collective."""
     operation: str
     inputs: list[list[int]]
     outputs: list[list[int]]
     dtypes: list[str]
-    """Of the inputs."""
+    """Data types of the inputs."""
     over: bool
-    """Whether it had ended."""
+    """True if the collective had finished."""
     at: Frame | None
-    """Who called it."""
+    """The line that called the collective."""
 
 
 class HangDump(TypedDict):
-    """What a rank tells of itself and of its neighbours."""
+    """State of a rank and of the other ranks on its host when the run hung or failed."""
 
     format: int
     rank: int
@@ -67,47 +68,52 @@ class HangDump(TypedDict):
     pid: int
     time: float
     step: int
-    """The last that it had finished."""
+    """The last step that the rank had finished."""
     why: str
     stalled_seconds: float
-    """How long nothing had moved."""
+    """Seconds without progress."""
     error: NotRequired[str]
-    """What it failed with then, or before that."""
+    """The error of the rank at this time or earlier."""
     stack: list[Frame]
-    """Of its main thread, innermost first; of an error, where that was raised."""
+    """Stack of the main thread, or of the error if there is one, innermost frame first."""
     waiting: bool
-    """Whether it waited for others there."""
+    """True if the rank waited for others at the top of this stack."""
     groups: dict[str, list[int]]
     calls: list[RecordedCollective]
-    """The last ones, oldest first."""
+    """The last collectives, oldest first."""
     oom_kills: int
-    """Processes of its group that the kernel killed for want of memory since it began."""
+    """Number of processes in the rank's cgroup that the OOM killer has killed since the rank started."""
     sibling_states: dict[str, str]
-    """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
+    """The process state of each other rank on this host, from /proc, or "gone"."""
 
 
 REQUIRED_DUMP_FIELDS = frozenset(HangDump.__annotations__) - {"error"}
-"""In every dump. (__required_keys__ takes NotRequired for required where annotations are put off.)"""
+"""The fields of every dump.
+
+`__required_keys__` includes NotRequired fields if annotations are postponed.
+"""
 
 
 def dump_file(directory: Path, rank: int) -> Path:
-    """Where a rank tells where it stood."""
+    """Return the path of a rank's hang dump."""
     return directory / HANGS_DIR / f"rank-{rank:05d}.json"
 
 
 def fault_file(directory: Path, rank: int) -> Path:
-    """Where faulthandler writes, of a rank that a signal ends."""
+    """Return the path of faulthandler's output for a rank that a signal kills."""
     return directory / HANGS_DIR / f"rank-{rank:05d}.fault"
 
 
 def calls_file(directory: Path, rank: int) -> Path:
-    """Where a rank logs its collectives (`debug.collective_order`)."""
+    """Return the path of a rank's log of collectives (`debug.collective_order`)."""
     return directory / HANGS_DIR / f"rank-{rank:05d}.calls"
 
 
 def describe_fault(directory: Path, rank: int) -> str | None:
-    """Of a rank that a signal ended: "Segmentation fault in train/worker.py:12 (work)", as far as faulthandler wrote
-    it; None where it wrote nothing."""
+    """Return the fatal error and line of a rank that a signal killed, or None without a record.
+
+    Example: "Segmentation fault in train/worker.py:12 (work)".
+    """
     try:
         lines = fault_file(directory, rank).read_text(errors="replace").splitlines()
     except OSError:
@@ -121,29 +127,29 @@ def describe_fault(directory: Path, rank: int) -> str | None:
 
 
 def failure_file(directory: Path, rank: int) -> Path:
-    """Where a rank, or whoever started it, tells why it failed."""
+    """Return the path of a rank's failure record, which the rank or its launcher writes."""
     return directory / FAILURES_DIR / f"rank-{rank:05d}.json"
 
 
 def write_dump(directory: Path, dump: HangDump) -> None:
-    """Leave what a rank tells of where it stood."""
+    """Write the hang dump of a rank."""
     _write_atomically(dump_file(directory, dump["rank"]), json.dumps(dump))
 
 
 def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
-    """Leave why a rank of this host failed."""
+    """Write the failure record of a rank of this host."""
     _write_atomically(failure_file(directory, record["rank"]), json.dumps({"host": host_name(), **record}, indent=1))
 
 
 def remove_dumps(directory: Path, rank: int) -> None:
-    """Remove what a rank left of an earlier start; why it failed is kept in failures/earlier."""
+    """Remove the hang dump of a rank's earlier start, and move its failure record to failures/earlier."""
     for file in (dump_file(directory, rank), calls_file(directory, rank)):
         file.unlink(missing_ok=True)
     _archive(failure_file(directory, rank))
 
 
 def remove_dumps_from_rank(directory: Path, rank: int) -> None:
-    """Remove what was left by this rank and those after it, of an earlier start that had them."""
+    """Remove the dumps of earlier starts for this rank and all higher ranks."""
     for folder in (HANGS_DIR, FAILURES_DIR):
         for file in (directory / folder).glob("rank-*"):
             if file.stem < f"rank-{rank:05d}":
@@ -155,7 +161,7 @@ def remove_dumps_from_rank(directory: Path, rank: int) -> None:
 
 
 def _archive(file: Path) -> None:
-    """Move a failure record to where only people look, under the time it was written."""
+    """Move a failure record to failures/earlier, with the time of writing in its name."""
     with suppress(FileNotFoundError):
         written_at = time.strftime("%Y%m%dT%H%M%S", time.localtime(file.stat().st_mtime))
         archive = file.parent / EARLIER_DIR
@@ -164,7 +170,7 @@ def _archive(file: Path) -> None:
 
 
 def _write_atomically(file: Path, text: str) -> None:
-    """Where others find it whole or not at all."""
+    """Write a file so that readers find it complete or not at all."""
     file.parent.mkdir(exist_ok=True)
     partial_file = file.with_suffix(".partial")
     partial_file.write_text(text)
@@ -172,7 +178,7 @@ def _write_atomically(file: Path, text: str) -> None:
 
 
 def read_dumps(directory: Path) -> dict[int, HangDump]:
-    """Of every rank that left one."""
+    """Return the hang dumps in a run directory by rank."""
     records = [
         record
         for record in _read_records(directory / HANGS_DIR)
@@ -182,7 +188,7 @@ def read_dumps(directory: Path) -> dict[int, HangDump]:
 
 
 def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
-    """What every rank that failed, or whoever started it, wrote of that."""
+    """Return the failure records in a run directory by rank."""
     types = {"rank": int, "time": int | float, "reason": str}
     return {
         record["rank"]: dict(record)
@@ -192,10 +198,11 @@ def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def describe_first_failure(directory: Path) -> str | None:
-    """Return the first failed rank and its reason, if any.
+    """Return the rank that failed first and its reason, or None.
 
     A killed rank cannot write its own record. Its launcher writes one without the step, later than the ranks that lost
-    the connection to it."""
+    the connection to it.
+    """
     records = read_failures(directory).values()
     if not records:
         return None

@@ -1,4 +1,4 @@
-"""The name of this machine, as records of a run directory have it."""
+"""The name of this machine in the records of a run directory."""
 
 from __future__ import annotations
 

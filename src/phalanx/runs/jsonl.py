@@ -14,7 +14,7 @@ JsonRecord = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[JsonRecord]:
-    """Return the records of a file in order, without unreadable lines; an empty list where there is no file."""
+    """Return the records of a file in order, without unreadable lines; none if the file does not exist."""
     content = path.read_bytes() if path.exists() else b""
     return [record for _, record in parse_jsonl(content) if record is not None]
 
@@ -30,7 +30,13 @@ def parse_jsonl(content: bytes) -> Iterator[tuple[bytes, JsonRecord | None]]:
 
 
 def read_valid_jsonl(path: Path, problems: list[str], keys: Set[str] = frozenset({"step"})) -> list[JsonRecord]:
-    """Return the records of a file that have these keys, and add to `problems` how many lines cannot be read."""
+    """Return the records of a file that have all `keys`.
+
+    Args:
+        path: The file.
+        problems: A list to which the number of unreadable lines is added.
+        keys: The required keys.
+    """
     records = [record for _, record in parse_jsonl(path.read_bytes())]
     valid = [record for record in records if record is not None and keys <= record.keys()]
     if unreadable := len(records) - len(valid):

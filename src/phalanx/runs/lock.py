@@ -1,5 +1,8 @@
-"""Who is at work in a run directory: a run's launcher and its first rank each hold a lock on a file there, which ends
-with them in any case. Ranks come and go while the launcher stays; on another node they may outlive it."""
+"""Locks of a run directory: its launcher and its first rank each lock a file there.
+
+The kernel releases a lock when its process exits. Ranks restart while the launcher stays; on another node they may
+outlive it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,19 @@ def acquire_run_lock(
     owner_pid: int | None = None,
     name: str = LOCK_FILE,
 ) -> IO[str] | None:
-    """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
-    They are told of the process to end (`owner_pid`), if that is not this one.
+    """Lock a run directory until the returned file is closed.
 
-    Raises UserError if somebody is in it for longer than `timeout_seconds`.
+    Args:
+        directory: The run directory.
+        timeout_seconds: How long to wait for another process that holds the lock.
+        owner_pid: The process that waiting processes report as the owner; by default this one.
+        name: The name of the lock file.
+
+    Returns:
+        The open lock file, or None if the file system does not support locks.
+
+    Raises:
+        UserError: Another process still holds the lock after `timeout_seconds`.
     """
     file = (directory / name).open("a+")
     try:
@@ -43,7 +55,10 @@ def acquire_run_lock(
 
 
 def is_running(directory: Path) -> bool | None:
-    """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
+    """Return whether a run is active, or None if that is unknown.
+
+    It is unknown for a run on another host, and for a run from before locks existed.
+    """
     lock_states = _read_locks(directory)
     if any(is_held for is_held, _ in lock_states):
         return True
@@ -55,14 +70,14 @@ def is_running(directory: Path) -> bool | None:
 
 
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
-    """Raise UserError if somebody is at work in a run directory for longer than `timeout_seconds`."""
+    """Raise UserError if a process uses a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
         print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}", file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Whether the lock is ours now."""
+    """Try to acquire the lock, and return whether this process now holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -71,7 +86,10 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: float) -> None:
-    """Raise UserError if it does not become so soon, as where somebody was just killed, or only looked."""
+    """Wait until `is_free` returns true, and raise UserError after the timeout.
+
+    A process that was just killed, or that only reads the lock, holds it for a short time.
+    """
     deadline = time.monotonic() + timeout_seconds
     while not is_free():
         if time.monotonic() > deadline:
@@ -80,13 +98,13 @@ def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: f
 
 
 def _read_locks(directory: Path) -> list[tuple[bool, str]]:
-    """At each lock that somebody ever held."""
+    """Return the state of each lock file that exists."""
     lock_states = (_read_lock(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
     return [state for state in lock_states if state is not None]
 
 
 def _read_lock(file: Path) -> tuple[bool, str] | None:
-    """Whether somebody holds a lock, and who did it last; None where nobody ever did."""
+    """Return whether a process holds a lock, and its last owner; None if the file does not exist."""
     with suppress(OSError), file.open() as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -98,12 +116,17 @@ def _read_lock(file: Path) -> tuple[bool, str] | None:
 
 def _in_use_error(directory: Path) -> UserError:
     process = _lock_owner(directory)[0]
-    return UserError("name", directory.name, _describe_owner(directory), fix=f"wait for it, or end it: kill {process}")
+    return UserError(
+        "name",
+        directory.name,
+        _describe_owner(directory),
+        fix=f"wait until the process exits, or stop it: kill {process}",
+    )
 
 
 def _describe_owner(directory: Path) -> str:
     process, host = _lock_owner(directory)
-    return f"{directory} is in use: process {process} on {host} works there"
+    return f"{directory} is in use by process {process} on {host}"
 
 
 def _lock_owner(directory: Path) -> tuple[str, str]:

@@ -1,7 +1,10 @@
-"""Write and read what each rank measured in one step: memory by part, and every collective (`--profile-memory`).
+"""Files with the measurements of each rank in one step (`--profile-memory`).
 
-RUN_DIR/measured/rank-00000.json      of each rank
-RUN_DIR/measured/comparison.json      predicted and measured"""
+The measurements are memory by part, and every collective.
+
+RUN_DIR/measured/rank-00000.json      the measurements of a rank
+RUN_DIR/measured/comparison.json      predictions and measurements
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,39 @@ COMPARISON_FILE = "comparison.json"
 
 
 def measured_file(directory: Path, rank: int) -> Path:
-    """Return the file in which a rank of a run writes what it measured."""
+    """Return the file to which a rank writes its measurements."""
     return directory / MEASURED_DIR / f"rank-{rank:05d}.json"
 
 
 def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None:
-    """Write what a rank measured."""
+    """Write the measurements of a rank.
+
+    Args:
+        directory: The run directory.
+        rank: The rank.
+        measured: Memory by part, in bytes, and the collectives.
+    """
     file = measured_file(directory, rank)
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(measured, indent=1))
 
 
 def read_measured(directory: Path) -> list[dict[str, Any]]:
-    """Return what each rank measured, in the order of ranks."""
+    """Return the measurements of each rank, in rank order."""
     return [json.loads(file.read_text()) for file in sorted((directory / MEASURED_DIR).glob("rank-*.json"))]
 
 
 def read_measured_since(
     directory: Path, resumed_at_step: int, world_size: int, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return what each rank measured since the last start; files that cannot be read are added to `problems`."""
+    """Return the measurements of each rank since the last start.
+
+    Args:
+        directory: The run directory.
+        resumed_at_step: The step that the last start continued from.
+        world_size: The number of ranks of the last start; 0 if unknown.
+        problems: A list to which unreadable files are added.
+    """
     measured_by_rank = {}
     for file in sorted((directory / MEASURED_DIR).glob("rank-*.json")):
         try:

@@ -15,7 +15,7 @@ TENSORBOARD_DIR = "tensorboard"
 def read_metrics(directory: Path, problems: list[str] | None = None) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None.
 
-    A missing file and lines that cannot be read are added to `problems`.
+    A missing file and unreadable lines are added to `problems`.
     """
     file = directory / METRICS_FILE
     if problems is None:
@@ -27,9 +27,15 @@ def read_metrics(directory: Path, problems: list[str] | None = None) -> list[Met
 
 
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:
-    """Return the peak of one rank in FLOP/s that the MFU of a step's record refers to, or None without an MFU.
+    """Return the peak FLOP/s of one rank to which the MFU of a step's record refers.
 
-    `flops_per_token` are the model FLOPs of training on one token; `ranks` is the number of ranks of the run.
+    Args:
+        record: The record of a step.
+        flops_per_token: The model FLOPs of training on one token.
+        ranks: The number of ranks of the run.
+
+    Returns:
+        The peak, or None if the record has no MFU.
     """
     mfu = record.get("mfu")
     return record["tokens_per_second"] * flops_per_token / ranks / mfu if mfu else None

@@ -1,10 +1,12 @@
-"""What a rank notes of a run as it goes, in the run directory: a line for each step, and for what stands between steps.
+"""Records that each rank writes to the run directory: one line per step and per pause between steps.
 
-RUN_DIR/trace/rank-00000.jsonl      of each rank
+RUN_DIR/trace/rank-00000.jsonl      the records of a rank
 
-The first line of every start says who writes (`RunHeader`), the others what happened (`StepRecord`, `PauseRecord`). A
-profiled step has more: when each pass, wait and collective was, and the contents of memory (`StepProfiler`).
-All times are seconds of the rank's own time.perf_counter(); the opening says what to add to have that of rank 0."""
+The first line of every start identifies the rank (`RunHeader`); the others are steps and pauses (`StepRecord`,
+`PauseRecord`). The record of a profiled step also contains the times of each pass, wait and collective, and the memory
+by part (`StepProfiler`). All times are seconds of the rank's own time.perf_counter(); the header contains the offset to
+the clock of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from phalanx.spec.errors import UserError
 TRACE_DIR = "trace"
 FORMAT = 2
 MAX_MEMORY_POINTS = 400
-"""Of memory over a step, so many moments are kept."""
+"""Maximum number of samples of memory over a step."""
 MAX_STEP_LAG = 2
-"""Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
+"""Maximum number of steps that a rank's record may lag behind others.
+
+Ranks write periodically, and asynchronous workers drift apart.
+"""
 
 
 class RunHeader(TypedDict):
@@ -33,46 +38,51 @@ class RunHeader(TypedDict):
     host: str
     device: str
     step: int
-    """After which this start began."""
+    """The step after which this start began."""
     clock_offset_seconds: float
     clock_error_seconds: float
     memory_bytes: int
-    """Of the device."""
+    """Memory of the device."""
     cores: NotRequired[int]
-    """That the ranks on a CPU may use."""
+    """Number of cores that ranks on a CPU may use."""
 
 
 class StepRecord(TypedDict):
-    """One step."""
+    """The record of one step."""
 
     step: int
     start: float
     seconds: dict[str, float]
-    """Of its phases, which follow each other: data, passes, reduce, optimizer."""
+    """Seconds of the phases, which follow each other: data, passes, reduce, optimizer."""
     stages: dict[str, dict[str, float]]
-    """Seconds of the passes F, B, I and W by stage; waits for others' tensors are not in them, but for collectives."""
+    """Seconds of the passes F, B, I and W by stage.
+
+    Waits for collectives are included, but not waits for tensors of other stages.
+    """
     wait_seconds: NotRequired[dict[str, float]]
-    """Seconds in which the rank stood still for others, on a CPU: of passes for collectives in them (of these
-    all_to_all), between them for other stages (pipeline), and in reduce and optimizer."""
+    """Seconds in which a rank on a CPU waited for others.
+
+    Keys: passes (collectives in them), all_to_all (part of passes), pipeline (other stages), reduce and optimizer.
+    """
     peak_memory_bytes: int
     expert_rows: NotRequired[int]
-    """Rows of tokens that this rank's experts computed, where ranks have different ones."""
+    """Rows of tokens that this rank's experts computed, if ranks have different experts."""
     hot_expert: NotRequired[tuple[int, int, float]]
-    """Layer, expert, and its share of the layer's tokens, times the number of experts: the most over all layers."""
+    """Layer and expert with the maximum load, and its share of the layer's tokens times the expert count."""
     clock: NotRequired[tuple[float, float]]
-    """What to add to times of this step instead of the opening's offset, and how far off that may be."""
+    """Clock offset of this step, instead of the header's, and its error."""
     spans: NotRequired[list[tuple[str, int, int, float, float]]]
-    """Kind, stage, micro-batch, begin and end of each pass."""
+    """Kind, stage, micro-batch, start and end of each pass."""
     waits: NotRequired[list[tuple[str, float, float]]]
     collectives: NotRequired[list[CollectiveSpan]]
     memory: NotRequired[list[dict[str, float]]]
-    """Bytes by part, and `at` when; such a step took longer for it."""
+    """Bytes by part, and the time `at`. A step with memory samples takes longer."""
     expert_tokens: NotRequired[list[list[int]]]
-    """Of each layer and expert, on all ranks."""
+    """Tokens of each layer and expert, over all ranks."""
 
 
 class CollectiveSpan(TypedDict):
-    """One collective of a step that was looked at closely."""
+    """One collective of a profiled step."""
 
     operation: str
     executed_as: str
@@ -80,13 +90,13 @@ class CollectiveSpan(TypedDict):
     bytes: int
     start: float
     end: float | None
-    """None where the backend does not tell."""
+    """End of the collective, or None if the backend does not report it."""
     exposed: float
-    """Seconds of it in which the rank waited for it."""
+    """Seconds of the collective in which the rank waited for it."""
 
 
 class PauseRecord(TypedDict):
-    """What stood between two steps: a checkpoint, an evaluation."""
+    """A pause between two steps: a checkpoint or an evaluation."""
 
     step: int
     pause: str
@@ -95,30 +105,39 @@ class PauseRecord(TypedDict):
 
 
 def parse_step_range(text: str) -> range:
-    """The steps that "10:13" names, both ends among them.
+    """Return the steps that a range such as "10:13" names, both ends included.
 
-    Raises UserError for anything else.
+    Raises:
+        UserError: The text is not a range of steps.
     """
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
-        raise UserError("--profile-steps", text, "is not a window of steps", fix="write the first and the last: 10:13")
+        raise UserError(
+            "--profile-steps", text, "is not a range of steps", fix="give the first and the last step, such as 10:13"
+        )
     if not 1 <= int(first) <= int(last):
         raise UserError(
-            "--profile-steps", text, "is an empty window", fix="count from 1, and write the smaller number first"
+            "--profile-steps", text, "is an empty range", fix="count from 1, and give the smaller number first"
         )
     return range(int(first), int(last) + 1)
 
 
 def rank_record_file(directory: Path, rank: int) -> Path:
-    """Where a rank of a run writes."""
+    """Return the file to which a rank writes its records."""
     return directory / TRACE_DIR / f"rank-{rank:05d}.jsonl"
 
 
 def downsample_memory(
     history: Sequence[tuple[float, Mapping[str, int]]], max_points: int = MAX_MEMORY_POINTS
 ) -> list[dict[str, float]]:
-    """Memory over time at no more than so many moments: of each stretch of time the one at which all parts together
-    were most."""
+    """Return memory over time at no more than `max_points` times.
+
+    Of each interval, the sample with the largest sum over all parts remains.
+
+    Args:
+        history: Time in seconds, and bytes by part.
+        max_points: The number of intervals of equal length.
+    """
     if not history:
         return []
     start_time = history[0][0]
@@ -134,34 +153,34 @@ def downsample_memory(
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank noted since the run was last started."""
+    """The records of a rank since the last start of the run."""
 
     rank: int
     host: str
     device: str
     offset_seconds: float
-    """To add to its times, to have those of rank 0."""
+    """Offset from the rank's clock to that of rank 0."""
     error_seconds: float
     memory_bytes: int
-    """Of its device."""
+    """Memory of the rank's device."""
     cores: int | None
-    """That the ranks on its host may use, where they run on them."""
+    """Number of cores that the ranks on the host may use, if they run on CPUs."""
     steps: list[JsonRecord] = field(default_factory=list)
-    """See `StepRecord`."""
+    """Records of type `StepRecord`."""
     pauses: list[JsonRecord] = field(default_factory=list)
 
 
 def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
-    """Return the record of each rank since the last start, the number of ranks, and the step that it continued from.
+    """Return the records of each rank since the last start, the number of ranks, and its first step.
 
-    What cannot be read is added to `problems`.
+    The last start continued from that step. Missing and unreadable records are added to `problems`.
     """
     starts: dict[int, list[JsonRecord]] = {}
     for file in sorted((directory / TRACE_DIR).glob("rank-*.jsonl")):
         lines = read_valid_jsonl(file, problems)
         headers = [index for index, line in enumerate(lines) if "format" in line]
         if not headers:
-            problems.append(f"{TRACE_DIR}/{file.name} has no opening")
+            problems.append(f"{TRACE_DIR}/{file.name} has no header")
             continue
         last_start = lines[headers[-1] :]
         if (format_ := last_start[0]["format"]) != FORMAT:
@@ -169,7 +188,7 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
             continue
         starts[last_start[0]["rank"]] = last_start
     if not starts:
-        reason = "they came to no step, metrics.per_rank_records was off, or an older version ran"
+        reason = "no step was finished, metrics.per_rank_records was off, or an older version ran"
         problems.append(f"{TRACE_DIR}/ has no records of ranks: {reason}")
         return {}, 0, 0
     newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
@@ -185,12 +204,12 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
 
 
 def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> list[str]:
-    """Which ranks have no record, or one that ends before others do."""
+    """Return which ranks have no records, or fewer steps than others."""
     problems = []
     last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
     behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
     if behind:
-        problems.append(f"the record of rank {behind[0]} ends before others do, at step {last_steps[behind[0]]}")
+        problems.append(f"the record of rank {behind[0]} ends before those of others, at step {last_steps[behind[0]]}")
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -1,9 +1,9 @@
-"""What a swarm writes down of its rounds, for whoever reads the directories of its members.
+"""Records of the rounds of a swarm.
 
-nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`RoundRecord`)
+nodes/NAME/swarm.jsonl      a node: bytes, seconds and memory of each round (`RoundRecord`)
 nodes/NAME/swarm.toml       the run as the coordinator sent it
 nodes/NAME/link.json        the addresses of the coordinator and of the certificates
-nodes/NAME/base.safetensors, live.safetensors     the weights that all nodes share, and those of this node
+nodes/NAME/base.safetensors, live.safetensors     the shared weights, and the weights of this node
 RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swarm_state.py`); marks such a directory
 """
 
@@ -24,32 +24,35 @@ LOCAL_WEIGHTS_FILE = "live.safetensors"
 
 @dataclass
 class RoundRecord:
-    """Of a round, on a node's rank 0. Coding, sending and receiving may go on beside training."""
+    """A round on a node's rank 0. Encoding, sending and receiving may overlap with training."""
 
     round: int
     steps: int = 0
     tokens: int = 0
     experts: int = 0
-    """Of each layer, that it trained as its own."""
+    """Number of experts per layer that the node owned and trained."""
     train_seconds: float = 0.0
     code_seconds: float = 0.0
-    """Bringing weights together, coding them, and taking what came."""
+    """Seconds of gathering and encoding weights, and of applying received ones."""
     send_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """For others."""
+    """Seconds of waiting for other nodes."""
     receive_seconds: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     whole_bytes: int = 0
-    """Of those received, all weights at once: to begin with, or after too long an absence."""
+    """Received bytes of full copies of the weights, sent at the start or after too long an absence."""
     held_bytes: int = 0
-    """Weights, gradients and optimizer state of rank 0 when it last stepped, and experts at rest."""
+    """Weights, gradients and optimizer state of rank 0 after its last step, and experts in storage."""
     seconds: float = 0.0
     refused: str = ""
 
 
 def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
-    """Return the rounds of a node in its last swarm, whose numbers begin anew; none where it was in no swarm."""
+    """Return the rounds of a node in its last swarm; none if it was in no swarm.
+
+    Round numbers start over with each swarm.
+    """
     file = directory / ROUNDS_FILE
     names = {field.name for field in fields(RoundRecord)}
     lines = read_valid_jsonl(file, problems, names) if file.is_file() else []

@@ -1,1 +1,1 @@
-"""Training over slow links: nodes that learn apart, and now and then put together what they learned."""
+"""Training over slow links: nodes train independently and periodically combine their weights."""

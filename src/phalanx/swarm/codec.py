@@ -1,8 +1,9 @@
-"""Tensors as bytes: whole, in bf16, or in blocks of 8 or 4 bits that share a scale.
+"""Codecs of tensors: fp32, bf16, or blocks of 8 or 4 bits with a common scale.
 
-A coded tensor is its scales (fp32, little-endian), one for each 256 numbers, and then its numbers in their order; of
-int4 two in a byte, the first in its lower half. What the numbers are is said in `parallel.int8_blocks`; Q is 127 or
-7."""
+An encoded tensor contains its scales (fp32, little-endian), one per 256 elements, and then its elements in order. A
+byte contains two int4 elements, the first in its lower half. `parallel.int8_blocks` defines the elements; Q is 127 or
+7.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ MAX_CODE = {"int8": 127, "int4": 7}
 
 
 class CodecError(ValueError):
-    """Bytes that are no coded tensor."""
+    """Bytes that are not an encoded tensor."""
 
 
 Buffer = bytes | bytearray | memoryview
-"""What can be written to a file."""
+"""Types that can be written to a file."""
 
 
 def encode(tensor: Tensor, codec: Codec) -> Buffer:
-    """A tensor's bytes; of fp32 they are in its memory. What is not finite stays so in fp32 and bf16, and makes its
-    whole block NaN in the others."""
+    """Encode a tensor; the bytes of fp32 share its memory.
+
+    Values that are not finite remain so in fp32 and bf16, and make their block NaN in the other codecs.
+    """
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
     if codec not in SCALED_CODECS:
         return _as_bytes(flat.to(TORCH_DTYPES[codec]))
@@ -38,11 +41,23 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
 
 
 def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
-    """The tensor, in fp32 (of a bytearray in fp32 in its memory). Raises CodecError for too many or too few bytes."""
+    """Decode a tensor to fp32; from a bytearray in fp32 it shares the memory.
+
+    Args:
+        data: The encoded bytes.
+        shape: The shape of the tensor.
+        codec: The codec.
+
+    Raises:
+        CodecError: The number of bytes is wrong.
+    """
     data = data if isinstance(data, bytearray) else bytearray(data)
     numel = int(torch.Size(shape).numel())
     if len(data) != encoded_bytes(numel, codec):
-        raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {encoded_bytes(numel, codec)}")
+        raise CodecError(
+            f"{len(data)} bytes are not a tensor of shape {list(shape)} in {codec}, "
+            f"which has {encoded_bytes(numel, codec)}"
+        )
     if not numel:
         return torch.zeros(shape)
     if codec not in SCALED_CODECS:

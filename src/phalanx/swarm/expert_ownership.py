@@ -1,7 +1,8 @@
-"""Which nodes train which experts, the same of every layer.
+"""Assignment of experts to nodes, equal for every layer.
 
-Nodes own as many as their capacity allows; each expert has `replication` owners, or as many as there are nodes; and
-who owned an expert keeps it if it can, for its optimizer's moments are there."""
+Each node owns experts in proportion to its capacity. Each expert has `replication` owners, but at most
+one per node. Ownership is kept if possible, because the optimizer's moments of an expert are on its owner.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ from collections.abc import Mapping, Sequence
 import networkx
 
 Owners = tuple[tuple[str, ...], ...]
-"""Of each expert, the nodes that train it, in order."""
+"""The nodes that train each expert, in order."""
 
 
 def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[str, float]) -> dict[str, int]:
-    """`num_slots` shared out among nodes in proportion to their capacities, none with more than `max_per_node`: each
-    its whole part, and one more for those with the largest remainders (Hamilton's method). With whole capacities that
-    are enough for all slots, no node gets more than its capacity."""
+    """Return the number of slots per node, proportional to capacities, with at most `max_per_node` each.
+
+    Each node gets the integer part of its share, and nodes with the largest remainders get one more (Hamilton's
+    method). With integer capacities that suffice for all slots, no node gets more than its capacity.
+
+    Args:
+        num_slots: The total number of slots.
+        max_per_node: The maximum per node.
+        capacities: The capacity of each node, in any unit.
+    """
     counts: dict[str, int] = {}
     while saturated := [
         node
@@ -35,7 +43,7 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
 
 
 def _fair_share(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float], node: str) -> float:
-    """A node's part of what those that have theirs leave."""
+    """Return a node's share of the slots that are not yet assigned."""
     total = sum(weight for other_node, weight in capacities.items() if other_node not in counts)
     return (num_slots - sum(counts.values())) * capacities[node] / total
 
@@ -43,10 +51,16 @@ def _fair_share(num_slots: int, counts: Mapping[str, int], capacities: Mapping[s
 def assign_experts(
     num_experts: int, capacities: Mapping[str, float], replication: int = 1, previous_owners: Owners | None = None
 ) -> Owners:
-    """Owners of each of `num_experts`, from nodes with their capacities (any unit, above 0), in the order of the nodes.
+    """Return the owners of each expert, in the order of the nodes.
 
-    Without `previous_owners` nodes own runs of neighbouring experts, as in SPES's own code; else as few change hands as
-    can.
+    Without previous owners, nodes own consecutive experts, as in SPES's code. Otherwise the number of changes is
+    minimal.
+
+    Args:
+        num_experts: The number of experts.
+        capacities: The capacity of each node, in any unit, above 0.
+        replication: The number of owners per expert.
+        previous_owners: The owners before.
     """
     nodes = list(capacities)
     num_copies = min(replication, len(capacities))
@@ -73,7 +87,10 @@ def assign_experts(
 
 
 def rotate_owners(owners: Owners, nodes: Sequence[str]) -> Owners:
-    """Each node's experts handed to the node after it (rolling ownership, as FedRolex has it: arXiv 2212.01548)."""
+    """Return owners in which each node's experts move to the next node.
+
+    This is the rolling ownership of FedRolex (arXiv 2212.01548).
+    """
     successors = {node: nodes[(index + 1) % len(nodes)] for index, node in enumerate(nodes)}
     order = {node: index for index, node in enumerate(nodes)}
     return tuple(
@@ -82,5 +99,5 @@ def rotate_owners(owners: Owners, nodes: Sequence[str]) -> Owners:
 
 
 def experts_of(owners: Owners, node: str) -> tuple[int, ...]:
-    """The experts of a node."""
+    """Return the experts of a node."""
     return tuple(expert for expert, expert_owners in enumerate(owners) if node in expert_owners)

@@ -1,5 +1,8 @@
-"""`phalanx swarm join`: a node's processes. The first asks the coordinator what is learned, prepares the text, and
-starts the ranks: `torchrun -m phalanx.swarm.join DIR`."""
+"""Processes of a node (`phalanx swarm join`).
+
+The first process gets the run from the coordinator, prepares the text, and starts the ranks:
+`torchrun -m phalanx.swarm.join DIR`.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +61,23 @@ from phalanx.train.training_data import open_training_data
 def join_swarm(
     address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], log: Callable[[str], None]
 ) -> int:
-    """Take part with local ranks; returns the exit code.
+    """Join a swarm with local ranks, and return the exit code.
 
-    Raises UserError for what would stop it, before anything is received: no coordinator, another version, too little
-    memory, other text.
+    Args:
+        address: The address of the coordinator.
+        certificates: The folder of the node's certificate.
+        nproc: The number of ranks; None for the run's.
+        out: The folder for the node's directory.
+        overrides: Settings of the node (`--set`).
+        log: A function that prints a message.
+
+    Raises:
+        UserError: The coordinator cannot be reached or has another version, the memory is too small, or the text
+            differs.
+            Nothing has been received yet.
     """
     name = certificate_member(certificates)
-    warm_process = start_warm_process() if nproc != 1 else None  # before the link has threads
+    warm_process = start_warm_process() if nproc != 1 else None  # before the link starts threads
     link = SwarmClient(address, certificates)
     try:
         greeting = link.join()
@@ -76,7 +89,7 @@ def join_swarm(
         cleared_overrides = [
             "model.from_hf=",
             "model.upcycle_reinit_fraction=",
-        ]  # weights come from the coordinator, which alone has that path
+        ]  # weights come from the coordinator; the path exists only there
         run = load_run(directory / SWARM_RUN_FILE, [*local_overrides, *cleared_overrides, *overrides])
         assert run.swarm is not None
         _check_same_run(load_run(directory / SWARM_RUN_FILE, cleared_overrides), run)
@@ -90,11 +103,11 @@ def join_swarm(
         create_run(run, ranks, resume=False)
         join_message = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
         link.join(**join_message, begin=False)
-        log(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
+        log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
         version = RoundExchange(run, directory, name, link=link).download_model()
     except UpdateRejected as refused:
-        fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
-        raise UserError("swarm", address, f"does not take this node: {refused}", fix=fix) from None
+        fix = "run phalanx swarm status, and use the same version of Phalanx and the same text as the coordinator"
+        raise UserError("swarm", address, f"rejected this node: {refused}", fix=fix) from None
     finally:
         link.close()
     link_record = {
@@ -106,7 +119,7 @@ def join_swarm(
         "received_bytes": link.received_bytes,
     }
     (directory / LINK_FILE).write_text(json.dumps(link_record))
-    log(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
+    log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
     if ranks == 1:
         if warm_process is not None:
             warm_process.close()
@@ -118,7 +131,7 @@ def join_swarm(
 
 
 def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
-    """Raise UserError if this node would learn something else than the others."""
+    """Raise UserError if the node's settings would change the training."""
     training_fields = "tokens_per_step", "seq_len", "steps", "seed"
     differing = [
         name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(coordinator_run, name)
@@ -129,15 +142,23 @@ def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
         if getattr(run.training, name) != getattr(coordinator_run.training, name)
     ]
     if differing:
-        fix = "leave it out; a node's own are layout, data, cluster and how it records"
-        raise UserError("--set", differing[0], "is the coordinator's to say", fix=fix)
+        fix = "remove it; a node sets only its layout, data, cluster and logging"
+        raise UserError("--set", differing[0], "is set by the coordinator", fix=fix)
 
 
 def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:
-    """How many experts of each layer there is memory to train on each rank, beside what it has at any rate, where so
-    many ranks share them; 1 where nodes train all. Activations come on top.
+    """Return how many experts of each layer a node has memory to train; 1 if nodes train all.
 
-    Raises UserError if there is none for a single one.
+    Activations are not counted.
+
+    Args:
+        model: The model.
+        swarm: The swarm.
+        memory_bytes: The memory of a rank.
+        model_parallel_size: The number of ranks that share an expert.
+
+    Raises:
+        UserError: The memory is too small for one expert.
     """
     experts = model.moe.num_experts if model.moe is not None and swarm.method in EXPERT_SPLIT_METHODS else 0
     state_sizes = [
@@ -153,25 +174,25 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
             f"{memory_bytes / 1e9:.2f} GB",
             f"is too little: a node's state takes {min_gb:.2f} GB",
             fix=(
-                'use a machine with more, or swarm.frozen_expert_codec = "int8", '
-                "or another method: spes holds less than diloco"
+                'use a machine with more memory, or swarm.frozen_expert_codec = "int8", '
+                "or another method: spes needs less than diloco"
             ),
         )
     return max(1, num_fitting)
 
 
 def rank_memory_bytes(run: RunSpec, device: str) -> float:
-    """Of one rank's device, as the run file says or as it is."""
+    """Return the memory of one rank's device, from the run file or as measured."""
     return float(run.cluster.memory_bytes or device_memory_bytes(torch.device(device)))
 
 
 def data_fingerprint(data: PreparedData) -> str:
-    """A checksum of the tokens' places and of the tokenizer: nodes with the same read the same."""
+    """Return a checksum of the tokens' index and of the tokenizer, which identifies the text."""
     return "-".join(sha256(Path(file))[:16] for file in (f"{data.train}.idx", data.tokenizer))
 
 
 def rank_main(directory: Path) -> int:
-    """Take part on this rank; returns the exit code."""
+    """Participate on this rank, and return the exit code."""
     worker: SwarmWorker | None = None
     link: SwarmClient | None = None
     try:
@@ -193,7 +214,7 @@ def rank_main(directory: Path) -> int:
         if link is not None:
             link.join_message = link_record["place"]
             link.join(**link.join_message)
-        # a node that is asked to leave does so after the round that it is in
+        # a node that gets a signal leaves after its round
         with handling_signals(lambda _: worker.leave()), OrderGuard(directory):
             evaluation = worker.participate(logs, rounds, _log)
         if link is not None:
@@ -203,7 +224,7 @@ def rank_main(directory: Path) -> int:
             link.leave()
             if lock is not None:
                 lock.close()
-            outcome = "left; the same command goes on" if worker.leaving else "the last round is done"
+            outcome = "left; the same command continues" if worker.leaving else "the last round is done"
             loss = evaluation.get("held_out_loss")
             _log(outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}")
     except BaseException as error:
@@ -211,7 +232,7 @@ def rank_main(directory: Path) -> int:
         write_failure(directory, env_rank(), step, error=error)
         if link is not None:
             link.leaving = True
-            with suppress(Exception):  # it may be the link that failed
+            with suppress(Exception):  # the link may have failed
                 link.leave()
         if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}", file=sys.stderr)
@@ -227,5 +248,5 @@ def _log(message: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("phalanx.swarm.join", description="Take part in a swarm on this rank.")
-    parser.add_argument("directory", type=Path, help="what phalanx swarm join made")
+    parser.add_argument("directory", type=Path, help="the node's directory, which phalanx swarm join creates")
     exit_rank(rank_main(parser.parse_args().directory))

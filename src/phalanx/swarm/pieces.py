@@ -1,7 +1,8 @@
-"""What nodes exchange, piece by piece: some rows of a tensor that all of them train, or one expert's part of one.
+"""Pieces of a model that nodes exchange: rows of a shared tensor, or one expert's part of a tensor.
 
-No torch. Names are those of `parameter_shapes`; of one expert with its number: "blocks.0.mlp.experts.up[3]"; of a part
-of a large tensor with its first row: "embedding.weight[4096:]". A piece is what is in memory at a time."""
+No torch. Names are those of `parameter_shapes`. An expert's piece has its number, "blocks.0.mlp.experts.up[3]"; a part
+of a large tensor has its first row, "embedding.weight[4096:]". A piece is the unit that is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from phalanx.spec.run import RunSpec
 from phalanx.swarm.expert_ownership import Owners
 
 MAX_PIECE_ELEMENTS = 2**18
-"""Numbers of a part of a tensor, unless a row has more."""
+"""Maximum number of elements of a part of a tensor, unless one row has more."""
 STACKED_EXPERTS_INFIX = ".experts."
-"""In the names of tensors that stack a layer's experts."""
+"""Infix in the names of tensors that stack a layer's experts."""
 
 
 @dataclass(frozen=True)
@@ -25,34 +26,34 @@ class ModelPiece:
     """A piece of a model."""
 
     name: str
-    """Of the parameter."""
+    """The name of the parameter."""
     shape: Shape
     expert: int | None = None
     first_row: int | None = None
-    """Of its rows, where it is a part of the tensor."""
+    """The first row of a part of a tensor."""
 
     @property
     def key(self) -> str:
-        """What it is called among pieces."""
+        """The unique name of the piece."""
         if self.first_row is not None:
             return f"{self.name}[{self.first_row}:]"
         return self.name if self.expert is None else f"{self.name}[{self.expert}]"
 
     @property
     def num_elements(self) -> int:
-        """How many it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def layer(self) -> int | None:
-        """Of its block; None outside of blocks."""
+        """The layer of the piece's block, or None outside of blocks."""
         prefix, _, suffix = self.name.partition(".")
         return int(suffix.partition(".")[0]) if prefix == "blocks" else None
 
 
 @lru_cache
 def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
-    """All of a model, in the order of its parameters."""
+    """Return all pieces of a model, in the order of its parameters."""
     pieces: list[ModelPiece] = []
     for name, shape in parameter_shapes(model).items():
         if STACKED_EXPERTS_INFIX in name:
@@ -73,24 +74,39 @@ def _split_rows(name: str, shape: Shape) -> list[ModelPiece]:
 
 
 def fragment_index(piece: ModelPiece, num_fragments: int) -> int:
-    """Which of the fragments that are synchronised in turn an item belongs to: blocks in strides (Streaming DiLoCo,
-    arXiv 2501.18512, section 2.2), what comes before and after them with the first."""
+    """Return the fragment of a piece: fragments are synchronized in turn.
+
+    Blocks belong to fragments in strides (Streaming DiLoCo, arXiv 2501.18512, section 2.2). Parameters outside of
+    blocks belong to the first fragment.
+    """
     return 0 if piece.layer is None else piece.layer % num_fragments
 
 
 def fragment_pieces(model: ModelSpec, fragment: int, num_fragments: int) -> tuple[ModelPiece, ...]:
-    """The items of one of them."""
+    """Return the pieces of a fragment.
+
+    Args:
+        model: The model.
+        fragment: The index of the fragment.
+        num_fragments: The number of fragments.
+    """
     return tuple(piece for piece in model_pieces(model) if fragment_index(piece, num_fragments) == fragment)
 
 
 def round_pieces(run: RunSpec, round_number: int) -> tuple[ModelPiece, ...]:
-    """What a round of a swarm exchanges: a fragment, in turn."""
+    """Return the pieces that a round of a swarm exchanges: those of one fragment, in turn."""
     assert run.swarm is not None
     return fragment_pieces(run.model, round_number % run.swarm.fragments, run.swarm.fragments)
 
 
 def pieces_sent_by(pieces: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
-    """Of these, what a node trains, and so tells: what is shared, and its own experts. All without `owners`."""
+    """Return the pieces that a node trains and sends: shared pieces, and those of its experts.
+
+    Args:
+        pieces: The pieces of the round.
+        owners: The owners of each expert; None if each node trains all.
+        node: The name of the node.
+    """
     if owners is None:
         return pieces
     return tuple(piece for piece in pieces if piece.expert is None or node in owners[piece.expert])

@@ -1,4 +1,4 @@
-"""`phalanx swarm serve`: a coordinator's process, from the first node to the last round."""
+"""Process of a coordinator (`phalanx swarm serve`), from the first node to the last round."""
 
 from __future__ import annotations
 
@@ -30,17 +30,24 @@ TICK_SECONDS = 0.05
 STATUS_SECONDS = 5.0
 TRIM_THRESHOLD_BYTES = 2**26
 MMAP_THRESHOLD_BYTES = 2**24
-"""Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
+"""Limits of malloc: memory that remains allocated, and sizes allocated outside of it.
+
+Both exceed the need of the RPC server, and of a piece of most models.
+"""
 
 
 def swarm_directory(run: RunSpec) -> Path:
-    """Where a swarm is kept, with its run file. Raises UserError if another swarm is there, or none can be."""
+    """Write the run file to a swarm's directory, and return the directory.
+
+    Raises:
+        UserError: The directory contains another run, or is not writable.
+    """
     directory = run_directory(run)
     file = directory / RUN_FILE
     text = to_toml(with_absolute_paths(run))
     if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
-        fix = "go on with that one, unchanged, or choose another name"
-        raise UserError("name", run.name, f"{directory} holds another run", fix=fix)
+        fix = "continue that run unchanged, or choose another name"
+        raise UserError("name", run.name, f"{directory} contains another run", fix=fix)
     claim_run_directory(directory)
     try:
         if not file.exists():
@@ -48,13 +55,16 @@ def swarm_directory(run: RunSpec) -> Path:
         file.write_text(text)
     except OSError as error:
         raise UserError(
-            "output_dir", str(directory), f"cannot be written: {error.strerror}", fix="set output_dir elsewhere"
+            "output_dir",
+            str(directory),
+            f"cannot be written: {error.strerror}",
+            fix="set output_dir to another directory",
         ) from None
     return directory
 
 
 def initial_pieces(run: RunSpec) -> Weights:
-    """Of the model at the start, piece by piece."""
+    """Return the initial weights of the model, as a function of the piece."""
     shapes = parameter_shapes(run.model)
     draw = initial_weights(run) or DrawnWeights(run.model, run.training.seed)
 
@@ -71,8 +81,15 @@ def initial_pieces(run: RunSpec) -> Weights:
 
 
 def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
-    """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
-    # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
+    """Serve nodes until all rounds are done and nodes have left, or until a signal; return the exit code.
+
+    Args:
+        run: The run.
+        address: The address to listen on.
+        certificates: The folder of the coordinator's certificate.
+        log: A function that prints a message.
+    """
+    # Each thread that serves a node would retain freed memory, and pieces leave gaps: up to two models.
     tune_malloc(TRIM_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES, max_arenas=1)
     directory = swarm_directory(run)
     lock = acquire_run_lock(directory)
@@ -87,8 +104,8 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     while not stop.wait(TICK_SECONDS):
         try:
             coordinator.tick()
-        except OSError as error:  # a disk that is full may not stay so
-            log(f"a round cannot be closed: {error}; once more in {STATUS_SECONDS:.0f} s")
+        except OSError as error:  # a full disk may be temporary
+            log(f"a round cannot be closed: {error}; retrying in {STATUS_SECONDS:.0f} s")
             stop.wait(STATUS_SECONDS)
         state = coordinator.state
         if state.committed > reported_rounds:
@@ -99,9 +116,9 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     coordinator.shutdown()
     server.stop(grace=1.0).wait()
     if coordinator.state.done:
-        log(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
+        log(f"all rounds are done; run phalanx generate {directory} or phalanx export {directory}")
     else:
-        log("stopped; the same command goes on with the same round")
+        log("stopped; the same command continues with the same round")
     coordinator.journal.close()
     if lock is not None:
         lock.close()
@@ -109,8 +126,8 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
 
 
 def _format_status(coordinator: Coordinator) -> str:
-    """How far it is, in a line."""
+    """Return the progress in a line."""
     status = coordinator.status()
     names = ", ".join(node["node"] for node in status["nodes"])
-    waiting_text = f"; it waits for {status['waits_for']}" if status["waits_for"] else ""
-    return f"round {status['round']} of {status['rounds']}: {names or 'nobody'}{waiting_text}"
+    waiting_text = f"; waiting for {status['waits_for']}" if status["waits_for"] else ""
+    return f"round {status['round']} of {status['rounds']}: {names or 'no nodes'}{waiting_text}"

@@ -1,6 +1,7 @@
-"""Files of tensors that are read and written piece by piece, so that no model need be in memory: safetensors.
+"""Safetensors files that are read and written piece by piece, for models larger than the memory.
 
-A file is 8 bytes of its header's length, the header as JSON, and the numbers of one tensor after the other."""
+A file contains the length of its header in 8 bytes, the header as JSON, and the tensors one after the other.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +27,26 @@ ALIGNMENT_BYTES = 8
 
 
 class TensorFileError(ValueError):
-    """A file that is not what it should be."""
+    """A file with an invalid format or content."""
 
 
 class TensorFile:
-    """An open file. Pieces are read and written by their place: what is read is a copy."""
+    """An open file. Reads return copies."""
 
     def __init__(self, path: Path, writable: bool = False) -> None:
-        """Raises TensorFileError for what is no such file, or has other numbers than F32 and U8."""
+        """Open a file.
+
+        Raises:
+            TensorFileError: The file is not a valid safetensors file, or has other types than F32 and U8.
+        """
         try:
-            with safe_open(path, framework="pt"):  # it checks every length and place in the header
+            with safe_open(path, framework="pt"):  # checks every length and position in the header
                 pass
             self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
             header_bytes = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
             header = json.loads(os.pread(self._file, header_bytes, HEADER_BYTES))
         except (SafetensorError, OSError, ValueError) as error:
-            raise TensorFileError(f"{path.name} is no safetensors file: {error}") from None
+            raise TensorFileError(f"{path.name} is not a valid safetensors file: {error}") from None
         self.path = path
         header.pop("__metadata__", None)
         self._data_offset = HEADER_BYTES + header_bytes
@@ -54,7 +59,13 @@ class TensorFile:
 
     @classmethod
     def create(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
-        """A new file, of zeros."""
+        """Create a file of zeros.
+
+        Args:
+            path: The path.
+            shapes: The shape of each tensor by name.
+            dtype: The type of all elements.
+        """
         header, size = _build_header(shapes, dtype)
         with path.open("wb") as file:
             file.write(header)
@@ -63,8 +74,15 @@ class TensorFile:
 
     @classmethod
     def recreate(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
-        """A file of these tensors, for a caller that writes all of their numbers: the one that is there with what is in
-        it, if it has the same tensors, for its memory need not be found anew; else a new one."""
+        """Open a file of these tensors whose caller writes all elements.
+
+        An existing file with the same tensors is reused with its content, which saves allocating its memory again.
+
+        Args:
+            path: The path.
+            shapes: The shape of each tensor by name.
+            dtype: The type of all elements.
+        """
         header, size = _build_header(shapes, dtype)
         if path.exists() and path.stat().st_size == size:
             with path.open("rb") as file:
@@ -81,51 +99,51 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Nothing more is read or written."""
+        """Close the file."""
         os.close(self._file)
 
     def sync(self) -> None:
-        """Have all that was written on the disk."""
+        """Flush all written data to disk."""
         os.fsync(self._file)
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Of all tensors, by name."""
+        """The shape of each tensor by name."""
         return {name: shape for name, (_, shape, _, _) in self._entries.items()}
 
     def raw(self, name: str) -> bytearray:
-        """A whole tensor's bytes."""
+        """Return the bytes of a tensor."""
         return self._read_bytes(*self.locate(name))
 
     def read(self, piece: ModelPiece) -> Tensor:
-        """A piece of a model, in fp32."""
+        """Return a piece of a model in fp32."""
         return torch.frombuffer(self._read_bytes(*self._locate_piece(piece)), dtype=torch.float32).reshape(piece.shape)
 
     def read_tensor(self, name: str) -> Tensor:
-        """A whole tensor, in fp32."""
+        """Return a tensor in fp32."""
         shape = self._entries[name][1]
         return torch.frombuffer(self.raw(name), dtype=torch.float32).reshape(shape)
 
     def write(self, piece: ModelPiece, tensor: Tensor) -> None:
-        """Put a piece of a model in its place."""
+        """Write a piece of a model."""
         start, size = self._locate_piece(piece)
         self._write_bytes(start, encode(tensor, "fp32"), size)
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Bytes of the file, at most 2 GiB; less at its end."""
+        """Return bytes of the file, at most 2 GiB, fewer at its end."""
         return os.pread(self._file, size, offset)
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Put bytes in their place in the file."""
+        """Write bytes at a position in the file."""
         self._write_bytes(offset, data, len(data))
 
     def write_raw(self, name: str, data: Buffer) -> None:
-        """Put a whole tensor's bytes in their place."""
+        """Write the bytes of a tensor."""
         start, size = self.locate(name)
         self._write_bytes(start, data, size)
 
     def locate(self, name: str) -> tuple[int, int]:
-        """Where a tensor begins in the file, and how many bytes it has."""
+        """Return the position of a tensor in the file, and its number of bytes."""
         _, _, start, end = self._entries[name]
         return self._data_offset + start, end - start
 
@@ -140,16 +158,16 @@ class TensorFile:
     def _read_bytes(self, start: int, size: int) -> bytearray:
         data = bytearray(size)
         num_read = 0
-        while num_read < size:  # a call reads no more than 2 GiB
+        while num_read < size:  # a call reads at most 2 GiB
             count = os.preadv(self._file, [memoryview(data)[num_read:]], start + num_read)
             if not count:
-                raise TensorFileError(f"{self.path.name} ends too early")
+                raise TensorFileError(f"{self.path.name} is truncated")
             num_read += count
         return data
 
     def _write_bytes(self, start: int, data: Buffer, size: int) -> None:
         if len(data) != size:
-            raise TensorFileError(f"{len(data)} bytes do not fit a place of {size} in {self.path.name}")
+            raise TensorFileError(f"{len(data)} bytes do not match the size {size} of the target in {self.path.name}")
         view = memoryview(data)
         while view:
             written = os.pwrite(self._file, view, start)
@@ -157,7 +175,7 @@ class TensorFile:
 
 
 def _build_header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
-    """What a file of these tensors begins with, and how many bytes it has."""
+    """Return the header of a file with these tensors, and the size of the file."""
     end = 0
     entries = {}
     for name, shape in shapes.items():

@@ -1,8 +1,9 @@
-"""What a node tells of a round, as a file: the pieces that it trained, coded.
+"""Update of a node as a file: the encoded pieces that it trained.
 
-In fp32 they are the weights themselves, so that nothing is rounded. In fewer bits they are what changed since the round
-began, together with what coding left out of the rounds before (error feedback; Seide et al., Interspeech 2014). Where
-nodes tell gradients (ddp), these are what changed since nothing."""
+With fp32, an update contains the weights themselves, without rounding. With fewer bits, it contains the changes since
+the round began, plus the encoding errors of earlier rounds (error feedback; Seide et al., Interspeech 2014). Gradients
+(ddp) are changes relative to zero.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +20,34 @@ from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import TensorFile
 
 Weights = Callable[[ModelPiece], Tensor]
-"""The present value of a piece."""
+"""A function that returns the present value of a piece."""
 Feedback = dict[str, Tensor]
-"""What coding left out so far, by piece."""
+"""Accumulated encoding errors by piece."""
 
 
 def sends_weights(codec: Codec) -> bool:
-    """Whether weights are sent, and not what changed."""
+    """Return whether updates contain weights instead of changes."""
     return codec == "fp32"
 
 
 def update_base(swarm: SwarmSpec, base: Weights) -> Weights:
-    """What a node tells changes of: the values that the round began with; zero, where it tells gradients."""
+    """Return the reference of a node's changes: the values before the round, or zero for gradients."""
     return (lambda piece: torch.zeros(piece.shape)) if swarm.sends_gradients else base
 
 
 def write_update(
     path: Path, pieces: Sequence[ModelPiece], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
 ) -> TensorFile:
-    """Write the pieces to a file. `base` are the values that the round began with; `feedback` is kept up."""
+    """Write the pieces to a file.
+
+    Args:
+        path: The file.
+        pieces: The pieces.
+        codec: The codec.
+        weights: The present values.
+        base: The values before the round.
+        feedback: The encoding errors, which are updated.
+    """
     shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")
     for piece in pieces:
@@ -46,7 +56,15 @@ def write_update(
 
 
 def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
-    """One piece, coded."""
+    """Return the encoded piece, and update its encoding error.
+
+    Args:
+        piece: The piece.
+        codec: The codec.
+        weights: The present values.
+        base: The values before the round.
+        feedback: The encoding errors, which are updated.
+    """
     value = weights(piece).detach().float()
     if sends_weights(codec):
         return encode(value, codec)
@@ -59,6 +77,16 @@ def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weight
 
 
 def decode_piece(piece: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
-    """The value of a piece that somebody told. Raises CodecError for what is none."""
+    """Return the value of a received piece.
+
+    Args:
+        piece: The piece.
+        data: The encoded bytes.
+        codec: The codec.
+        base: The values before the round.
+
+    Raises:
+        CodecError: The number of bytes is wrong.
+    """
     value = decode(data, piece.shape, codec)
     return value if sends_weights(codec) else base(piece) + value

@@ -36,9 +36,9 @@ def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(hung_ru
     lines = command_output("debug", hung_run_directory).splitlines()
     assert lines[0] == (
         "in collective 1 of all ranks, rank 1 (dp=1) called all_gather of [4] Float at mine/model.py:20 (step), "
-        "where rank 0 (dp=0) and rank 2 (dp=2) called all_reduce of [4] Float at mine/model.py:10 (step)"
+        "while rank 0 (dp=0) and rank 2 (dp=2) called all_reduce of [4] Float at mine/model.py:10 (step)"
     )
-    assert lines[1].startswith("what to do: every rank must call the same collectives in the same order")
+    assert lines[1].startswith("what to do: call the same collectives in the same order")
     assert lines[2] == "the last step that all ranks which told finished: 3"
     assert [line[:17] for line in lines[4:]] == ["  rank 0 (dp=0): ", "> rank 1 (dp=1): ", "  rank 2 (dp=2): "]
 
@@ -56,7 +56,7 @@ def test_debug_rejects_directory_without_run_toml(tmp_path: Path) -> None:
 
 def test_debug_reports_that_no_failure_records_exist(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    assert "no rank left word" in command_output("debug", tmp_path)
+    assert "no rank reported a pending collective" in command_output("debug", tmp_path)
 
 
 def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_path: Path) -> None:
@@ -69,15 +69,15 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
     held = acquire_run_lock(tmp_path)
     assert held is not None
     first, _, before, *_ = command_output("debug", tmp_path).splitlines()
-    assert first == "the run is under way, and no rank has stood still for long since it began"
+    assert first == "the run is active, and no rank has hung since it started"
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "rank-00000.jsonl").write_text("")
-    assert re.search(r"; ranks last noted a step \d+ s ago\nwhat to do: wait: ", command_output("debug", tmp_path))
+    assert re.search(r"; the last step was recorded \d+ s ago\nwhat to do: wait: ", command_output("debug", tmp_path))
     told = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
     assert before.startswith("before: ")
     assert before.endswith(told)
     held.close()
-    assert command_output("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
+    assert command_output("debug", tmp_path).startswith("the run ended without a record: its launcher was killed, or")
     fault = tmp_path / "hangs" / "rank-00001.fault"
     fault.parent.mkdir()
     fault.write_text(
@@ -85,20 +85,20 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
         '  File "/x/train/worker.py", line 3 in work\n'
     )
     said = command_output("debug", tmp_path)
-    assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
+    assert said.startswith("rank 1 was killed by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()
     append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
-    assert ": step-00000040 was set aside, damaged: checksum is wrong" in command_output("debug", tmp_path)
+    assert ": step-00000040 was quarantined, damaged: checksum is wrong" in command_output("debug", tmp_path)
     append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
     assert "before: " in command_output("debug", tmp_path)
     assert ": a spike; from step 47 to step 40" in command_output("debug", tmp_path)
     append_event(tmp_path, FINISHED, step=49)
-    assert "left no word" not in command_output("debug", tmp_path)
+    assert "wrote no hang dump" not in command_output("debug", tmp_path)
     assert command_output("debug", tmp_path).startswith(
-        "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
+        "the run was stopped cleanly after step 49 of 50\nwhat to do: run phalanx "
     )
     append_event(tmp_path, FINISHED, step=50)
-    assert command_output("debug", tmp_path).startswith("the run ended in order, after step 50")
+    assert command_output("debug", tmp_path).startswith("the run finished after step 50")
     reason = "DistStoreError: Timed out"
     write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
     assert command_output("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")

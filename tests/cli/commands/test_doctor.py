@@ -117,7 +117,7 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
             "doctor", "--from-snapshot", h100, "--save-report", health, exit_code=2 if host == "node3" else 0
         )
     (health / "failing_nodes.txt").write_text("of mine")
-    with pytest.raises(UserError, match=r"holds a failing_nodes\.txt that phalanx did not write"):
+    with pytest.raises(UserError, match=r"contains a failing_nodes\.txt that phalanx did not write"):
         doctor_output(run, "--compare-reports", health)
     assert (health / "failing_nodes.txt").read_text() == "of mine"
     (health / "failing_nodes.txt").unlink()

@@ -178,7 +178,7 @@ def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: 
         (["--ranks", "6", *layout_options(tp=4)], "does not divide the ranks"),
         (["--topology", str(topology)], "has no line of columns"),
         (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
-        (["--out", "heat.gif"], "has an unknown ending"),
+        (["--out", "heat.gif"], "has an unknown suffix"),
     ):
         with pytest.raises(UserError, match=problem):
             placement_output(run, *arguments)

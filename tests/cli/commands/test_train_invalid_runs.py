@@ -416,8 +416,8 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
         ((".",), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
         ((".", "--resume"), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
         (("OUT",), ("run directory = 'OUT'", "is not a run directory")),
-        (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already", "--set name=")),
-        (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already",)),
+        (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files", "--set name=")),
+        (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files",)),
     ],
 )
 def test_train_does_not_write_into_directory_that_phalanx_did_not_make(

@@ -76,8 +76,8 @@ def test_step_breakdown_legend_lists_parts_too_small_to_draw(tmp_path):
 def test_step_breakdown_draws_memory_against_device_limit(tmp_path):
     text = render_svg(BREAKDOWN, tmp_path)
     assert tooltips_of_class(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
-    assert texts_of_class(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
-    assert texts_of_class(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
+    assert texts_of_class(text, "limit")[-1] == "80.0 GiB of the device for a rank"
+    assert texts_of_class(text, "counted")[-1] == "60.0 GiB on the largest rank, counted tensor by tensor"
     middle = {name: float(elements_of_class(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
     assert middle == {"limit": LEFT + MAX_BAR_WIDTH, "counted": LEFT + 0.75 * MAX_BAR_WIDTH}
 

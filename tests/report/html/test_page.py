@@ -101,7 +101,7 @@ def test_report_page_escapes_untrusted_text(two_run_report):
 
 def test_report_page_explains_missing_profiled_steps(two_run_report):
     text = main(report_data([two_run_report["runs"][1]]))
-    assert "No step was looked at closely: train with --profile-steps FIRST:LAST." in text
+    assert "No step was profiled: train with --profile-steps FIRST:LAST." in text
     assert "How much each expert" not in text
 
 

@@ -80,7 +80,7 @@ def test_swarm_state_waits_for_all_members_and_closes_when_missing_one_leaves():
     accept_update(state, "ann", 1.0)
     accept_update(state, "bob", 1.0)
     assert not state.should_close(2.0)
-    state.record({"what": "left", "node": "cid", "why": "not heard of"})
+    state.record({"what": "left", "node": "cid", "why": "no heartbeat"})
     assert state.should_close(2.0)
 
 
@@ -169,7 +169,7 @@ def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
     assert state.rejection_reason("eve", 0) == "not of this round"
     assert state.rejection_reason("ann", 1) == "not open yet"
     accept_update(state, "ann", 1.0)
-    assert state.rejection_reason("ann", 0) == "already told"
+    assert state.rejection_reason("ann", 0) == "already sent"
     state.record({"what": "committed"})
     assert state.rejection_reason("bob", 0) == "closed"
 
@@ -196,5 +196,5 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
 def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"what":"opened"}\n' + line + b'{"what":"opened"}\n')
-    with pytest.raises(UserError, match=r"line 2.*is no event"):
+    with pytest.raises(UserError, match=r"line 2.*is not an event"):
         Journal(path)

@@ -1,4 +1,4 @@
-"""The host's clock. How far hosts are apart is judged where several are gathered."""
+"""The host's clock. The comparison of nodes checks the offset between hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.doctor.machine import Machine
 MAX_OFFSET_SECONDS = 30
 SYNCHRONISED = CheckRule(
     "clock.synchronised",
-    "whether the clock follows a server's",
+    "clock synchronization with a server",
     "WARN",
     threshold="yes",
     unit="",
@@ -21,7 +21,7 @@ SYNCHRONISED = CheckRule(
 )
 OFFSET = CheckRule(
     "clock.offset",
-    "how far the clock is from the server's",
+    "offset of the clock from the server's",
     "FAIL",
     threshold=f"at most {MAX_OFFSET_SECONDS}",
     unit="s",
@@ -30,11 +30,11 @@ OFFSET = CheckRule(
     command="chronyc makestep",
 )
 RULES = (SYNCHRONISED, OFFSET)
-UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--save-report, --compare-reports)")]
+UNKNOWN = [OFFSET.skip("known to chronyc only: compare several nodes (--save-report, --compare-reports)")]
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """By chrony where it runs, else by systemd."""
+    """Check the clock by chrony if it runs, else by systemd."""
     output = machine.run("chrony", "chronyc", "-n", "tracking")
     if output is not None and output.code == 0:
         status = re.search(r"^Leap status\s*: (.+)$", output.text, re.MULTILINE)

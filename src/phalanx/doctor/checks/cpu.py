@@ -12,22 +12,22 @@ from phalanx.doctor.probes import pci
 CPUS = "/sys/devices/system/cpu"
 GOVERNOR = CheckRule(
     "cpu.governor",
-    "what sets the clock of the cores",
+    "frequency governor of the cores",
     "WARN",
     threshold="performance",
     unit="",
     source="GCM (governor performance)",
-    remedy="let cores run at full clock: ranks wait for the host else",
+    remedy="run the cores at full clock; otherwise ranks wait for the host",
     command="cpupower frequency-set -g performance",
 )
 OFFLINE = CheckRule(
     "cpu.offline",
-    "cores that are switched off",
+    "offline cores",
     "WARN",
     threshold="none",
     unit="",
-    source="ours: the node is weaker than its fellows",
-    remedy="switch them on, or say why they are off",
+    source="ours: the node is weaker than the others",
+    remedy="switch them on, or find out why they are off",
     command="cat /sys/devices/system/cpu/offline; lscpu",
 )
 BALANCING = CheckRule(
@@ -36,18 +36,18 @@ BALANCING = CheckRule(
     "WARN",
     threshold="0",
     unit="",
-    source="AMD, ROCm system optimization (pages that move stall GPUs); NVIDIA says the same of GH200",
+    source="AMD, ROCm system optimization (page migration stalls GPUs); NVIDIA, the same for GH200",
     remedy="switch it off",
     command="sysctl -w kernel.numa_balancing=0",
 )
 AVX512 = ("avx512bw", "avx512dq", "avx512vl")
 BF16 = CheckRule(
     "cpu.bf16",
-    "what CPUs can, where they compute in bf16",
+    "CPU features, for runs in bf16",
     "WARN",
-    threshold=f"{', '.join(AVX512)}; or bf16 of ARM",
+    threshold=f"{', '.join(AVX512)}; or ARM's bf16",
     unit="",
-    source="PyTorch (mkldnn_bf16_device_check): without it bf16 is computed number by number, some 30 times slower",
+    source="PyTorch (mkldnn_bf16_device_check): without them bf16 is computed element by element, some 30 times slower",
     remedy='set training.precision = "fp32"',
     command="phalanx doctor RUN.toml --set training.precision=fp32; lscpu",
 )
@@ -55,7 +55,7 @@ RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """What the kernel shows: of most virtual machines little."""
+    """Check the CPUs by the files that the kernel provides; most virtual machines have few of them."""
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
     has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
     with_gpus = has_several_numa_nodes and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
@@ -83,7 +83,10 @@ def _check_bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
 
 
 def _check_offline(machine: Machine) -> DoctorFinding:
-    """Of the cores that are there: a virtual machine lists those that it might have. Without SMT half are meant off."""
+    """Check for offline cores among the present ones.
+
+    A virtual machine also lists cores that could be added. Without SMT, half of the cores are offline on purpose.
+    """
     offline, present, smt = (machine.read(f"{CPUS}/{name}") for name in ("offline", "present", "smt/control"))
     if offline is None:
         return OFFLINE.skip("the kernel does not show it")
@@ -94,7 +97,7 @@ def _check_offline(machine: Machine) -> DoctorFinding:
 
 
 def _parse_cpu_list(listed: str) -> set[int]:
-    """Of a list as the kernel writes it: 0-3,8."""
+    """Return the cores of a list in the kernel's format, such as 0-3,8."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
     return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
 
@@ -111,6 +114,6 @@ def _check_governors(machine: Machine) -> list[DoctorFinding]:
 
 
 def _describe_cores(governors: dict[str, str], name: str) -> str:
-    """Those with a governor, as one device: cpu0, or the first of several and how many."""
+    """Return the cores with a governor as one device: cpu0, or the first core and the number of others."""
     cores = [core for core, governor in governors.items() if governor == name]
     return cores[0] if len(cores) == 1 else f"{cores[0]} and {len(cores) - 1} more"

@@ -1,4 +1,4 @@
-"""The disk on which runs are written: room for checkpoints, and how fast it takes them."""
+"""The disk to which runs write: space for checkpoints, and write speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL = CheckRule(
     threshold=f"less than {FULL_WARN}",
     unit="%",
     source="GCM (80 %)",
-    remedy="make room on {device}",
+    remedy="free space on {device}",
     command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 VERY_FULL = CheckRule(
@@ -39,7 +39,7 @@ VERY_FULL = CheckRule(
     threshold=f"less than {FULL_FAIL}",
     unit="%",
     source="Imbue (disk >= 95 %)",
-    remedy="make room on {device} before the run: it will die of it",
+    remedy="free space on {device} before the run, which fails otherwise",
     command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 ROOM = CheckRule(
@@ -49,27 +49,27 @@ ROOM = CheckRule(
     threshold="at least the checkpoints that the run keeps, and one more",
     unit="GB",
     source="the run (checkpoint.keep)",
-    remedy="make room on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
+    remedy="free space on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
     command="df -h {device}",
 )
 WRITE = CheckRule(
     "disk.write",
-    "speed of a file that is written and synced",
+    "write speed of a synced file",
     "WARN",
     threshold=f"at least {WRITE_MB_PER_SECOND}",
     unit="MB/s",
     source="ours: a rank that saves 1 GB waits for 10 s",
-    remedy="write to a faster disk (`output_dir` in the run file); look who else writes there",
+    remedy="write to a faster disk (`output_dir` in the run file); check for other programs that write there",
     command="python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
 )
 WRITABLE = CheckRule(
     "disk.writable",
-    "whether files can be written",
+    "write access",
     "FAIL",
     threshold="yes",
     unit="",
     source="ours",
-    remedy="mount it for writing, or set `output_dir` to another",
+    remedy="mount it read-write, or set `output_dir` to another directory",
     command="findmnt -T {device}; ls -ld {device}",
 )
 RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
@@ -77,27 +77,33 @@ RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
 
 @dataclass(frozen=True)
 class Space:
-    """Of a file system."""
+    """Space of a file system."""
 
     size_bytes: int
     free_bytes: int
-    """That this user may fill."""
+    """Free bytes that this user may fill."""
     percent: int
-    """In use, of what this user may fill."""
+    """Used percentage of the space that this user may fill."""
 
 
 def space(machine: Machine, name: str, path: str) -> Space | None:
-    """Of the file system of a path, by POSIX's df; None where it does not say."""
+    """Return the space of a path's file system, or None if df does not report it.
+
+    Args:
+        machine: The machine.
+        name: The name of the recorded output.
+        path: A path on the file system.
+    """
     output = machine.run(name, "df", "-Pk", path)
     row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", output.text if output else "")
     return Space(int(row[1]) * 1024, int(row[3]) * 1024, int(row[4])) if row else None
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Where the run would write."""
+    """Check the disk of the run's output directory."""
     directory = _existing_directory(machine, expected)
     disk_space = space(machine, "df_runs", directory)
-    unknown = [rule.skip(f"df says nothing of {directory}") for rule in (FULL, VERY_FULL, ROOM)]
+    unknown = [rule.skip(f"df does not report {directory}") for rule in (FULL, VERY_FULL, ROOM)]
     return [
         *(_check_space(disk_space, directory, _needed_bytes(machine, expected)) if disk_space else unknown),
         *_check_write(machine, directory, expected.quick),
@@ -105,7 +111,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _existing_directory(machine: Machine, expected: Expectations) -> str:
-    """The directory, or the nearest above it that is there."""
+    """Return the output directory, or its nearest parent that exists."""
     directory = Path(expected.directory)
     if machine.root:
         return expected.directory
@@ -113,7 +119,10 @@ def _existing_directory(machine: Machine, expected: Expectations) -> str:
 
 
 def _needed_bytes(machine: Machine, expected: Expectations) -> int:
-    """For checkpoints, beside those that are there: the oldest goes when a new one has come."""
+    """Return the space needed for checkpoints, without those that exist.
+
+    The oldest checkpoint is removed after a new one was written.
+    """
     pattern = f"{escape(expected.checkpoints)}/step-*[0-9]" if expected.checkpoints else ""
     num_checkpoints = len(machine.glob(pattern)) if pattern else 0
     return max(

@@ -1,4 +1,4 @@
-"""Errors in the memory of GPUs."""
+"""ECC errors in the memory of GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNCORRECTED_RULE = CheckRule(
     threshold="0",
     unit="errors",
     source="Imbue, GCM (volatile uncorrected > 0)",
-    remedy="drain the node and reset {device}; replace it if they come back",
+    remedy="drain the node and reset {device}; replace it if the errors recur",
     command="nvidia-smi -q -d ECC,ROW_REMAPPER",
 )
 CORRECTED_RULE = CheckRule(
@@ -31,12 +31,12 @@ CORRECTED_RULE = CheckRule(
 )
 PENDING = CheckRule(
     "ecc.remap_pending",
-    "rows that wait to be remapped",
+    "rows pending remapping",
     "FAIL",
     threshold="none",
     unit="",
     source="NVIDIA, GPU Memory Error Management; OCI (row remap)",
-    remedy="reset the GPU when no process uses it: rows are remapped then",
+    remedy="reset the GPU when no process uses it: the reset remaps rows",
     command="nvidia-smi --gpu-reset -i {device}",
 )
 FAILED = CheckRule(
@@ -53,7 +53,7 @@ RULES = (UNCORRECTED_RULE, CORRECTED_RULE, PENDING, FAILED)
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """ECC's counters and the row remapper's state."""
+    """Check the ECC counters and the state of row remapping."""
     volatile = "ecc.errors.{}.volatile.total".format
     rows = nvidia_smi.query_gpus(machine, "smi_ecc", "gpu", "index", volatile("corrected"), volatile("uncorrected"))
     return [
@@ -70,7 +70,7 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
 
 
 def _check_row_remapping(machine: Machine) -> list[DoctorFinding]:
-    """Of drivers and GPUs that remap rows (since Ampere)."""
+    """Check drivers and GPUs that remap rows (since Ampere)."""
     pending = "remapped_rows.pending"
     failure = "remapped_rows.failure"
     try:
@@ -84,5 +84,5 @@ def _check_row_remapping(machine: Machine) -> list[DoctorFinding]:
 
 
 def _is_set(value: str) -> bool:
-    """Of some drivers Yes and No, of others numbers."""
+    """Return whether a flag is set: drivers print Yes and No, or numbers."""
     return value not in ("No", "0")

@@ -1,4 +1,4 @@
-"""GPUs: that all are there, answer, are free, and run as they are built to."""
+"""GPUs: their number, response, free memory, and settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNT = CheckRule(
     "gpu.count",
     "GPUs that nvidia-smi lists",
     "FAIL",
-    threshold="as many as the run asks for, and as this process has of the bus",
+    threshold="at least the number of the run, and of this process's GPUs on the bus",
     unit="GPUs",
     source="AZNHC, GCM (manifest)",
     remedy="drain the node: a GPU is lost; reboot, then have it reseated or replaced",
@@ -45,10 +45,10 @@ MODEL = CheckRule(
     "gpu.model",
     "name of each GPU",
     "WARN",
-    threshold="the same as the others'",
+    threshold="equal to the others",
     unit="",
     source="Primus (drift against the majority)",
-    remedy="use nodes with GPUs of one kind: the slowest decides",
+    remedy="use nodes with GPUs of one model: the slowest one limits the run",
     command="nvidia-smi -L",
 )
 BUSY = CheckRule(
@@ -58,17 +58,17 @@ BUSY = CheckRule(
     threshold=f"less than {BUSY_MIB}",
     unit="MiB",
     source="Primus (HBM busy >= 2 GiB)",
-    remedy="end the processes that an earlier job left on {device}",
+    remedy="stop the processes that an earlier job left on {device}",
     command="nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
 )
 HEADROOM = CheckRule(
     "gpu.headroom",
     "free memory",
     "FAIL",
-    threshold="at least what the run's fullest rank needs",
+    threshold="at least the need of the run's largest rank",
     unit="MiB",
     source="the run (`phalanx memory`)",
-    remedy="free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
+    remedy="free memory of {device}, or choose a layout that needs less: phalanx advise oom RUN.toml",
     command="phalanx memory RUN.toml; nvidia-smi",
 )
 PERSISTENCE = CheckRule(
@@ -78,7 +78,7 @@ PERSISTENCE = CheckRule(
     threshold="Enabled",
     unit="",
     source="NVIDIA, Driver Persistence",
-    remedy="keep the driver loaded: each first use takes seconds without it",
+    remedy="keep the driver loaded; otherwise each first use takes seconds",
     command="systemctl enable --now nvidia-persistenced",
 )
 MIG = CheckRule(
@@ -88,7 +88,7 @@ MIG = CheckRule(
     threshold="Disabled",
     unit="",
     source="NVIDIA, MIG User Guide (no P2P between instances)",
-    remedy="switch MIG off on {device}, once nobody uses its instances",
+    remedy="switch MIG off on {device} when no process uses its instances",
     command="nvidia-smi -i {gpu} -mig 0",
 )
 COMPUTE = CheckRule(
@@ -97,7 +97,7 @@ COMPUTE = CheckRule(
     "FAIL",
     threshold="not Prohibited",
     unit="",
-    source="nvidia-smi manual (no process may use it)",
+    source="nvidia-smi manual (no process may use the GPU)",
     remedy="allow processes on {device}",
     command="nvidia-smi -i {gpu} -c DEFAULT",
 )
@@ -108,17 +108,17 @@ POWER = CheckRule(
     threshold="at least the default",
     unit="W",
     source="DCGM diag (target_power, H100 700 W)",
-    remedy="lift the power limit of {device}",
+    remedy="raise the power limit of {device}",
     command="nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
 )
 SLOWDOWN = CheckRule(
     "gpu.slowdown",
-    "slowed down by heat or by the power supply",
+    "slowdown by heat or by the power supply",
     "FAIL",
     threshold="Not Active",
     unit="",
     source="NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
-    remedy="mend cooling or power of {device}, and drain the node until then",
+    remedy="fix cooling or power of {device}, and drain the node until then",
     command="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
 )
 INFOROM = CheckRule(
@@ -128,7 +128,7 @@ INFOROM = CheckRule(
     threshold="not corrupted",
     unit="",
     source="nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
-    remedy="have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
+    remedy="have {device} inspected at the next maintenance: its ECC history is lost, and settings do not persist",
     command="nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
 )
 RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
@@ -136,7 +136,11 @@ SLOWDOWN_FIELDS = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_thrott
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
+    """Check the NVIDIA GPUs of a machine.
+
+    Raises:
+        CheckSkipped: The machine has no NVIDIA GPU, and the run needs none.
+    """
     devices = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
     if not devices and not expected.gpus and not _has_gpus(machine):
         raise CheckSkipped("no NVIDIA GPU")
@@ -156,7 +160,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     return [
         *(
             [ANSWERS.violation(gpu, value) for gpu, value in nvidia_smi.unresponsive_gpus(rows).items()]
-            or [ANSWERS.ok("it answers")]
+            or [ANSWERS.ok("yes")]
         ),
         *check_values(COUNT, {"": len(all_rows)}, lambda count: count < expected_count, threshold=f"{expected_count}"),
         *check_values(
@@ -177,21 +181,27 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _has_gpus(machine: Machine) -> bool:
-    """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
+    """Return whether nvidia-smi lists GPUs.
+
+    Under WSL, GPUs are on no bus. Machines without GPUs may have the driver too.
+    """
     output = machine.run("smi_list", "nvidia-smi", "-L")
     return output is not None and output.code in nvidia_smi.SUCCESS_CODES and "GPU " in output.text
 
 
 def _is_visible(machine: Machine, gpu: str) -> bool:
-    """To CUDA, by its number; where CUDA_VISIBLE_DEVICES names GPUs otherwise all are taken for visible."""
+    """Return whether CUDA_VISIBLE_DEVICES contains a GPU; true if it lists other names than indices."""
     names = [name.strip() for name in machine.environment.get("CUDA_VISIBLE_DEVICES", gpu).split(",")]
     by_number = all(name.lstrip("-").isdecimal() for name in names)
     return gpu.removeprefix("GPU") in names if by_number else True
 
 
 def _expected_gpu_count(machine: Machine, devices: list[str]) -> int:
-    """GPUs of the bus that this process should see. A container has the device files of its own, but all of the bus; to
-    a job Slurm says how many it has. One that no driver took has no file, and is missed all the same."""
+    """Return the number of GPUs on the bus that this process should see.
+
+    A container has the device files of its own GPUs only, but sees the whole bus. Slurm sets the number of a job's
+    GPUs. A GPU without a driver has no device file, but counts.
+    """
     files = len(machine.glob("/dev/nvidia[0-9]*")) or len(devices)
     allocated = machine.environment.get("SLURM_GPUS_ON_NODE", "")
     without_driver = sum(not machine.glob(f"{pci.DEVICES}/{address}/driver") for address in devices)

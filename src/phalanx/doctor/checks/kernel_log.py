@@ -1,4 +1,4 @@
-"""The kernel's log: what drivers and hardware told it since boot."""
+"""The kernel log: errors of drivers and hardware since boot."""
 
 from __future__ import annotations
 
@@ -28,34 +28,37 @@ HARDWARE_XIDS = frozenset(
         *range(144, 151),
     )
 )
-"""Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
-Blackwell (144 to 150). Others mostly follow from a program's mistake."""
+"""Xids that OCI classifies as hardware errors, and those of later NVIDIA GPUs.
+
+The latter are an unrecovered ECC error (140), and Blackwell's NVLink errors (144 to 150). Most other Xids are caused by
+program errors.
+"""
 RECOVERY_XID = 154
 HARMLESS_ACTIONS = ("None", "Drain P2P")
-"""The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
+"""The Xid with the recovery action of a GPU, and the actions that are neither a reset nor a reboot."""
 XID = CheckRule(
     "kernel.xid",
-    "Xids of hardware in the kernel's log",
+    "hardware Xids in the kernel log",
     "FAIL",
     threshold="none",
     unit="Xid",
     source="OCI (its set of Xids); NVIDIA, XID Errors",
-    remedy="drain the node, reset {device} or reboot; replace the GPU if it comes back",
+    remedy="drain the node, reset {device} or reboot; replace the GPU if the Xid recurs",
     command="dmesg | grep -i xid; nvidia-bug-report.sh",
 )
 SOFTWARE_XID = CheckRule(
     "kernel.xid_software",
-    "other Xids in the kernel's log",
+    "other Xids in the kernel log",
     "WARN",
     threshold="none",
     unit="Xid",
     source="NVIDIA, XID Errors",
-    remedy="most follow from a program's mistake; if other programs on {device} have them too, have it tested",
+    remedy="most are caused by program errors; if other programs on {device} cause them too, have it tested",
     command="dmesg | grep -i xid",
 )
 SWITCH = CheckRule(
     "kernel.sxid",
-    "fatal errors of NVSwitches in the kernel's log",
+    "fatal errors of NVSwitches in the kernel log",
     "FAIL",
     threshold="none",
     unit="SXid",
@@ -75,7 +78,7 @@ GPU_LOST = CheckRule(
 )
 PCIE_LIMITED = CheckRule(
     "kernel.pcie_limited",
-    "GPUs and RDMA cards that the kernel says are limited",
+    "GPUs and RDMA cards that the kernel reports as limited",
     "WARN",
     threshold="none",
     unit="",
@@ -85,7 +88,7 @@ PCIE_LIMITED = CheckRule(
 )
 AER = CheckRule(
     "kernel.aer",
-    "uncorrected PCIe errors in the kernel's log",
+    "uncorrected PCIe errors in the kernel log",
     "FAIL",
     threshold="none",
     unit="",
@@ -105,12 +108,12 @@ MACHINE_CHECK = CheckRule(
 )
 OUT_OF_MEMORY = CheckRule(
     "kernel.out_of_memory",
-    "programs that the kernel killed for memory",
+    "programs that the OOM killer killed",
     "WARN",
     threshold="none",
     unit="",
     source="Linux (oom-killer)",
-    remedy="see whose memory it was, and whether that job is gone",
+    remedy="find the job that used the memory, and check that it has exited",
     command="dmesg | grep -i 'killed process'",
 )
 DISK = CheckRule(
@@ -126,7 +129,7 @@ DISK = CheckRule(
 RULES = (XID, SOFTWARE_XID, SWITCH, GPU_LOST, PCIE_LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
 XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
 ACTION_PATTERN = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")
-"""Of a MIG instance it has that, too: (PCI:0000:52:00 GPU-I:05)."""
+"""The action may be followed by a MIG instance: (PCI:0000:52:00 GPU-I:05)."""
 DEVICE_PATTERN = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
 PATTERNS = (
     (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
@@ -135,21 +138,24 @@ PATTERNS = (
     (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
     (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
     (OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process \d+ \((?P<device>[^)]*)\)"),
-    (DISK, r"I/O error, dev (?P<device>(?!fd\d|sr\d|loop\d)[\w-]+)"),  # not of floppies and CDs that are not there
+    (DISK, r"I/O error, dev (?P<device>(?!fd\d|sr\d|loop\d)[\w-]+)"),  # without absent floppies and CDs
     (DISK, r"EXT4-fs \((?P<device>[\w-]+)\): (?P<what>Remounting filesystem read-only)"),
     (DISK, r"XFS \((?P<device>[\w-]+)\): (?P<what>.*(?:Shutting down filesystem|has been shut down))"),
 )
-"""As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4, fs/xfs; SXid: NVIDIA)."""
+"""Message formats of the drivers.
+
+Sources: Linux (drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4, fs/xfs); NVIDIA (SXid).
+"""
 GPU_LOST_PATTERN = re.compile(r"NVRM: (?:.*PCI:|GPU )([0-9a-fA-F:.]+)\b.*fallen off the bus")
 SOURCES = (
     ("kernel_log", "dmesg", "--notime"),
     ("kernel_journal", "journalctl", "--quiet", "-k", "-b", "-o", "cat", "--lines=20000"),
 )
-"""Of the log; the journal may be read by some for whom dmesg may not, and keeps more."""
+"""Programs that print the log. Some users may read only the journal, which also keeps more."""
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """One finding for each kind of trouble of each device, with what was said last."""
+    """Return one finding per kind of error and device, with the last message."""
     text = _read_logs(machine)
     gpus = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
     cards = pcie.rdma_cards(machine)
@@ -166,12 +172,12 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
 
 
 def _lacks_lanes(limited: DoctorFinding) -> bool:
-    """A GPU that is idle at boot rests at a low speed, on all its lanes."""
+    """Return whether a link lacks lanes; idle GPUs reduce only its speed at boot."""
     return len(set(re.findall(r"x(\d+) link", str(limited.measured)))) > 1
 
 
 def _read_logs(machine: Machine) -> str:
-    """Of all who keep one, the newest last: the kernel's own forgets what came first."""
+    """Return the logs of all sources, the newest last; the kernel's own buffer drops the oldest messages."""
     texts: list[str] = []
     messages: list[str] = []
     timeout: CommandTimeout | None = None
@@ -190,12 +196,12 @@ def _read_logs(machine: Machine) -> str:
     if timeout:
         raise timeout
     if not messages:
-        raise CheckSkipped("neither dmesg nor journalctl is there")
-    raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(messages)}): ask as root")
+        raise CheckSkipped("neither dmesg nor journalctl is installed")
+    raise CheckSkipped(f"the kernel log is not readable ({'; '.join(messages)}): run as root")
 
 
 def _xid_findings(text: str) -> list[DoctorFinding]:
-    """Xids, the last of each kind, of each GPU; of one that is lost, that."""
+    """Return the last Xid of each kind and GPU; for a lost GPU, only that it is lost."""
     lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in GPU_LOST_PATTERN.findall(text)})
     latest: dict[tuple[str, str], DoctorFinding] = {}
     for bus_address, number, message in XID_PATTERN.findall(text):
@@ -205,7 +211,7 @@ def _xid_findings(text: str) -> list[DoctorFinding]:
         if xid != RECOVERY_XID or action is None:
             rule = XID if xid in HARDWARE_XIDS else SOFTWARE_XID
             latest[address, rule.id] = rule.violation(address, xid)
-        elif action[1] not in HARMLESS_ACTIONS:  # an Xid before it says why
+        elif action[1] not in HARMLESS_ACTIONS:  # an earlier Xid has the reason
             latest.setdefault((address, XID.id), XID.violation(address, f"{xid}: {action[1]}"))
     xids = [finding for (address, _), finding in latest.items() if address not in lost]
     return [*(GPU_LOST.violation(address, "fallen off the bus") for address in lost), *xids]

@@ -1,4 +1,4 @@
-"""Limits of the system that stop NCCL: memory that may be locked, and shared memory."""
+"""Limits of the system that stop NCCL: lockable memory and shared memory."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ SHM_GIB = 8
 SHM_SHARE = 0.4
 MEMLOCK = CheckRule(
     "host.memlock",
-    "memory that a process may lock, for RDMA",
+    "lockable memory of a process, for RDMA",
     "FAIL",
     threshold=f"at least {MEMLOCK_GIB}, or unlimited",
     unit="GiB",
     source="Primus (memlock >= 32 GiB)",
-    remedy="lift the limit, and start the job anew",
+    remedy="raise the limit, and restart the job",
     command="ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
 )
 SHM = CheckRule(
     "host.shm",
     "size of /dev/shm",
     "FAIL",
-    threshold=f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory",
+    threshold=f"at least {SHM_GIB}, or {SHM_SHARE:g} of the memory if that is less",
     unit="GiB",
     source="Primus (/dev/shm >= 8 GiB)",
-    remedy="make it larger: ranks of a node, and loaders, share memory there",
+    remedy="enlarge it: ranks of a node, and data loaders, share memory there",
     command="mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
 )
 SHM_FREE = CheckRule(
     "host.shm_free",
     "free space of /dev/shm",
     "WARN",
-    threshold="as much",
+    threshold="the minimum of host.shm",
     unit="GiB",
     source="Primus (/dev/shm >= 8 GiB)",
-    remedy="remove what earlier jobs left there",
+    remedy="remove files of earlier jobs",
     command="ls -la /dev/shm",
 )
 RULES = (MEMLOCK, SHM, SHM_FREE)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Of this process, as ranks started beside it would have them."""
+    """Check the limits of this process, which ranks started next to it inherit."""
     limits = machine.read("/proc/self/limits") or ""
     locked = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
     shm_space = space(machine, "df_shm", "/dev/shm")
@@ -58,13 +58,13 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     elif expected.gpus == 0:
         memlock = [MEMLOCK.skip(rdma_ports.NOT_USED)]
     elif locked is None:
-        memlock = [MEMLOCK.skip("/proc/self/limits does not say")]
+        memlock = [MEMLOCK.skip("/proc/self/limits has no such limit")]
     elif locked[1] == "unlimited":
         memlock = [MEMLOCK.ok("unlimited")]
     else:
         memlock = check_values(MEMLOCK, {"memlock": round(int(locked[1]) / GIB, 3)}, lambda gib: gib < MEMLOCK_GIB)
     if shm_space is None:
-        return [*memlock, SHM.skip("df says nothing of /dev/shm"), SHM_FREE.skip("df says nothing of /dev/shm")]
+        return [*memlock, SHM.skip("df does not report /dev/shm"), SHM_FREE.skip("df does not report /dev/shm")]
     threshold = f"at least {min_gib:.3g}"
     size = check_values(
         SHM, {"/dev/shm": round(shm_space.size_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold=threshold
@@ -81,6 +81,9 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _min_shm_gib(machine: Machine) -> float:
-    """What Primus asks of GPU nodes; of a small memory less than the half that /dev/shm has by itself (Linux)."""
+    """Return the minimum size of /dev/shm in GiB: Primus's for GPU nodes, less with little memory.
+
+    By default, /dev/shm has half of the memory (Linux).
+    """
     total = memory.sizes(machine).get("MemTotal", 0) / GIB
     return min(SHM_GIB, SHM_SHARE * total) if total else SHM_GIB

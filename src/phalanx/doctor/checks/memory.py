@@ -1,4 +1,4 @@
-"""Memory of the host."""
+"""The host's memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ AVAILABLE = CheckRule(
     "WARN",
     threshold=f"at least {100 * MIN_FREE_SHARE:g}",
     unit="%",
-    source="ours: below that the kernel reclaims while it works",
-    remedy="end what earlier jobs left behind",
+    source="ours: below that, the kernel reclaims pages during the run",
+    remedy="stop the processes of earlier jobs",
     command="ps aux --sort=-rss | head",
 )
 HEADROOM = CheckRule(
     "memory.headroom",
-    "memory that is available, where CPUs compute",
+    "available memory, for runs on CPUs",
     "FAIL",
-    threshold="at least what the run's ranks need",
+    threshold="at least the need of the run's ranks",
     unit="GiB",
     source="the run (`phalanx memory`)",
-    remedy="free memory, start fewer ranks, or take a layout that needs less",
+    remedy="free memory, start fewer ranks, or choose a layout that needs less",
     command="phalanx memory RUN.toml; free -h",
 )
 RULES = (AVAILABLE, HEADROOM)
@@ -40,15 +40,17 @@ CGROUP_V1 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
     "total_(?:in)?active_file",
 )
-"""Of cgroups: where they are, limit, use and statistics, and of these the pages of files (Linux, cgroup-v2.rst and
-cgroup-v1/memory.rst)."""
+"""Cgroup version: directory; files of limit, use and statistics; statistics of file pages.
+
+Source: Linux, cgroup-v2.rst and cgroup-v1/memory.rst.
+"""
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """By /proc/meminfo, or by the limits of cgroups where they leave less."""
+    """Check /proc/meminfo, or the limits of cgroups where they are lower."""
     meminfo = sizes(machine)
     if not meminfo.get("MemTotal") or "MemAvailable" not in meminfo:
-        raise CheckSkipped("/proc/meminfo does not say")
+        raise CheckSkipped("/proc/meminfo has no sizes")
     total = meminfo["MemTotal"]
     available = meminfo["MemAvailable"]
     for limit, used in _cgroup_usage(machine):
@@ -56,7 +58,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     on_cpus = pci.runs_on_cpu(machine, expected)
     needed_bytes = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
     is_run = on_cpus and expected.precision is not None
-    reason = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
+    reason = "the layout or the number of ranks is unknown: give --nproc" if is_run else "no run for CPUs"
     free = {"": round(available / GIB, 2)}
     threshold = f"at least {needed_bytes / GIB:.2f}"
     return [
@@ -70,14 +72,17 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def sizes(machine: Machine) -> dict[str, int]:
-    """Of /proc/meminfo, in bytes, by name."""
+    """Return the sizes in /proc/meminfo by name, in bytes."""
     text = machine.read("/proc/meminfo") or ""
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
 def _cgroup_usage(machine: Machine) -> Iterator[tuple[int, int]]:
-    """Limit and use of this process's cgroup and of those above it: a job of Slurm has one, a container sees its own as
-    the root. Pages of files are not counted: the kernel takes them back before it kills, as MemAvailable reckons."""
+    """Yield the limit and the use, in bytes, of this process's cgroup and of all above it.
+
+    A job of Slurm has a cgroup; a container sees its own as the root. File pages are not counted: the kernel reclaims
+    them before it kills a process, as MemAvailable assumes.
+    """
     lines = (machine.read("/proc/self/cgroup") or "0::/").splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers and "memory" not in controllers.split(","):

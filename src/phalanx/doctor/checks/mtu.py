@@ -1,4 +1,4 @@
-"""Sizes of packets: those of RDMA fit into Ethernet's."""
+"""MTU of RoCE interfaces: an RDMA packet must fit into an Ethernet packet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
 MIN_MTU = 4200
-"""RDMA's 4096 bytes and its headers; Ethernet's usual 1500 leave packets of 1024."""
+"""RDMA's 4096 bytes and its headers. Ethernet's usual 1500 bytes allow RDMA packets of 1024 bytes."""
 LARGE = CheckRule(
     "mtu.large",
     "MTU of the interfaces of RoCE ports",
@@ -24,7 +24,7 @@ SAME = CheckRule(
     "mtu.same",
     "MTU of the interfaces of RoCE ports",
     "FAIL",
-    threshold="the same as the others'",
+    threshold="equal to the others",
     unit="bytes",
     source="Primus (MTU drift against the majority)",
     remedy="set the MTU of {device} to that of the others",
@@ -34,7 +34,7 @@ RULES = (LARGE, SAME)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """The interfaces of RoCE ports that NCCL would use."""
+    """Check the interfaces of RoCE ports that NCCL would use."""
     interfaces = rdma_ports.roce_interfaces(machine, expected)
     sizes = {
         name: leading_number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(interfaces)

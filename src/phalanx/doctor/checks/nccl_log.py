@@ -1,4 +1,4 @@
-"""A log of NCCL (NCCL_DEBUG=INFO): which network it took in the end."""
+"""A log of NCCL (NCCL_DEBUG=INFO): the network that it selected, and its warnings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phalanx.doctor.machine import Machine
 
 SOCKETS = CheckRule(
     "nccl.fallback",
-    "network that NCCL took",
+    "network that NCCL selected",
     "FAIL",
-    threshold="not sockets, where there are RDMA devices",
+    threshold="not sockets, on machines with RDMA devices",
     unit="",
     source="NCCL (NET/IB to NET/Socket)",
     remedy="find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before "
@@ -29,7 +29,7 @@ DIRECT = CheckRule(
     threshold="0",
     unit="channels",
     source="NCCL (via NET/IB/0/GDRDMA)",
-    remedy="load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
+    remedy="load nvidia_peermem, or use a kernel and driver with dma-buf; check the path from GPU to card",
     command="modprobe nvidia_peermem; grep 'via NET' LOG",
 )
 WARNINGS = CheckRule(
@@ -39,14 +39,14 @@ WARNINGS = CheckRule(
     threshold="none",
     unit="",
     source="NCCL (NCCL WARN)",
-    remedy="read what NCCL says",
+    remedy="read NCCL's warnings",
     command="grep 'NCCL WARN' LOG",
 )
 VERSION = CheckRule(
     "nccl.version",
-    "NCCL of each host",
+    "NCCL version of each host",
     "FAIL",
-    threshold="the same",
+    threshold="equal",
     unit="",
     source="NCCL (ranks of one communicator need one version)",
     remedy="install the same PyTorch on {device}",
@@ -54,14 +54,17 @@ VERSION = CheckRule(
 )
 RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
 LINE_PATTERN = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
-"""host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;
-before it what launchers write: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:" (mpirun)."""
+"""Format of a line: host:pid:tid [device] NCCL INFO ... (NCCL's src/debug.cc).
+
+Warnings also have their source line. Launchers write a prefix: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:"
+(mpirun).
+"""
 VERSION_PATTERN = re.compile(r"(?:^|[\s:\]>])NCCL version (\S+)")
 TIMESTAMP_PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """The log that was given, else the one that NCCL_DEBUG_FILE names without a pattern."""
+    """Check the given log, or the one that NCCL_DEBUG_FILE names without a pattern."""
     path = expected.nccl_log or machine.environment.get("NCCL_DEBUG_FILE", "")
     if not path:
         raise CheckSkipped("no log: give --nccl-log FILE, of a run with NCCL_DEBUG=INFO")
@@ -72,7 +75,12 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def log_findings(text: str, rdma: bool) -> list[DoctorFinding]:
-    """What a log says, on machines with RDMA devices or without."""
+    """Return the findings of a log.
+
+    Args:
+        text: The content of the log.
+        rdma: Whether the machine has RDMA devices.
+    """
     log_lines = [TIMESTAMP_PREFIX.sub("", line) for line in text.splitlines()]
     lines = [(match[1], match[2], match[3]) for match in map(LINE_PATTERN.match, log_lines) if match]
     if not lines:
@@ -96,7 +104,7 @@ def log_findings(text: str, rdma: bool) -> list[DoctorFinding]:
 
 
 def _fallback_findings(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorFinding]:
-    """Hosts of which some rank took sockets, where cards are there or others took another network."""
+    """Return the hosts that selected sockets, if RDMA devices exist or others selected another network."""
     choices = [(host, message.rpartition(" ")[2]) for host, _, message in lines if message.startswith("Using network ")]
     networks = {network for _, network in choices}
     socket_hosts = dict.fromkeys(host for host, network in choices if network == "Socket")
@@ -105,11 +113,11 @@ def _fallback_findings(lines: Sequence[tuple[str, str, str]], rdma: bool) -> lis
     fallback = (
         [SOCKETS.violation(host, measured, host=host) for host in socket_hosts] if rdma or len(networks) > 1 else []
     )
-    return fallback or [SOCKETS.ok(", ".join(sorted(networks)) or "not said")]
+    return fallback or [SOCKETS.ok(", ".join(sorted(networks)) or "unknown")]
 
 
 def _version_findings(lines: Sequence[str]) -> list[DoctorFinding]:
-    """Every version but that of most lines; up to NCCL 2.2x they name no host."""
+    """Return the versions that differ from that of most lines; lines of NCCL up to 2.2x name no host."""
     versions = [(LINE_PATTERN.match(line), match[1]) for line in lines if (match := VERSION_PATTERN.search(line))]
     hosts = {(line[1] if line else "", version) for line, version in versions}
     majority = most_common(version for _, version in versions) or ""

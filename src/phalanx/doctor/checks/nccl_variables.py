@@ -1,4 +1,4 @@
-"""Variables of NCCL and gloo, held against the interfaces and cards that are there."""
+"""Variables of NCCL and gloo, checked against the existing interfaces and cards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.doctor.machine import Machine
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOCAL_PREFIXES = ("lo", "docker", "veth", "virbr")
-"""Beginnings of interfaces that no other node reaches."""
+"""Prefixes of interfaces that no other node can reach."""
 GLOO_VARIABLE = INTERFACE_VARIABLES[1]
 LEFTOVER_VARIABLES = (
     "NCCL_P2P_DISABLE",
@@ -24,9 +24,9 @@ LEFTOVER_VARIABLES = (
 )
 EXISTS = CheckRule(
     "nccl.interface",
-    "interfaces that NCCL_SOCKET_IFNAME takes",
+    "interfaces that NCCL_SOCKET_IFNAME selects",
     "FAIL",
-    threshold="at least one that is there",
+    threshold="at least one that exists",
     unit="",
     source="NCCL (NCCL_SOCKET_IFNAME); Primus",
     remedy="name an interface of this node in {device}, or unset it",
@@ -36,25 +36,25 @@ GLOO_EXISTS = CheckRule(
     "nccl.gloo_interface",
     "interfaces that GLOO_SOCKET_IFNAME names",
     "FAIL",
-    threshold="all are there",
+    threshold="all exist",
     unit="",
-    source="gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
-    remedy="name whole interfaces of this node in {device}, separated by commas, or unset it",
+    source="gloo (transport/tcp/device.cc): full names; gloo supports neither ^ nor =, and fails if one is missing",
+    remedy="list full interface names of this node in {device}, separated by commas, or unset it",
     command="ip -br link",
 )
 REACHED = CheckRule(
     "nccl.interface_local",
-    "those of them that no other node reaches",
+    "selected interfaces that no other node can reach",
     "FAIL",
     threshold="none (lo, docker, veth, virbr)",
     unit="",
-    source="NCCL (its own default leaves lo and docker to the last)",
-    remedy="name the interface in {device} by which other nodes are reached",
+    source="NCCL (its default uses lo and docker last)",
+    remedy="name the interface in {device} that other nodes can reach",
     command="ip -br addr",
 )
 UP = CheckRule(
     "nccl.interface_up",
-    "their state",
+    "state of the selected interfaces",
     "FAIL",
     threshold="one is up",
     unit="",
@@ -66,9 +66,9 @@ ROUTE = CheckRule(
     "nccl.route",
     "interface of the route to MASTER_ADDR",
     "WARN",
-    threshold="one of NCCL_SOCKET_IFNAME's",
+    threshold="one that NCCL_SOCKET_IFNAME selects",
     unit="",
-    source="PyTorch and NCCL meet at MASTER_ADDR first",
+    source="PyTorch and NCCL first rendezvous at MASTER_ADDR",
     remedy="let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR",
     command="ip route get $MASTER_ADDR",
 )
@@ -76,7 +76,7 @@ CARDS = CheckRule(
     "nccl.hca",
     "RDMA devices that NCCL_IB_HCA names",
     "FAIL",
-    threshold="are there",
+    threshold="exist",
     unit="",
     source="NCCL (NCCL_IB_HCA)",
     remedy="name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
@@ -84,7 +84,7 @@ CARDS = CheckRule(
 )
 FORCED = CheckRule(
     "nccl.left_over",
-    "variables that switch transports or algorithms off",
+    "variables that disable transports or algorithms",
     "WARN",
     threshold="not set",
     unit="",
@@ -96,7 +96,7 @@ RULES = (EXISTS, GLOO_EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """What is set."""
+    """Check the variables that are set."""
     if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
         raise CheckSkipped("no variable of NCCL or gloo is set")
     interfaces = _list_interfaces(machine)
@@ -117,7 +117,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def named_interfaces(machine: Machine) -> list[str]:
-    """Those that the variables take and other nodes may reach."""
+    """Return the interfaces that the variables select and that other nodes can reach."""
     values = {name: machine.environment[name] for name in INTERFACE_VARIABLES if machine.environment.get(name)}
     external = [interface for interface in _list_interfaces(machine) if not interface.startswith(LOCAL_PREFIXES)]
     return [
@@ -136,7 +136,7 @@ def _split_names(value: str) -> list[str]:
 
 
 def _list_interfaces(machine: Machine) -> list[str]:
-    """Interfaces; bonding_masters, which is beside them, is none."""
+    """Return all interfaces, without the file bonding_masters next to them."""
     return [path.split("/")[4] for path in machine.glob("/sys/class/net/*/operstate")]
 
 
@@ -147,7 +147,7 @@ def _check_interfaces(
     interfaces: list[str],
     is_single_node: bool,
 ) -> list[DoctorFinding]:
-    """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
+    """Check that the selected interfaces exist, that other nodes can reach them, and that one is up."""
     if not values:
         return [rule.skip("no variable names an interface") for rule in (EXISTS, GLOO_EXISTS, REACHED, UP)]
     states = {name: _interface_state(machine, name) for name in interfaces}
@@ -181,15 +181,20 @@ def _first_finding(rule: CheckRule, variable: str, selected: dict[str, list[str]
 
 
 def _local_interfaces(names: list[str], states: dict[str, str]) -> str:
-    """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
+    """Return the selected interfaces that no other node can reach, if NCCL would use them.
+
+    It uses them if they are up, or if it has no others.
+    """
     local = [name for name in names if name.startswith(LOCAL_PREFIXES)]
     used = local if len(local) == len(names) else [name for name in local if states[name] == "up"]
     return ", ".join(used)
 
 
 def matches_interface_filter(value: str, interface: str) -> bool:
-    """Whether a list in the form of NCCL_SOCKET_IFNAME takes an interface: beginnings of names; with = the very names;
-    with ^ all others."""
+    """Return whether a list in the format of NCCL_SOCKET_IFNAME selects an interface.
+
+    The list contains prefixes of names; after = exact names; after ^ the names that are excluded.
+    """
     names = [name for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]
     matches = any(interface == name if exact else interface.startswith(name) for name in names)
@@ -197,7 +202,7 @@ def matches_interface_filter(value: str, interface: str) -> bool:
 
 
 def _interface_state(machine: Machine, interface: str) -> str:
-    """Of a virtual interface the kernel does not know; that is taken for up."""
+    """Return the state of an interface; "unknown", which virtual interfaces have, counts as up."""
     state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
     return "up" if state == "unknown" else state
 
@@ -210,11 +215,11 @@ def _is_forced(machine: Machine, name: str) -> bool:
 def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     master = machine.environment.get("MASTER_ADDR")
     if not master or not allowed:
-        return ROUTE.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
+        return ROUTE.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set to usable values")
     address = _resolve_address(machine, master)
     output = machine.run("route", "ip", "route", "get", address) if address else None
     if output is None:
-        return ROUTE.skip(f"{master} is no known address, or `ip` is not installed")
+        return ROUTE.skip(f"{master} has no known address, or `ip` is not installed")
     fields = output.text.split()
     device = fields[fields.index("dev") + 1] if "dev" in fields[:-1] else None
     if device is None or device == "lo":
@@ -223,7 +228,7 @@ def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
 
 
 def _resolve_address(machine: Machine, name: str) -> str | None:
-    """Of a name, which `ip` does not take, the address that the system finds first."""
+    """Return the first address that the system finds for a name, since `ip` accepts no names."""
     with suppress(ValueError):
         return str(ip_address(name))
     output = machine.run("master", "getent", "ahosts", name)
@@ -235,7 +240,7 @@ def _check_cards(machine: Machine) -> list[DoctorFinding]:
     ports = rdma_ports.rdma_ports(machine)
     if not hca_filter:
         return [CARDS.skip("NCCL_IB_HCA is not set")]
-    if hca_filter.startswith("^"):  # to leave out what is not there does no harm
+    if hca_filter.startswith("^"):  # excluding an absent device is harmless
         return [CARDS.ok(hca_filter)]
     prefix = "=" if "=" in hca_filter[:2] else ""
     names = [name for name in hca_filter.lstrip("=").split(",") if name]
@@ -244,6 +249,6 @@ def _check_cards(machine: Machine) -> list[DoctorFinding]:
     ]
     if not ports:
         missing = names
-    return [CARDS.violation(name, "not there", f"some of {', '.join(ports) or 'none'}") for name in missing] or [
+    return [CARDS.violation(name, "missing", f"some of {', '.join(ports) or 'none'}") for name in missing] or [
         CARDS.ok(hca_filter)
     ]

@@ -1,4 +1,4 @@
-"""The interface by which sockets reach other nodes: how fast its link is."""
+"""Link speed of the interface by which sockets reach other nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SPEED = CheckRule(
     "network.speed",
     "link of the interface that sockets use",
     "WARN",
-    threshold=f"at least {MIN_MBPS}, and without RDMA what the run counts on",
+    threshold=f"at least {MIN_MBPS}, and without RDMA the run's network speed",
     unit="Mb/s",
-    source="ours: cables of today carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
-    remedy="look at cable and switch port of {device}: with a broken pair of wires a link falls to 100 Mb/s",
+    source="ours: current cables carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
+    remedy="check cable and switch port of {device}: with a broken pair of wires a link falls back to 100 Mb/s",
     command="ethtool {device}",
 )
 DUPLEX = CheckRule(
@@ -27,20 +27,22 @@ DUPLEX = CheckRule(
     threshold="full",
     unit="",
     source="Linux (duplex of interfaces)",
-    remedy="let both ends of {device} negotiate: one whose other end does not falls to half",
+    remedy="enable autonegotiation at both ends of {device}: with one end only, the link is half duplex",
     command="ethtool {device}",
 )
 RULES = (SPEED, DUPLEX)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Those that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME take, else that of the default route. Virtual machines and
-    radio links do not say how fast they are."""
+    """Check the interfaces that NCCL or gloo variables select, else that of the default route.
+
+    The variables are NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. Virtual machines and radio links report no speed.
+    """
     if expected.nodes == 1:
         raise CheckSkipped("the run has one node")
     names = named_interfaces(machine) or _default_route_interfaces(machine)
     if not names:
-        raise CheckSkipped("no interface is named, and there is no default route")
+        raise CheckSkipped("no variable names an interface, and no default route exists")
     all_speeds = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed") or "") or 0.0 for name in names}
     speeds = {name: speed for name, speed in all_speeds.items() if speed > 0}
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
@@ -52,7 +54,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _default_route_interfaces(machine: Machine) -> list[str]:
-    """By /proc/net/route: its interface, and all zeros as destination."""
+    """Return the interface of the default route, whose destination in /proc/net/route is all zeros."""
     rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
     return [row[0] for row in rows if row[1:2] == ["00000000"]][:1]
 

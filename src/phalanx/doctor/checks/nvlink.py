@@ -1,4 +1,4 @@
-"""NVLinks: all up, as fast as each other, without errors, and what routes them at work."""
+"""NVLinks: state, speed and errors, and the fabric manager."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import nvidia_smi, pci
 
 ERROR_THRESHOLD = 5
-"""Imbue warns of 5 errors of a link; a few since boot are usual."""
+"""Imbue warns at 5 errors of a link; a few errors since boot are usual."""
 MIN_SPEED_RATIO = 0.99
-"""Of the usual speed of a link: its figures are rounded."""
+"""Minimum share of the usual speed of a link; reported speeds are rounded."""
 ACTIVE = CheckRule(
     "nvlink.active",
     "inactive links",
@@ -27,7 +27,7 @@ COUNT = CheckRule(
     "nvlink.count",
     "links of each GPU",
     "FAIL",
-    threshold="as many as the others'",
+    threshold="equal to the others",
     unit="links",
     source="OCI (count and speed)",
     remedy="drain the node and have {device} and its baseboard tested",
@@ -37,7 +37,7 @@ SPEED = CheckRule(
     "nvlink.speed",
     "slowest link of each GPU",
     "FAIL",
-    threshold="as fast as the others",
+    threshold="equal to the others",
     unit="GB/s",
     source="OCI (count and speed)",
     remedy="reset {device}; if the link stays slow, have it replaced",
@@ -45,32 +45,32 @@ SPEED = CheckRule(
 )
 ERRORS_RULE = CheckRule(
     "nvlink.errors",
-    "replay, recovery and CRC errors of its worst link since the driver was loaded",
+    "replay, recovery and CRC errors of a GPU's worst link since the driver was loaded",
     "WARN",
     threshold=f"less than {ERROR_THRESHOLD}",
     unit="errors",
     source="Imbue (>= 5 errors warn)",
-    remedy="watch whether they grow in a benchmark; if so, have {device} reseated",
+    remedy="run a benchmark; if the errors increase, have {device} reseated",
     command="nvidia-smi nvlink -e",
 )
 FABRIC = CheckRule(
     "nvlink.fabric_manager",
-    "nvidia-fabricmanager, where there are NVSwitches",
+    "nvidia-fabricmanager, on machines with NVSwitches",
     "FAIL",
     threshold="active",
     unit="",
     source="NVIDIA, Fabric Manager User Guide",
-    remedy="start it, of the driver's very version: without it CUDA fails on this machine",
+    remedy="start it in exactly the driver's version: without it CUDA fails on this machine",
     command="systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
 )
 RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
 LINK_PATTERN = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
 ERROR_PATTERN = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
-"""The events are Blackwell's: failed and successful ones are among all."""
+"""Recovery events are Blackwell's; their total contains failed and successful ones."""
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """NVLinks of GPUs that have some, and what routes them: without it all are inactive."""
+    """Check the NVLinks of GPUs, and the fabric manager, without which all links are inactive."""
     fabric = _check_fabric_manager(machine)
     try:
         return [*_check_links(machine), *fabric]
@@ -88,7 +88,7 @@ def _check_links(machine: Machine) -> list[DoctorFinding]:
     speeds = {gpu: [float(speed) for _, down, speed in links if not down] for gpu, links in status.items()}
     if not any(speeds.values()):
         if len(status) < 2 or not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
-            raise CheckSkipped("no NVLink is active, and none need be")
+            raise CheckSkipped("no NVLink is active, and none is required")
         skipped = (rule.skip("no NVLink is active") for rule in (COUNT, SPEED, ERRORS_RULE))
         return [*(ACTIVE.violation(gpu, "all") for gpu in status), *skipped]
     down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
@@ -114,7 +114,11 @@ def _check_errors(machine: Machine) -> list[DoctorFinding]:
 
 
 def errors(machine: Machine) -> dict[str, int]:
-    """Errors of every kind of each link, as "GPU0 link 3"; raises Skip where nvidia-smi does not say."""
+    """Return the errors of all kinds by link, such as "GPU0 link 3".
+
+    Raises:
+        CheckSkipped: nvidia-smi does not report them.
+    """
     counts: dict[str, int] = {}
     for gpu, lines in _nvlink_lines(machine, "smi_nvlink_errors", "-e").items():
         for link, count in ERROR_PATTERN.findall("\n".join(lines)):
@@ -123,7 +127,7 @@ def errors(machine: Machine) -> dict[str, int]:
 
 
 def worst_errors(machine: Machine) -> dict[str, int]:
-    """Of each GPU those of its worst link."""
+    """Return the errors of each GPU's worst link."""
     worst: dict[str, int] = {}
     for link, count in errors(machine).items():
         gpu = link.partition(" ")[0]

@@ -14,7 +14,7 @@ WIDTH = CheckRule(
     "pcie.width",
     "lanes in use",
     "FAIL",
-    threshold="as many as the device and its slot have",
+    threshold="the maximum of the device and its slot",
     unit="lanes",
     source="OCI (width 16)",
     remedy="drain the node; have {device} reseated, or put it into a slot with all lanes",
@@ -22,9 +22,9 @@ WIDTH = CheckRule(
 )
 SPEED = CheckRule(
     "pcie.speed",
-    "speed of a network card's link (those of idle GPUs rest lower)",
+    "speed of a network card's link (idle GPUs reduce theirs)",
     "FAIL",
-    threshold="as fast as the device and its slot can",
+    threshold="the maximum of the device and its slot",
     unit="GT/s",
     source="Imbue (available PCIe bandwidth, limited by ...)",
     remedy="have {device} reseated; check the slot's speed in the BIOS",
@@ -37,17 +37,17 @@ ERRORS = CheckRule(
     threshold="0",
     unit="errors",
     source="Linux, PCIe AER statistics; DCGM counts replays",
-    remedy="watch whether they grow in a benchmark; have {device} reseated",
+    remedy="run a benchmark; if the errors increase, have {device} reseated",
     command="cat /sys/bus/pci/devices/{device}/aer_dev_*fatal; dmesg | grep -i aer",
 )
 NUMA = CheckRule(
     "pcie.numa",
     "NUMA node of each device",
     "WARN",
-    threshold="known, where there are several",
+    threshold="known, on machines with several",
     unit="",
-    source="Linux (numa_node is -1 if the BIOS is silent)",
-    remedy="update the BIOS, or set the node: processes are bound to the wrong CPUs else",
+    source="Linux (numa_node is -1 if the BIOS does not report it)",
+    remedy="update the BIOS, or set the node; otherwise processes are bound to the wrong CPUs",
     command="cat /sys/bus/pci/devices/{device}/numa_node",
 )
 RULES = (WIDTH, SPEED, ERRORS, NUMA)
@@ -55,7 +55,7 @@ TOTAL_PATTERN = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """GPUs of NVIDIA, and network cards with RDMA."""
+    """Check NVIDIA GPUs, and network cards with RDMA."""
     cards = rdma_cards(machine)
     devices = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
     if not devices:
@@ -76,7 +76,7 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
 
 
 def rdma_cards(machine: Machine) -> list[str]:
-    """Addresses of cards that have an RDMA device."""
+    """Return the PCI addresses of cards with an RDMA device."""
     addresses = set()
     for path in machine.glob("/sys/class/infiniband/*"):
         match = re.search(r"^PCI_SLOT_NAME=(\S+)", machine.read(f"{path}/device/uevent") or "", re.MULTILINE)
@@ -85,7 +85,7 @@ def rdma_cards(machine: Machine) -> list[str]:
 
 
 def errors(machine: Machine, address: str) -> int | None:
-    """Fatal and non-fatal ones since boot; None where the kernel does not count them (virtual machines)."""
+    """Return the fatal and non-fatal errors since boot, or None if uncounted (virtual machines)."""
     files = (machine.read(f"{pci.DEVICES}/{address}/aer_dev_{kind}") or "" for kind in ("nonfatal", "fatal"))
     totals = [int(total[1]) for total in map(TOTAL_PATTERN.search, files) if total]
     return sum(totals) if totals else None
@@ -96,14 +96,14 @@ def _read_number(machine: Machine, address: str, name: str) -> float:
 
 
 def _max_supported(machine: Machine, address: str, name: str) -> float:
-    """What a device and the slot that it sits in can, both."""
+    """Return the maximum that both a device and its slot support."""
     bridge = pci.upstream_bridge(machine, address)
     values = [_read_number(machine, device, name) for device in (address, bridge) if device]
     return min((value for value in values if value > 0), default=0)
 
 
 def _check_below_max(rule: CheckRule, used: dict[str, float], maxima: dict[str, float]) -> list[DoctorFinding]:
-    """Devices that use less than they have; of virtual ones, which know 0 or nothing, nothing is said."""
+    """Check for devices below their maximum; virtual ones report 0 or nothing, and are ignored."""
     known = {address: value for address, value in used.items() if value > 0 and maxima[address] > 0}
     below = [
         rule.violation(address, value, f"{maxima[address]:g}")

@@ -1,4 +1,4 @@
-"""RDMA devices and their ports, from sysfs: no tool is needed, in containers either."""
+"""RDMA devices and their ports, from sysfs, which needs no tool and works in containers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ STATE = CheckRule(
     threshold="4: ACTIVE, 5: LinkUp",
     unit="",
     source="GCM, OCI",
-    remedy="check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
+    remedy="check cable and transceiver of {device}, and its switch port; exclude it with NCCL_IB_HCA until then",
     command="cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
 )
 RATE = CheckRule(
     "rdma.rate",
     "rate of each port",
     "FAIL",
-    threshold="as fast as the others, and as the run counts on",
+    threshold="that of the others, and the run's network speed",
     unit="Gb/s",
     source="AZNHC (rate 400), OCI",
-    remedy="check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
+    remedy="check cable, transceiver and switch port of {device}; exclude cards for storage with NCCL_IB_HCA",
     command="cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
 )
 FLAPPING = CheckRule(
     "rdma.flaps",
-    "times that a link went down, in 24 h since boot",
+    "link-down events per 24 h since boot",
     "WARN",
     threshold=f"at most {MAX_FLAPS}",
     unit="flaps",
@@ -49,9 +49,9 @@ FLAPPING = CheckRule(
 )
 FIRMWARE = CheckRule(
     "rdma.firmware",
-    "firmware of cards of one kind",
+    "firmware of cards of one model",
     "WARN",
-    threshold="the same",
+    threshold="equal",
     unit="",
     source="Primus, GCM (manifest)",
     remedy="update {device} to the firmware of the others",
@@ -67,23 +67,23 @@ class Port:
     device: str
     number: str
     roce: bool
-    """Over Ethernet."""
+    """True if the port is over Ethernet."""
     interface: str | None
-    """Its Ethernet interface, or that of IP over InfiniBand."""
+    """The port's Ethernet interface, or that of IP over InfiniBand."""
 
     @property
     def path(self) -> str:
-        """Its directory."""
+        """The port's directory in sysfs."""
         return f"{ROOT}/{self.device}/ports/{self.number}"
 
 
 def rdma_devices(machine: Machine) -> list[str]:
-    """mlx5_0, ..."""
+    """Return the names of the RDMA devices, such as mlx5_0."""
     return [path.rpartition("/")[2] for path in machine.glob(f"{ROOT}/*")]
 
 
 def rdma_ports(machine: Machine) -> dict[str, Port]:
-    """Every port by its name: mlx5_0, or of a device with several mlx5_0:2."""
+    """Return every port by its name: mlx5_0, or mlx5_0:2 for further ports of a device."""
     ports = {}
     for device in rdma_devices(machine):
         interfaces = [path.rpartition("/")[2] for path in machine.glob(f"{ROOT}/{device}/device/net/*")]
@@ -96,8 +96,14 @@ def rdma_ports(machine: Machine) -> dict[str, Port]:
 
 
 def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
-    """The ports that the run would use: those that NCCL_IB_HCA names, else those of the fastest kinds of card, since
-    slower ones are for storage and logins. Raises Skip where there are none, and for runs on CPUs, which use none."""
+    """Return the ports that the run would use.
+
+    They are the ports that NCCL_IB_HCA names, else those of the fastest kinds of card: slower ones are for storage and
+    logins.
+
+    Raises:
+        CheckSkipped: The machine has no ports, or the run is for CPUs, which use none.
+    """
     ports = rdma_ports(machine)
     if not ports:
         raise CheckSkipped(NO_DEVICE)
@@ -113,7 +119,11 @@ def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
 
 
 def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]:
-    """The interfaces of those that are RoCE's. Raises Skip where there are none, or none is seen."""
+    """Return the interfaces of RoCE ports that the run would use.
+
+    Raises:
+        CheckSkipped: The machine has no RoCE port, or shows no interface of one.
+    """
     roce = [port for port in selected_ports(machine, expected).values() if port.roce]
     interfaces = {port.interface: port for port in roce if port.interface}
     if not interfaces:
@@ -122,18 +132,20 @@ def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]
 
 
 def _read_rate_gbps(machine: Machine, port: Port) -> float:
-    """In Gb/s; 0 where it is not known."""
+    """Return the rate of a port in Gb/s, or 0 if it is unknown."""
     return leading_number(machine.read(f"{port.path}/rate") or "") or 0.0
 
 
 def _card_kind(machine: Machine, port: Port) -> str:
-    """Of card, as its maker calls it."""
+    """Return the model of a port's card, as its vendor names it."""
     return machine.read(f"{ROOT}/{port.device}/board_id") or ""
 
 
 def matches_hca_filter(hca_filter: str, port: Port) -> bool:
-    """Whether a list in the form of NCCL_IB_HCA takes a port: names, or beginnings of names; with = the very names;
-    with ^ all others (NCCL's documentation)."""
+    """Return whether a list in the format of NCCL_IB_HCA selects a port (NCCL's documentation).
+
+    The list contains names or prefixes of names; after = exact names; after ^ the names that are excluded.
+    """
     entries = [name.partition(":") for name in hca_filter.lstrip("^=").split(",") if name]
     exact = "=" in hca_filter[:2]
     matches = any(
@@ -144,7 +156,7 @@ def matches_hca_filter(hca_filter: str, port: Port) -> bool:
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """State and speed of the ports that the run would use; others are said to be left out."""
+    """Check state and speed of the ports that the run would use, and report the others as skipped."""
     ports = selected_ports(machine, expected)
     states = {name: _read_joined(machine, port, "state", "phys_state") for name, port in ports.items()}
     up = {name: port for name, port in ports.items() if states[name].startswith("4:")}
@@ -168,7 +180,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 def _skipped_ports(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
     excluded = [name for name in rdma_ports(machine) if name not in ports]
-    reason = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
+    reason = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "slower than other kinds of card"
     return [STATE.skip(f"{', '.join(excluded)}: {reason}")] if excluded else []
 
 
@@ -177,7 +189,7 @@ def _read_joined(machine: Machine, port: Port, *names: str) -> str:
 
 
 def _required_gbps(expected: Expectations, cards: int) -> float:
-    """What each card must carry for the network that the run's cluster is said to have."""
+    """Return the rate in Gb/s that each card needs for the network speed of the run's cluster."""
     speed = expected.network_bytes_per_second
     ranks = expected.ranks
     return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0

@@ -1,5 +1,8 @@
-"""RoCE without loss: a packet's DSCP decides its priority, PFC must not drop that priority, ECN must mark it, and
-NCCL_IB_TC must be 4 x that DSCP. Each is set in another place; here they are held against each other."""
+"""Lossless RoCE: consistent settings of DSCP, PFC, ECN and NCCL_IB_TC.
+
+A packet's DSCP determines its priority. PFC must not drop that priority, ECN must mark it, and NCCL_IB_TC must be 4 x
+that DSCP. Each setting is in another place; this check compares them.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from phalanx.doctor.machine import Machine
 TC_VARIABLE = "NCCL_IB_TC"
 READABLE = CheckRule(
     "roce.readable",
-    "what mlnx_qos says of each interface",
+    "output of mlnx_qos for each interface",
     "WARN",
     threshold="trust, mapping and PFC",
     unit="",
     source="mlnx_qos (MLNX_OFED)",
-    remedy="run it as root; whether {device} is lossless is not known",
+    remedy="run it as root: without it, the settings of {device} are unknown",
     command="mlnx_qos -i {device}",
 )
 TRUST = CheckRule(
     "roce.trust",
-    "what decides a packet's priority",
+    "field that determines a packet's priority",
     "FAIL",
     threshold="dscp",
     unit="",
@@ -34,19 +37,19 @@ TRUST = CheckRule(
 )
 PFC = CheckRule(
     "roce.pfc",
-    "priorities that PFC keeps from loss",
+    "priorities that PFC makes lossless",
     "FAIL",
     threshold="one",
     unit="",
     source="NVIDIA, RoCE configuration (priority 3 by default)",
-    remedy="switch PFC on for one priority, on the switches too; each more takes buffers of that",
+    remedy="enable PFC for one priority, on the switches too; every further one takes buffers from it",
     command="mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
 )
 CLASS = CheckRule(
     "roce.traffic_class",
     f"priority of NCCL's packets ({TC_VARIABLE} = 4 x DSCP, and the DSCP's priority)",
     "FAIL",
-    threshold="one that PFC keeps from loss",
+    threshold="one that PFC makes lossless",
     unit="",
     source="NVIDIA, RoCE configuration; Primus sets the variable so",
     remedy=f"set {TC_VARIABLE} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
@@ -54,12 +57,12 @@ CLASS = CheckRule(
 )
 ECN = CheckRule(
     "roce.ecn",
-    "ECN for that priority, where packets are notified and where senders slow down",
+    "ECN for that priority, at the notification point and at the reaction point",
     "FAIL",
     threshold="1, 1",
     unit="",
     source="NVIDIA, DCQCN (roce_np and roce_rp)",
-    remedy="switch ECN on for the lossless priority, on the switches too",
+    remedy="enable ECN for the lossless priority, on the switches too",
     command="echo 1 > /sys/class/net/{device}/ecn/roce_np/enable/3; echo 1 > "
     "/sys/class/net/{device}/ecn/roce_rp/enable/3",
 )
@@ -67,10 +70,10 @@ CNP = CheckRule(
     "roce.cnp",
     "priority of congestion notifications",
     "WARN",
-    threshold="another than the lossless one",
+    threshold="not the lossless one",
     unit="",
     source="NVIDIA, DCQCN (CNP priority 6 by default)",
-    remedy="give CNPs a priority of their own: paused, they come too late",
+    remedy="give CNPs a priority of their own: if paused, they arrive too late",
     command="echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
 )
 RULES = (READABLE, TRUST, PFC, CLASS, ECN, CNP)
@@ -81,16 +84,16 @@ GLOBAL_CLASS_PATTERN = re.compile(r"tclass=(\d+)")
 
 @dataclass(frozen=True)
 class QosConfig:
-    """What mlnx_qos says."""
+    """QoS settings of an interface, as mlnx_qos prints them."""
 
     trust: str
     priority: dict[int, int]
-    """Of each DSCP."""
+    """The priority of each DSCP."""
     lossless: tuple[int, ...]
 
 
 def parse_mlnx_qos(text: str) -> QosConfig | None:
-    """The answer of mlnx_qos -i; None where it does not have all."""
+    """Parse the output of mlnx_qos -i, or return None if it is incomplete."""
     trust = re.search(r"Priority trust state: (\w+)", text)
     enabled = PFC_PATTERN.search(text)
     if not trust or not enabled:
@@ -100,14 +103,12 @@ def parse_mlnx_qos(text: str) -> QosConfig | None:
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """The interfaces of RoCE ports that NCCL would use."""
+    """Check the interfaces of RoCE ports that NCCL would use."""
     interfaces = rdma_ports.roce_interfaces(machine, expected)
     configs = {name: _query_qos(machine, name) for name in interfaces}
     if not any(config is not None for config in configs.values()):
-        raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are not known")
-    unclear = [
-        READABLE.violation(name, "no answer of the usual form") for name, config in configs.items() if config is None
-    ]
+        raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are unknown")
+    unclear = [READABLE.violation(name, "unknown output format") for name, config in configs.items() if config is None]
     clear = {name: config for name, config in configs.items() if config is not None}
     usable = {name: config for name, config in clear.items() if config.trust == "dscp" and len(config.lossless) == 1}
     classes = {name: _traffic_class(machine, interfaces[name], config) for name, config in usable.items()}
@@ -136,8 +137,10 @@ def _is_not_single(listed: str) -> bool:
 
 
 def _traffic_class(machine: Machine, port: rdma_ports.Port, config: QosConfig) -> tuple[int, int]:
-    """DSCP and priority of NCCL's packets on a port: by a traffic class that the card puts in place of all others, else
-    by NCCL_IB_TC, whose default is 0."""
+    """Return DSCP and priority of NCCL's packets on a port.
+
+    They follow from the card's global traffic class, which overrides all others, else from NCCL_IB_TC, by default 0.
+    """
     global_class = GLOBAL_CLASS_PATTERN.search(
         machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or ""
     )
@@ -154,7 +157,7 @@ def _check_classes(classes: dict[str, tuple[int, int]], lossless: dict[str, int]
 
 
 def _ecn_flags(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
-    """The flags of the lossless priority where the driver shows them (MLNX_OFED's does)."""
+    """Return the ECN flags of the lossless priority, if the driver shows them (MLNX_OFED's does)."""
     flags_by_interface = {}
     for name, priority in lossless.items():
         flags = [machine.read(f"/sys/class/net/{name}/ecn/{role}/enable/{priority}") for role in ("roce_np", "roce_rp")]

@@ -10,17 +10,19 @@ from phalanx.doctor.machine import Machine
 ROCE_V2 = "RoCE v2"
 LINK_LOCAL_ROCE_V2 = "link-local RoCE v2"
 LINK_LOCAL_PREFIX = "fe80:0000:0000:0000:"
-"""Every port that is up has such a GID; no router forwards it, and NCCL never takes one by itself (validGid in its
-transport/net_ib.cc)."""
+"""Prefix of the GID that every active port has.
+
+No router forwards it, and NCCL never selects one by itself (validGid in its transport/net_ib.cc).
+"""
 INDEX_VARIABLE = "NCCL_IB_GID_INDEX"
 ROUTABLE = CheckRule(
     "roce.gid",
-    "RoCE v2 GIDs of each port, but link-local ones",
+    "RoCE v2 GIDs of each port, except link-local ones",
     "FAIL",
     threshold="at least 1",
     unit="GIDs",
     source="Primus (0 RoCE-v2 GIDs fail)",
-    remedy="give the interface of {device} an IP address, and the card RoCE v2 as its mode",
+    remedy="give the interface of {device} an IP address, and set the card's mode to RoCE v2",
     command="show_gids {device}; cma_roce_mode -d {device}",
 )
 CHOSEN = CheckRule(
@@ -39,7 +41,7 @@ RULES = (ROUTABLE, CHOSEN)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Of the ports that NCCL would use and that are up."""
+    """Check the active ports that NCCL would use."""
     roce_ports = {
         name: port
         for name, port in rdma_ports.selected_ports(machine, expected).items()
@@ -52,7 +54,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     selected_kinds = {name: gid_kinds.get(index, "none") for name, gid_kinds in kinds.items()}
     accepted_kinds = (
         (ROCE_V2,) if index == "-1" else (ROCE_V2, LINK_LOCAL_ROCE_V2)
-    )  # on a flat network the near one may be meant
+    )  # on a flat network a link-local GID may be intended
     routable_counts = {
         name: sum(kind in accepted_kinds for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()
     }
@@ -64,7 +66,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _gid_kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
-    """The kind of each GID that is not zero, by index."""
+    """Return the kind of each non-zero GID by index."""
     kinds = {}
     for path in machine.glob(f"{port.path}/gids/*"):
         index = path.rpartition("/")[2]

@@ -1,5 +1,7 @@
-"""Drivers and libraries of one node: that they fit each other. Whether nodes have the same is judged where several are
-gathered."""
+"""Drivers and libraries of one node and their compatibility.
+
+The comparison of nodes checks whether all nodes have the same versions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci
 
 TORCH_SECONDS = 40
-"""From a cold network disk its libraries take long."""
+"""PyTorch's libraries take long to load from a cold network disk."""
 IMPORTS = CheckRule(
     "software.torch",
     "PyTorch",
@@ -39,9 +41,9 @@ CUDA = CheckRule(
 )
 CUDA_STARTS = CheckRule(
     "software.cuda_starts",
-    "a number on a GPU, by PyTorch",
+    "a tensor on a GPU, by PyTorch",
     "FAIL",
-    threshold="is there",
+    threshold="is created",
     unit="",
     source="CUDA (errors of its initialization: driver too old, system not yet initialized)",
     remedy="install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
@@ -51,10 +53,10 @@ PEER = CheckRule(
     "software.peer_memory",
     "nvidia_peermem, or dma-buf by the open kernel module",
     "WARN",
-    threshold="one of them is there",
+    threshold="one of them is available",
     unit="",
     source="NVIDIA, GPUDirect RDMA",
-    remedy="load it: RDMA goes through the host's memory else",
+    remedy="load it; otherwise RDMA goes through host memory",
     command="modprobe nvidia_peermem",
 )
 RULES = (IMPORTS, CUDA, CUDA_STARTS, PEER)
@@ -73,11 +75,11 @@ print(json.dumps(known | {"nccl": ".".join(map(str, nccl)) or None}))
 
 
 class NotImportedError(Exception):
-    """PyTorch cannot be imported: the message is its last word."""
+    """Failure to import PyTorch, with the last line of its output."""
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """PyTorch, and on nodes with GPUs the driver."""
+    """Check PyTorch and, on nodes with GPUs, the driver."""
     try:
         facts = torch_facts(machine)
     except CommandTimeout:
@@ -95,9 +97,15 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
-    """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
-    process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
-    recorded, and Stuck."""
+    """Return the versions of PyTorch, its CUDA and NCCL, the number of its GPUs, and its CUDA error.
+
+    A child process determines them.
+
+    Raises:
+        NotImportedError: PyTorch cannot be imported; the message is the last line of its output.
+        CheckSkipped: The snapshot does not contain the facts.
+        CommandTimeout: The child process did not finish in time.
+    """
     output = machine.run("torch", sys.executable, "-c", PROBE_PROGRAM, seconds=TORCH_SECONDS)
     if output is None:
         raise CheckSkipped("not recorded")
@@ -128,7 +136,7 @@ def _check_cuda_starts(facts: dict[str, Any]) -> DoctorFinding:
 
 
 def _count_visible(listed: str) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES names: those before the first that is none (-1; NoDevFiles of Slurm)."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES before an invalid one (-1; Slurm's NoDevFiles)."""
     return len(list(takewhile(GPU_ID_PATTERN.fullmatch, (name.strip() for name in listed.split(",")))))
 
 

@@ -1,4 +1,7 @@
-"""What joins GPUs and network cards, by `nvidia-smi topo -m`: the matrix that `phalanx placement --topology` takes."""
+"""Links of GPUs and network cards: the matrix of `nvidia-smi topo -m`.
+
+`phalanx placement --topology` reads the same matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,33 @@ from phalanx.spec.topology.node import PCIE_PATHS
 from phalanx.spec.topology.nvidia_smi import parse_matrix
 
 MAX_GDR_DISTANCE = "PXB"
-"""NCCL takes GPUDirect RDMA up to here by default: over PCIe bridges, not over the CPU (NCCL_NET_GDR_LEVEL)."""
+"""Maximum distance at which NCCL uses GPUDirect RDMA by default (NCCL_NET_GDR_LEVEL).
+
+The path crosses PCIe bridges, not the CPU.
+"""
 READABLE = CheckRule(
     "topology.readable",
     "the matrix of nvidia-smi topo -m",
     "WARN",
-    threshold="can be read",
+    threshold="has the known format",
     unit="",
     source="phalanx.spec.topology.nvidia_smi",
-    remedy="look at it: `phalanx placement` cannot use it",
+    remedy="inspect it: `phalanx placement` cannot use it",
     command="nvidia-smi topo -m",
 )
 ISLANDS = CheckRule(
     "topology.nvlink",
-    "GPUs that NVLinks join",
+    "GPUs that NVLinks connect",
     "FAIL",
-    threshold="groups of one size, each GPU with as many links",
+    threshold="groups of one size, and equal numbers of links per GPU",
     unit="",
-    source="NVIDIA, NVSwitch (every pair joined)",
-    remedy="drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
+    source="NVIDIA, NVSwitch (every pair connected)",
+    remedy="drain the node: some GPUs communicate over PCIe; reset GPUs and fabric manager",
     command="nvidia-smi topo -m",
 )
 LOCALITY = CheckRule(
     "topology.nic",
-    "way from each GPU to its nearest network card",
+    "path from each GPU to its nearest network card",
     "WARN",
     threshold=f"PIX or {MAX_GDR_DISTANCE}",
     unit="",
@@ -48,7 +54,7 @@ RULES = (READABLE, ISLANDS, LOCALITY)
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
-    """The matrix, if there are GPUs."""
+    """Check the matrix, if there are GPUs."""
     text = matrix(machine)
     try:
         node = parse_matrix(text)
@@ -77,5 +83,9 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
 
 
 def matrix(machine: Machine) -> str:
-    """What nvidia-smi topo -m prints; raises Skip where there is no GPU."""
+    """Return the output of nvidia-smi topo -m.
+
+    Raises:
+        CheckSkipped: The machine has no GPU.
+    """
     return nvidia_smi.run_nvidia_smi(machine, "smi_topology", "topo", "-m")

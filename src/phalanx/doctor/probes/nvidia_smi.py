@@ -1,4 +1,4 @@
-"""nvidia-smi's answers."""
+"""Parser of nvidia-smi's output."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
 NO_VALUE_PATTERN = re.compile(r"^\[|N/A")
 SUCCESS_CODES = (0, 14)
-"""Exit codes with an answer: 14 where some infoROM is corrupted (nvidia-smi's manual)."""
+"""Exit codes with a valid output: 14 means that an infoROM is corrupted (nvidia-smi's manual)."""
 CORRUPTED_PATTERN = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
 FAILURE_PATTERN = re.compile(r"requires reset|is lost|Unknown Error")
-"""In place of a value, of a GPU that does not answer."""
+"""Text in place of a value, for a GPU that does not respond."""
 
 
 def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
-    """What nvidia-smi says; raises Skip where it says nothing, which is for the check of GPUs to judge."""
+    """Return the output of nvidia-smi.
+
+    Args:
+        machine: The machine.
+        name: The name of the recorded output.
+        args: The arguments of nvidia-smi.
+
+    Raises:
+        CheckSkipped: nvidia-smi failed, which the check of GPUs reports.
+    """
     try:
         output = machine.run(name, "nvidia-smi", *args)
     except CommandTimeout as error:
@@ -32,15 +41,25 @@ def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
 
 
 def query_gpus(machine: Machine, name: str, query: str, *fields: str) -> dict[str, Row]:
-    """Some fields of each GPU."""
+    """Return the values of some fields by GPU.
+
+    Args:
+        machine: The machine.
+        name: The name of the recorded output.
+        query: The kind of query: nvidia-smi's option --query-<query>.
+        fields: The names of the fields.
+    """
     return parse_csv(
         run_nvidia_smi(machine, name, f"--query-{query}={','.join(fields)}", "--format=csv,nounits"), fields
     )
 
 
 def parse_csv(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
-    """Rows of --format=csv,nounits by GPU: GPU0 by `index`, else by the first field. By order: what heads a column is
-    not always what was asked for (clocks_throttle_reasons of new drivers). A row that is cut off has what it has."""
+    """Return the rows of --format=csv,nounits by GPU: GPU0 by `index`, else by the first field.
+
+    Columns are matched by order: their headings differ from the queried names in new drivers (clocks_throttle_reasons).
+    A truncated row has only its first fields.
+    """
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line][1:]
     if not lines:
         raise CheckSkipped(f"nvidia-smi has no table: {first_line(text)}")
@@ -49,23 +68,23 @@ def parse_csv(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
 
 
 def numeric_field(rows: dict[str, Row], field: str) -> dict[str, float]:
-    """A field of each GPU that has a number there (not "[N/A]")."""
+    """Return the numbers of a field by GPU, without GPUs that have none, such as "[N/A]"."""
     numbers = {gpu: leading_number(row.get(field, "")) for gpu, row in rows.items()}
     return {gpu: value for gpu, value in numbers.items() if value is not None}
 
 
 def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
-    """A field of each GPU that has one (not "[N/A]" or "[Not Supported]")."""
+    """Return the texts of a field by GPU, without "[N/A]" and "[Not Supported]"."""
     return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE_PATTERN.search(row[field])}
 
 
 def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
-    """GPUs that the driver lists and that do not answer, with what stands in place of a value."""
+    """Return the GPUs that the driver lists and that do not respond, with the text in place of a value."""
     return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if FAILURE_PATTERN.search(cell)}
 
 
 def split_by_gpu(text: str) -> dict[str, list[str]]:
-    """The lines below each "GPU 0: ..." of nvidia-smi nvlink."""
+    """Return the lines below each "GPU 0: ..." of nvidia-smi nvlink, by GPU."""
     lines_by_gpu: dict[str, list[str]] = {}
     for line in text.splitlines():
         match = GPU_LINE.match(line.strip())
@@ -77,11 +96,11 @@ def split_by_gpu(text: str) -> dict[str, list[str]]:
 
 
 def leading_number(text: str) -> float | None:
-    """The number that a text begins with."""
+    """Return the number at the start of a text, or None."""
     match = re.match(r"\s*(-?\d+(\.\d+)?)", text)
     return float(match[1]) if match else None
 
 
 def first_line(text: str) -> str:
-    """The first line that says something."""
+    """Return the first line that is not blank, or "nothing"."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")

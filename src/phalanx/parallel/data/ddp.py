@@ -141,7 +141,7 @@ class DDP(Strategy):
         """Return the context manager for ranks with different numbers of steps (`torch` Join).
 
         Ranks without batches participate in collectives with zeros, and receive the final weights on exit. Inside it
-        `update` follows `accumulate`: a finished rank takes no part in `reduce`. The state of optimizers is not sent, so a
+        `update` follows `accumulate`: a finished rank takes no part in `reduce`. Optimizer state is not sent: a
         rank that finished early must not continue training with its state."""
         # The default divides by all ranks, finished or not, and `loss_scale` cancels it: gradients stay sums.
         return self.model.join()

@@ -1,1 +1,1 @@
-"""Pictures and tables."""
+"""Pictures of plans and runs."""

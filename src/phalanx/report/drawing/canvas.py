@@ -1,4 +1,4 @@
-"""Pictures as files: SVG by hand and HTML around it, which need nothing, and PNG by matplotlib."""
+"""Pictures as files: SVG and HTML without dependencies, and PNG by matplotlib."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phalanx.spec.formatting import WRITTEN_BY
 
 INK = "#222222"
 DOTS_PER_INCH = 100
-"""As many of a picture's units are an inch of a PNG, which is drawn finer."""
+"""Picture units per inch of a PNG, which has a higher resolution."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A filled rectangle; under the mouse it says something."""
+    """A filled rectangle with a tooltip."""
 
     kind: str
     x: float
@@ -33,7 +33,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Label:
-    """A line of text, where its base line begins, has its middle, or ends."""
+    """A line of text; the anchor is the start, the middle or the end of its base line."""
 
     kind: str
     x: float
@@ -49,20 +49,33 @@ Shape = Region | Label
 
 
 def check_picture_file(file: Path, option: str) -> None:
-    """Whether a picture of this name can be made: its format is the file's ending, .svg, .html or .png.
+    """Raise UserError if a picture cannot have this file name.
 
-    Raises UserError for another ending, or for .png without matplotlib.
+    The format follows from the suffix: .svg, .html or .png. Other suffixes are errors, and so is .png without
+    matplotlib.
+
+    Args:
+        file: The file.
+        option: The option that the error names.
     """
     if file.suffix not in (".svg", ".html", ".png"):
-        raise UserError(option, str(file), "has an unknown ending", fix="use .svg, .html or .png")
+        raise UserError(option, str(file), "has an unknown suffix", fix="use .svg, .html or .png")
     if file.suffix == ".png" and find_spec("matplotlib") is None:
         raise missing_package(option, str(file), "matplotlib", instead="write .svg or .html")
 
 
 def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
-    """Write a picture as its file's ending says: `svg` makes its text, `draw` draws it on a figure of matplotlib.
+    """Write a picture in the format of the file's suffix.
 
-    Raises UserError as `check` does, and if the file cannot be written.
+    Args:
+        file: The file.
+        option: The option that errors name.
+        title: The title of an HTML page.
+        svg: A function that returns the picture as SVG.
+        draw: A function that draws the picture on a figure of matplotlib.
+
+    Raises:
+        UserError: The suffix is invalid (`check_picture_file`), or the file cannot be written.
     """
     check_picture_file(file, option)
     try:
@@ -85,7 +98,13 @@ def _write_png(draw: Callable[[Any], None], file: Path) -> None:
 
 
 def document(width: float, height: float, marks: Iterable[str]) -> str:
-    """Elements of SVG as a picture that stands alone, on white."""
+    """Return SVG elements as a standalone picture on a white background.
+
+    Args:
+        width: The width in pixels.
+        height: The height in pixels.
+        marks: The elements.
+    """
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
@@ -95,7 +114,7 @@ def document(width: float, height: float, marks: Iterable[str]) -> str:
 
 
 def page(title: str, svg: str) -> str:
-    """A page with the picture, as wide as its window."""
+    """Return an HTML page with a picture as wide as the window."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         "<style>body{margin:1em;font-family:sans-serif}svg{max-width:100%;height:auto}"
@@ -105,7 +124,7 @@ def page(title: str, svg: str) -> str:
 
 
 def element(mark: Shape) -> str:
-    """A mark in SVG."""
+    """Return a shape as an SVG element."""
     if isinstance(mark, Label):
         weight = ' font-weight="bold"' if mark.bold else ""
         return (
@@ -118,7 +137,14 @@ def element(mark: Shape) -> str:
 
 
 def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> None:
-    """Marks on a figure of matplotlib, which gets their size."""
+    """Draw shapes on a figure of matplotlib.
+
+    Args:
+        figure: The figure, which gets the size of the picture.
+        width: The width in pixels.
+        height: The height in pixels.
+        marks: The shapes.
+    """
     from matplotlib.patches import Rectangle
 
     figure.set_size_inches(width / DOTS_PER_INCH, height / DOTS_PER_INCH)

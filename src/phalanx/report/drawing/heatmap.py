@@ -17,39 +17,49 @@ from phalanx.report.drawing.canvas import INK, document
 from phalanx.spec.formatting import format_bytes
 
 COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
-"""Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
-S. van der Walt, 2015; matplotlib's default)."""
+"""Viridis from light (few bytes) to dark (many).
+
+Its steps of lightness are even, for all kinds of color vision (N. Smith and S. van der Walt, 2015; matplotlib's
+default).
+"""
 EMPTY_COLOUR = "#f3f3f3"
 SIDE = 640.0
 LEFT = 70.0
 TOP = 64.0
 RIGHT = 130.0
 BOTTOM = 20.0
-"""Of the square of cells and the margins, in pixels."""
+"""The side of the square of cells, and the margins, in pixels."""
 LEGEND_STEPS = 60
-"""Of the legend's bar."""
+"""Number of steps in the legend's bar."""
 
 
 @dataclass(frozen=True)
 class Heatmap:
-    """What is drawn: bytes from each to each, the sender in the row and the receiver in the column."""
+    """A matrix of bytes with the sender in the row and the receiver in the column."""
 
     title: str
     bytes: NDArray[np.float64]
     unit: str = "rank"
-    """What sends: rows and columns are numbered."""
+    """Name of a sender; rows and columns are numbered."""
     node: int = 0
-    """Rows of a node, between which lines are drawn; 0 draws none."""
+    """Number of rows per node, between which lines are drawn; 0 draws none."""
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The least and the most of what is sent at all; (1, 1) where nothing is."""
+        """The minimum and the maximum of the nonzero bytes; (1, 1) if all are zero."""
         sent = self.bytes[self.bytes > 0]
         return (float(sent.min()), float(sent.max())) if len(sent) else (1.0, 1.0)
 
 
 def colour(number: float, limits: tuple[float, float]) -> str:
-    """On a logarithmic scale: traffic of ranks that share products is often a thousand times that of others."""
+    """Return the color of a number on a logarithmic scale.
+
+    The traffic of ranks that share products is often a thousand times that of others.
+
+    Args:
+        number: The number of bytes.
+        limits: The minimum and the maximum of the scale.
+    """
     low, high = limits
     fraction = log10(number / low) / log10(high / low) if high > low else 1.0
     position = min(max(fraction, 0.0), 1.0) * (len(COLOURS) - 1)
@@ -64,7 +74,7 @@ def _parse_rgb(text: str) -> tuple[int, ...]:
 
 
 def svg(heat: Heatmap) -> str:
-    """A picture that stands alone; under the mouse a cell says who sends how much. Those of no bytes are not drawn."""
+    """Return a standalone picture, in which each cell has a tooltip; cells of zero bytes are not drawn."""
     background = (
         f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOUR}"/>'
     )
@@ -86,7 +96,7 @@ def _cells(heat: Heatmap) -> Iterator[str]:
 
 
 def _lines(heat: Heatmap) -> Iterator[str]:
-    """Around all cells, and between nodes."""
+    """Yield lines around all cells and between nodes."""
     count = len(heat.bytes)
     for index in {0, count, *(range(0, count, heat.node) if heat.node > 1 else ())}:
         x = LEFT + index * SIDE / count
@@ -96,7 +106,7 @@ def _lines(heat: Heatmap) -> Iterator[str]:
 
 
 def _labels(heat: Heatmap) -> Iterator[str]:
-    """Title, axes, and a number for every row and column that there is room for."""
+    """Yield the title, the axes, and numbers of rows and columns as space permits."""
     yield f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="bold">{escape(heat.title)}</text>'
     yield f'<text x="{LEFT + SIDE / 2:g}" y="40" text-anchor="middle">to {escape(heat.unit)}</text>'
     middle = TOP + SIDE / 2
@@ -109,7 +119,7 @@ def _labels(heat: Heatmap) -> Iterator[str]:
 
 
 def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
-    """At most so many rows to number: all, or the first of every node or of several, or round numbers."""
+    """Return at most `max_ticks` rows to number: all, the first of one or several nodes, or round numbers."""
     if count <= max_ticks:
         return range(count)
     step = node if node > 1 else 5
@@ -119,7 +129,7 @@ def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
 
 
 def _legend(heat: Heatmap) -> Iterator[str]:
-    """A bar of colours with its bytes: the least at the bottom."""
+    """Yield a bar of colors with its bytes, the minimum at the bottom."""
     (low, high) = heat.limits
     x = LEFT + SIDE + 24
     step_height = SIDE / LEGEND_STEPS
@@ -135,9 +145,10 @@ def _legend(heat: Heatmap) -> Iterator[str]:
 
 
 def save_picture(heat: Heatmap, file: Path) -> None:
-    """Write a picture: its format is the file's ending, .svg, .html or .png.
+    """Write a picture in the format of the file's suffix: .svg, .html or .png.
 
-    Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
+    Raises:
+        UserError: The suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     canvas.save_picture(file, "--out", heat.title, svg=lambda: svg(heat), draw=lambda figure: _draw(heat, figure))
 

@@ -1,4 +1,4 @@
-"""A timeline for people: in the terminal, as a picture, and for Perfetto."""
+"""Timelines of pipeline schedules: text for terminals, pictures, and traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COLOURS = {
     "I": ("#3f9b4f", "#88c893"),
     "W": ("#d98a2b", "#ecbc7f"),
 }
-"""Of each kind of action; the second for the second and later stages of a rank."""
+"""Colors of each kind of action: of a rank's first stage, and of its other stages."""
 LEGEND = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
 
 def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
-    """Rank, action, start and end; an overlapped pair shares its time."""
+    """Yield rank, action, start and end; an overlapped pair of actions shares its time equally."""
     for rank, spans in enumerate(timeline.spans):
         for step, start, end in spans:
             step_actions = actions(step)
@@ -34,19 +34,22 @@ def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, flo
 
 
 def kinds(timeline: Timeline) -> list[str]:
-    """The kinds of actions in it, in the legend's order."""
+    """Return the kinds of actions in a timeline, in the legend's order."""
     used_kinds = {action.kind for _, action, _, _ in executed_spans(timeline)}
     return [kind for kind in LEGEND if kind in used_kinds]
 
 
 def shades(timeline: Timeline) -> dict[int, int]:
-    """0 for the first stage of every rank, 1 for its others."""
+    """Return the shade of each stage: 0 for the first stage of a rank, 1 for its others."""
     first_stages = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
     return {action.stage: int(action.stage != first_stages[rank]) for rank, action, _, _ in executed_spans(timeline)}
 
 
 def lines(timeline: Timeline, width: int) -> list[Text]:
-    """A line per rank of at most `width` characters: letter and micro-batch where they fit, coloured by kind."""
+    """Return a line per rank of at most `width` characters, colored by kind.
+
+    An action is shown as letter and micro-batch if there is space, else as letter.
+    """
     scale = min(4.0, (width - 1) / float(timeline.makespan))
     shade = shades(timeline)
     rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
@@ -63,7 +66,12 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
 
 
 def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any]:
-    """The Trace Event Format that chrome://tracing and ui.perfetto.dev open; `microseconds` are one unit of time."""
+    """Return the timeline in the Trace Event Format of chrome://tracing and ui.perfetto.dev.
+
+    Args:
+        timeline: The timeline.
+        microseconds: The length of its time unit.
+    """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(len(timeline.spans))
@@ -87,9 +95,15 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
 
 
 def draw(timeline: Timeline, title: str, file: Path) -> None:
-    """Write a picture: its format is the file's ending, .svg or .png.
+    """Write a picture in the format of the file's suffix: .svg or .png.
 
-    Raises UserError if matplotlib is not installed.
+    Args:
+        timeline: The timeline.
+        title: The title.
+        file: The file.
+
+    Raises:
+        UserError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""Where a step's time and a rank's memory go, as a picture of bars, beside the layouts that lose."""
+"""Picture of the time of a step and the memory of a rank as bars, compared with other layouts."""
 
 from __future__ import annotations
 
@@ -25,24 +25,27 @@ COLOURS = {
     "logits": "#ddcc77",
     "buffers": "#cc6677",
 }
-"""Of each part in every picture. Of time: the palette of M. Okabe and K. Ito (2008); of memory: P. Tol's muted one
-(2021); both for all kinds of colour vision. White is between neighbours, and the legend has their order."""
+"""Color of each part in every picture.
+
+For time: the palette of M. Okabe and K. Ito (2008); for memory: P. Tol's muted palette (2021); both for all kinds of
+color vision. Neighbors are separated by white, and the legend has their order.
+"""
 GREY = "#666666"
 WIDTH = 960.0
 LEFT = 24.0
-"""Of the picture and its margin."""
+"""Width and margin of the picture."""
 MAX_BAR_WIDTH = WIDTH - 2 * LEFT
-"""The longest bar."""
+"""Length of the longest bar."""
 THICK_BAR = 30.0
 THIN_BAR = 16.0
 LINE = 18.0
 GAP = 30.0
-"""Bars of the layout that is explained, of others, a line of text, and what is between sections."""
+"""Heights of main bars, bars of other layouts, lines of text, and gaps between sections."""
 DIGIT_WIDTH = 6.8
-"""Of a number's digits, at the most, in the usual size."""
+"""Maximum width of a digit in the usual size."""
 COLUMN = LEFT + 472
 COLUMN_STEP = 88.0
-"""Where the legend's first column of numbers ends, and how far it is to the next."""
+"""End of the legend's first column of numbers, and the distance between columns."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +57,36 @@ class Bar:
 
     @property
     def total(self) -> float:
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """What is drawn."""
+    """The content of the picture."""
 
     title: str
-    """The model, the machine, and which layout of theirs."""
+    """The model, the machine, and the position of the layout."""
     layout: str
     meaning: Mapping[str, str]
-    """Of each part of a step, in words."""
+    """Description of each part of a step."""
     seconds: Mapping[str, float]
-    """Of a step of the layout, by part."""
+    """Seconds of a step of the layout, by part."""
     other_layouts: Mapping[int, Bar]
-    """Steps of other layouts, by their places in the plan."""
+    """Steps of other layouts, by their positions in the plan."""
     bytes: list[Bar]
-    """Of the layout's stages."""
+    """Bytes of the layout's stages."""
     counted_bytes: float
-    """On the fullest rank, tensor by tensor: not by the formula that `bytes` are by."""
+    """Bytes of the largest rank, counted tensor by tensor; `bytes` follow the planner's formula instead."""
     memory_bytes: float
-    """That a device has for a rank."""
+    """Memory of a device for one rank."""
 
 
 def save_picture(breakdown: Breakdown, file: Path) -> None:
-    """Write a picture: its format is the file's ending, .svg, .html or .png.
+    """Write a picture in the format of the file's suffix: .svg, .html or .png.
 
-    Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
+    Raises:
+        UserError: The suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     shapes = layout_shapes(breakdown)
     height = _bottom(shapes) + LEFT
@@ -95,7 +100,7 @@ def save_picture(breakdown: Breakdown, file: Path) -> None:
 
 
 def layout_shapes(breakdown: Breakdown) -> list[Shape]:
-    """All that is in the picture, from top to bottom."""
+    """Return all shapes of the picture, from top to bottom."""
     shapes: list[Shape] = [
         Label("title", LEFT, 32, content=breakdown.title, size=15, bold=True),
         Label("layout", LEFT, 52, content=breakdown.layout, size=12),
@@ -106,7 +111,7 @@ def layout_shapes(breakdown: Breakdown) -> list[Shape]:
 
 
 def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
-    """A step of the layout, and of others for comparison."""
+    """Yield a step of the layout, and steps of others for comparison."""
     bars = [Bar("this layout", breakdown.seconds)]
     bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.other_layouts.items()]
     unit, unit_scale = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
@@ -145,7 +150,7 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
 
 
 def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
-    """What the layout's stages hold, beside what the device has for a rank."""
+    """Yield the memory of the layout's stages, and the memory of a device for one rank."""
     max_bytes = max(breakdown.memory_bytes, breakdown.counted_bytes, *(bar.total for bar in breakdown.bytes))
     scale = MAX_BAR_WIDTH / max_bytes
 
@@ -165,7 +170,7 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     yield from _line(
         "limit",
         breakdown.memory_bytes,
-        "that the device has for a rank",
+        "of the device for a rank",
         scale=scale,
         top=section_top - LINE,
         bottom=top,
@@ -173,7 +178,7 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     yield from _line(
         "counted",
         breakdown.counted_bytes,
-        "on the fullest rank, counted tensor by tensor",
+        "on the largest rank, counted tensor by tensor",
         scale=scale,
         top=section_top,
         bottom=top,
@@ -195,8 +200,7 @@ def _bar(
     scale: float,
     describe_part: Callable[[str, float, float], tuple[str, str]],
 ) -> Iterator[Shape]:
-    """A bar's parts side by side; `words` are what a part has written on it, where there is room, and what it says
-    under the mouse."""
+    """Yield a bar's parts side by side; `describe_part` returns the label and the tooltip of a part."""
     x = LEFT
     for part, value in bar.parts.items():
         width = value * scale
@@ -217,7 +221,7 @@ def _bar(
 
 
 def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
-    """An amount of memory from top to bottom, with words at its top, on the side where there is room."""
+    """Yield a vertical line at an amount of memory, with a label at its top, on the side with space."""
     x = LEFT + size_bytes * scale
     left = x > WIDTH / 2
     yield Region(kind, x - 1, top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GREY)
@@ -231,7 +235,7 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
 
 
 def _axis(max_value: float, y: float) -> Iterator[Shape]:
-    """Numbers under bars of which the longest is `most`."""
+    """Yield the numbers below bars whose maximum is `max_value`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
         yield Region("tick", x - 0.5, y + 3, width=1, height=4, fill=GREY)
@@ -239,7 +243,7 @@ def _axis(max_value: float, y: float) -> Iterator[Shape]:
 
 
 def axis_ticks(max_value: float, count: int = 10) -> list[float]:
-    """Round numbers from 0 on, about so many."""
+    """Return about `count` round numbers from 0 to the maximum."""
     rough = max_value / count
     power = 10.0 ** floor(log10(rough))
     step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough)
@@ -249,7 +253,7 @@ def axis_ticks(max_value: float, count: int = 10) -> list[float]:
 def _legend(
     names: Mapping[str, str], columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], top: float
 ) -> Iterator[Shape]:
-    """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
+    """Yield the color, the meaning and the numbers of each part, including parts too small to be visible."""
     for index, column in enumerate(columns):
         yield Label("column", COLUMN + index * COLUMN_STEP, top, content=column, anchor="end", fill=GREY)
     for part, numbers in rows.items():
@@ -261,11 +265,11 @@ def _legend(
 
 
 def _text_colour(fill: str) -> str:
-    """A colour that is read on another."""
+    """Return a text color that is readable on a background color."""
     red, green, blue = (int(fill[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"
 
 
 def _bottom(shapes: list[Shape]) -> float:
-    """Where a picture ends so far."""
+    """Return the bottom of the lowest shape."""
     return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in shapes)

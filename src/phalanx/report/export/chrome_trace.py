@@ -1,4 +1,4 @@
-"""What the ranks of a run noted as a trace for chrome://tracing and ui.perfetto.dev, on the clock of rank 0."""
+"""Trace of a run's rank records for chrome://tracing and ui.perfetto.dev, on the clock of rank 0."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from phalanx.spec.formatting import WRITTEN_BY
 
 Event = dict[str, Any]
 LANES = ("steps", "passes", "waits", "collectives")
-"""Of each rank, from top to bottom; collectives at the same time have lanes of their own below."""
+"""Lanes of each rank, from top to bottom. Simultaneous collectives have further lanes below."""
 
 
 def chrome_trace(run_data: RunData) -> dict[str, Any]:
-    """The Trace Event Format, times in microseconds since the first event; `otherData` says how far off clocks may
-    be."""
+    """Return the trace in the Trace Event Format, in microseconds since the first event.
+
+    `otherData` contains the error of the clocks.
+    """
     events = [event for record in run_data.ranks.values() for event in _rank_events(record)]
     first_timestamp = min((event["ts"] for event in events if "ts" in event), default=0.0)
     shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
@@ -58,7 +60,7 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
 
 
 def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
-    """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
+    """Yield a step with its phases; for a profiled step also passes, waits, collectives and memory."""
     rank = record.rank
     step = line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
@@ -97,7 +99,7 @@ def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
 
 
 def _assign_lanes(calls: Iterable[JsonRecord]) -> Iterator[tuple[int, JsonRecord]]:
-    """Each call with the first lane that is free when it begins."""
+    """Yield each call with the first lane that is free at its start."""
     free_at: list[float] = []
     for call in sorted(calls, key=lambda call: float(call["start"])):
         lane = next((lane for lane, end in enumerate(free_at) if end <= call["start"]), len(free_at))

@@ -1,7 +1,9 @@
-"""The newest numbers of a run directory in Prometheus' text format (github.com/prometheus/docs, exposition_formats.md).
+"""The latest metrics of a run directory in the text format of Prometheus.
 
-What rank 0 writes to metrics.jsonl and what each rank notes is followed: each look reads only what is new. So nothing
-is added to the training process, and what it wrote last can still be asked for after it has died."""
+Format: github.com/prometheus/docs, exposition_formats.md. The exporter follows metrics.jsonl of rank 0 and the records
+of each rank, and reads only new lines. The training process does no extra work, and its last metrics remain available
+after it has exited.
+"""
 
 from __future__ import annotations
 
@@ -25,60 +27,70 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 
 Sample = tuple[str, Mapping[str, str], float]
-"""Name, labels beside `run`, value."""
+"""Name, labels in addition to `run`, value."""
 
 STEP_FAMILIES = {
-    "step": ("phalanx_step", "gauge", "Last step that was done."),
+    "step": ("phalanx_step", "gauge", "Last finished step."),
     "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN where it was not finite."),
-    "grad_norm": ("phalanx_gradient_norm", "gauge", "Of the last step, before clipping; NaN where it was not finite."),
-    "learning_rate": ("phalanx_learning_rate", "gauge", "Of the last step."),
-    "step_seconds": ("phalanx_step_seconds", "gauge", "How long the last step took."),
-    "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Of the last step, all ranks together."),
+    "grad_norm": (
+        "phalanx_gradient_norm",
+        "gauge",
+        "Gradient norm of the last step, before clipping; NaN where it was not finite.",
+    ),
+    "learning_rate": ("phalanx_learning_rate", "gauge", "Learning rate of the last step."),
+    "step_seconds": ("phalanx_step_seconds", "gauge", "Duration of the last step."),
+    "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Tokens per second of the last step, over all ranks."),
     "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
     "tokens": ("phalanx_tokens", "gauge", "Tokens trained on."),
-    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped for a gradient that was not finite."),
+    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped because of a gradient that was not finite."),
 }
-"""Of the newest line of a step in metrics.jsonl, by field: name, type, help. None is a counter: a run that is started
-again goes on from a checkpoint, and counts less than before."""
+"""Metrics from the last step's record in metrics.jsonl, by field: name, type, help.
+
+None of them is a counter: a restarted run continues from a checkpoint, with lower counts than before.
+"""
 EVALUATION_FAMILIES = {
-    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Of the last evaluation."),
+    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Held-out loss of the last evaluation."),
 }
 OTHER_FAMILIES = (
-    ("phalanx_planned_steps", "gauge", "Steps that the run is to do."),
-    ("phalanx_under_way", "gauge", "1 while it trains, 0 when it has ended; not there where that cannot be known."),
-    ("phalanx_start_timestamp_seconds", "gauge", "When it was last started, in seconds since 1970."),
-    ("phalanx_last_step_timestamp_seconds", "gauge", "When a step was last done since, or else it was started."),
+    ("phalanx_planned_steps", "gauge", "Number of steps of the run."),
+    ("phalanx_under_way", "gauge", "1 while the run trains, 0 after its end; absent if unknown."),
+    ("phalanx_start_timestamp_seconds", "gauge", "Time of the last start, in seconds since 1970."),
+    ("phalanx_last_step_timestamp_seconds", "gauge", "Time of the last step since then, or of the start."),
     ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
-    ("phalanx_checkpoint_timestamp_seconds", "gauge", "When that was complete, in seconds since 1970."),
-    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 where the run chooses them."),
-    ("phalanx_starts_total", "counter", "How often it was started."),
-    ("phalanx_failures_total", "counter", "How often ranks of it failed, and were started again or not."),
-    ("phalanx_failed_ranks", "gauge", "Ranks that left word of a failure since the last start."),
+    ("phalanx_checkpoint_timestamp_seconds", "gauge", "Time of that checkpoint, in seconds since 1970."),
+    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 if the run chooses them."),
+    ("phalanx_starts_total", "counter", "Number of starts."),
+    ("phalanx_failures_total", "counter", "Number of failures, followed by a restart or not."),
+    ("phalanx_failed_ranks", "gauge", "Ranks with a failure record since the last start."),
     ("phalanx_rank_info", "gauge", "1, with the host and the kind of device of each rank."),
-    ("phalanx_rank_step", "gauge", "Last step that each rank noted."),
-    ("phalanx_phase_seconds", "gauge", "What the phases of each rank's last step took, waits in them included."),
-    ("phalanx_wait_seconds", "gauge", "In which a rank stood still for others in its last step, by phase; CPUs only."),
-    ("phalanx_compute_seconds", "gauge", "Of each rank's passes in its last step, without waits on CPUs."),
-    ("phalanx_peak_memory_bytes", "gauge", "The most that each rank has held: of its GPU, or of the host's memory."),
+    ("phalanx_rank_step", "gauge", "Last step that each rank recorded."),
+    ("phalanx_phase_seconds", "gauge", "Seconds of the phases of each rank's last step, with waits."),
+    (
+        "phalanx_wait_seconds",
+        "gauge",
+        "Seconds in which a rank waited for others in its last step, by phase; CPUs only.",
+    ),
+    ("phalanx_compute_seconds", "gauge", "Seconds of each rank's passes in its last step, without waits on CPUs."),
+    ("phalanx_peak_memory_bytes", "gauge", "Peak memory of each rank on its GPU, or on its host."),
     ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
 )
 FAMILIES = {
     name: (kind, text) for name, kind, text in (*STEP_FAMILIES.values(), *EVALUATION_FAMILIES.values(), *OTHER_FAMILIES)
 }
-"""Type and help of all that there may be."""
+"""Type and help text of every metric."""
 
 
 @dataclass
 class RankMetrics:
-    """What a rank noted last."""
+    """The latest record of a rank."""
 
     follower: JsonlTail
     opening: JsonRecord = field(default_factory=dict)
     step: JsonRecord = field(default_factory=dict)
-    """Of the last start."""
+    """The latest step of the last start."""
 
     def refresh(self) -> None:
-        """Take in what is new."""
+        """Read the new records."""
         replaced, lines = self.follower.read_new()
         if replaced:
             self.opening = {}
@@ -92,7 +104,7 @@ class RankMetrics:
 
 
 class RunMetrics:
-    """A run directory, looked at again and again."""
+    """Metrics of a run directory, updated at each request."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -102,7 +114,11 @@ class RunMetrics:
         self._ranks: dict[Path, RankMetrics] = {}
 
     def exposition_text(self, checkpoints: Sequence[Path]) -> str:
-        """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
+        """Return the current metrics as text.
+
+        Args:
+            checkpoints: The complete checkpoints, the newest first.
+        """
         run = None
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / RUN_FILE, environment={})
@@ -123,7 +139,7 @@ class RunMetrics:
         for line in lines:
             self._step = line if "step_seconds" in line else self._step
             self._evaluation = line if "held_out_loss" in line else self._evaluation
-        if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator, which does none
+        if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator does no steps
             return
         for families, line in ((STEP_FAMILIES, self._step or {"step": 0}), (EVALUATION_FAMILIES, self._evaluation)):
             for key, (name, _, _) in families.items():
@@ -133,12 +149,12 @@ class RunMetrics:
         yield "phalanx_start_timestamp_seconds", {}, started
         record_files = [
             rank.follower.path for rank in self._ranks.values() if rank.step
-        ]  # also where metrics.every is not 1
+        ]  # also if metrics.every is not 1
         times = [_modified_at(file) for file in ([self._metrics.path] if self._step else []) + record_files]
         yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
 
     def _started_at(self) -> float:
-        """When it last was: when its ranks began, or until they do, when it was asked for."""
+        """Return the time of the last start: when ranks started or, until then, when the run was requested."""
         start_times = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
         return max([*start_times, _modified_at(self.directory / RUN_FILE)])
 
@@ -147,7 +163,7 @@ class RunMetrics:
         if active is not None:
             yield "phalanx_under_way", {}, active
         for checkpoint in checkpoints[:1]:
-            with suppress(OSError):  # it may be gone by now
+            with suppress(OSError):  # it may have been removed
                 yield "phalanx_checkpoint_timestamp_seconds", {}, checkpoint.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(checkpoint.name.removeprefix("step-"))
         yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
@@ -162,7 +178,7 @@ class RunMetrics:
             return
         rank0 = ranks[0]
         for number, rank in sorted(ranks.items()):
-            if all(rank.opening[name] == rank0.opening[name] for name in ("step", "ranks")):  # of the last start
+            if all(rank.opening[name] == rank0.opening[name] for name in ("step", "ranks")):  # ranks of the last start
                 yield from _record_samples({"rank": str(number)}, rank.opening, rank.step)
 
 
@@ -176,7 +192,7 @@ def _planned_samples(run: RunSpec) -> Iterator[Sample]:
 
 
 def _modified_at(file: Path) -> float:
-    """When a file was last written; 0 where it is gone."""
+    """Return the modification time of a file, or 0 if it does not exist."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -198,7 +214,7 @@ def _record_samples(labels: dict[str, str], header: JsonRecord, line: JsonRecord
 
 
 def exposition(samples: Sequence[Sample]) -> str:
-    """Samples as text, those of a name together below its help and type."""
+    """Return samples in the text format, grouped by metric below its help and type."""
     lines = []
     for name, (kind, text) in FAMILIES.items():
         family_samples = [sample for sample in samples if sample[0] == name]

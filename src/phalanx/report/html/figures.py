@@ -1,5 +1,7 @@
-"""Facts as figures of plotly: plain data, so that nothing heavy is imported. Colours of text, grid and background are
-the page's own (`page.js` adds them, for light and dark)."""
+"""Figures of plotly as plain data, without a dependency on plotly.
+
+Colors of text, grid and background are the page's own (`page.js` adds them, for light and dark).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from phalanx.spec.formatting import format_bytes, format_seconds
 
 Figure = dict[str, Any]
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-"""Of each run beside others (Okabe and Ito)."""
+"""Colors of runs that are compared (Okabe and Ito)."""
 WHERE = {
     "compute": "compute",
     "communication": "data_parallel",
@@ -23,7 +25,7 @@ WHERE = {
     "optimizer": "update",
     "unattributed": "send",
 }
-"""What a rank's step goes to, in the colours of `breakdown`."""
+"""Parts of a rank's step, in the colors of `step_breakdown`."""
 MEMORY_COLOURS = {
     "parameters": "#4477aa",
     "gradients": "#88ccee",
@@ -40,22 +42,29 @@ ROUND_PART_COLOURS = {
     "waiting": "waiting",
     "receiving": "exchange",
 }
-"""What a round of a swarm goes to, likewise."""
+"""Parts of a round of a swarm, in the same colors."""
 SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
 ROW = 26
 AROUND = 60
-"""Pixels of a row of bars, and of the axis below them."""
+"""Pixels of a row of bars, and of the axis below the rows."""
 TITLE = 1.3
-"""Rows that the title of a timeline takes."""
+"""Number of rows that the title of a timeline takes."""
 
 
 def make_figure(data: list[Figure], height: int, **layout: Any) -> Figure:
+    """Return a figure.
+
+    Args:
+        data: The traces.
+        height: The height in pixels.
+        layout: Further fields of plotly's layout.
+    """
     shape = {"height": height, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "showlegend": False}
     return {"data": data, "layout": shape | layout}
 
 
 def legend(figure: Figure) -> dict[str, str]:
-    """The colour of each name in a figure, in its order; the page writes it, so that it wraps like text."""
+    """Return the color of each name in a figure, in its order; the page's legend wraps like text."""
     named = [trace for trace in figure["data"] if "name" in trace and trace.get("showlegend", True)]
     return {trace["name"]: _trace_colour(trace) for trace in named}
 
@@ -66,11 +75,12 @@ def _trace_colour(trace: Figure) -> str:
 
 
 def make_axis(title: str = "", **more: Any) -> Figure:
+    """Return an axis with a title and further fields of plotly."""
     return {"title": {"text": title}, "automargin": True, "fixedrange": True, "zeroline": False} | more
 
 
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
-    """Loss, that of held-out text as diamonds, above the speed, of all runs; None where no step was done."""
+    """Return the loss with held-out loss as diamonds, above the speed, of all runs; None without a step."""
     data = [
         trace
         for index, facts in enumerate(runs)
@@ -95,7 +105,7 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
         yield (
             _line_trace(curve["step"], curve["loss"], template)
             | line
-            | {"name": "text trained on" if is_single else name}
+            | {"name": "training text" if is_single else name}
         )
     if "tokens_per_second" in curve:
         template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
@@ -120,7 +130,7 @@ def _line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
 
 
 def ranks(facts: Facts) -> Figure | None:
-    """Where each rank's step went, a bar each in seconds."""
+    """Return the time of each rank's step, a bar each in seconds."""
     rank_facts = facts["ranks"]
     if not rank_facts:
         return None
@@ -150,8 +160,10 @@ def ranks(facts: Facts) -> Figure | None:
 
 
 def rounds(facts: Facts) -> Figure | None:
-    """Of a swarm's node: seconds of each round by what they went to, above its bytes. Of a coordinator: bytes by who
-    told them."""
+    """Return the rounds of a swarm.
+
+    For a node: the seconds of each round by part, above its bytes. For a coordinator: the received bytes by node.
+    """
     swarm = facts.get("swarm")
     if swarm is None or not (swarm["rounds"] or swarm["told"]):
         return None
@@ -190,7 +202,7 @@ def rounds(facts: Facts) -> Figure | None:
 
 
 def _stacked_bars(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
-    """A bar for each round, of its parts; those that are nothing throughout are left out."""
+    """Yield a bar for each round with its parts, without parts that are zero in every round."""
     shown = {name: values for name, values in parts.items() if any(values)}
     for index, (name, values) in enumerate(shown.items()):
         colour = step_breakdown.COLOURS[colours[name]] if colours else RUN_COLOURS[index % len(RUN_COLOURS)]
@@ -206,7 +218,7 @@ def _stacked_bars(x: list[int], parts: Facts, colours: dict[str, str], unit: str
 
 
 def memory(facts: Facts) -> Figure | None:
-    """What a rank held over the step that was metered, by part."""
+    """Return the memory of a rank over a step with memory samples, by part."""
     samples = facts["memory"]
     if not samples:
         return None
@@ -229,7 +241,7 @@ def memory(facts: Facts) -> Figure | None:
 
 
 def traffic(facts: Facts) -> Figure | None:
-    """Bytes that a step sends from each rank to each."""
+    """Return the bytes of a step from each rank to each."""
     matrix = facts["traffic"]
     if not matrix or not any(map(any, matrix["bytes"])):
         return None
@@ -254,7 +266,7 @@ def traffic(facts: Facts) -> Figure | None:
 
 
 def experts(facts: Facts) -> Figure | None:
-    """How many times its fair share of a layer's tokens each expert was chosen for."""
+    """Return the load of each expert as a multiple of its fair share of a layer's tokens."""
     loads = facts["experts"]
     if not loads or not loads["tokens"]:
         return None
@@ -293,10 +305,10 @@ def _colour_bar() -> Figure:
 
 
 def _integer_ticks(count: int) -> Figure:
-    """Ticks at whole numbers."""
+    """Return ticks at integers."""
     return {"tickmode": "array", "tickvals": list(heatmap.axis_ticks(count, 0)), "showgrid": False}
 
 
 def _escape_plotly(text: str) -> str:
-    """Text from outside: plotly reads some tags, and %{...} in templates."""
+    """Return text without plotly's markup: some tags, and %{...} in templates."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

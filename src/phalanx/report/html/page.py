@@ -1,4 +1,4 @@
-"""A page of runs that needs nothing but itself: facts in words, tables and figures, side by side for several runs."""
+"""Self-contained HTML page on runs: text, tables and figures, side by side for several runs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ PLOTLY = "plotly-cartesian.min.js"
 """plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
 PROFILE_HINT = "train with --profile-steps FIRST:LAST"
 FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
-    "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
-    "timeline": ("The passes of a step", timeline_figures.passes, f"No step was looked at closely: {PROFILE_HINT}."),
-    "rounds": ("The rounds of the swarm", figures.rounds, ""),
-    "memory": ("What memory held over a step", figures.memory, f"No step was metered: {PROFILE_HINT}."),
-    "traffic": ("Who sends how much to whom", figures.traffic, ""),
-    "experts": ("How much each expert is chosen", figures.experts, ""),
+    "ranks": ("Time of each rank's step", figures.ranks, "Too few steps were recorded for a time breakdown."),
+    "timeline": ("Passes of a step", timeline_figures.passes, f"No step was profiled: {PROFILE_HINT}."),
+    "rounds": ("Rounds of the swarm", figures.rounds, ""),
+    "memory": ("Memory over a step", figures.memory, f"No step has memory samples: {PROFILE_HINT}."),
+    "traffic": ("Traffic between ranks", figures.traffic, ""),
+    "experts": ("Load of the experts", figures.experts, ""),
 }
-"""Sections of a figure for each run: title, figure, and what is said where there is none; without words it is left
-out."""
+"""Sections with a figure for each run: title, figure, and a placeholder without a figure.
+
+A section without figures and placeholder is omitted.
+"""
 
 
 def page(report: Facts, every_seconds: float | None = None) -> str:
-    """HTML of one or several runs (`compare.report_data`); with `every_seconds` a live one, which asks for `main.html`
-    where it came from so often."""
+    """Return the HTML page of one or several runs.
+
+    Args:
+        report: The facts (`compare_runs.report_data`).
+        every_seconds: The interval at which a live page requests `main.html` from its server; None for a static page.
+    """
     folder = Path(__file__).parent
     css, plotly, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", PLOTLY, "page.js"))
     names = ", ".join(facts["run"]["name"] for facts in report["runs"])
@@ -49,7 +55,7 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
 
 
 def main(report: Facts) -> str:
-    """The page without what draws it: all that changes while a run goes on."""
+    """Return the part of the page that changes while a run is active, without scripts that draw it."""
     runs = report["runs"]
     comparison = report["comparison"]
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
@@ -59,7 +65,7 @@ def main(report: Facts) -> str:
     if comparison:
         parts.append(_comparison(comparison))
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
-    parts.append(_section("Predicted beside measured", names, [_table(facts) for facts in runs]))
+    parts.append(_section("Predicted and measured", names, [_table(facts) for facts in runs]))
     parts += [_figure_section(section, runs, names, figures_by_id=figures_by_id) for section in ("ranks", "timeline")]
     curves = figures.curves(runs, names)
     if curves:
@@ -76,16 +82,16 @@ def main(report: Facts) -> str:
 
 
 def _json_script(name: str, value: Any) -> str:
-    """Data in the page; no text in it can end its element."""
+    """Return data as a script element of the page; no text in the data can end the element."""
     text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _figure_slot(name: str, figure: Figure) -> str:
-    """Where a figure is drawn, below its legend."""
+    """Return the element for a figure, below its legend."""
     colours = "".join(
         f'<li><span style="background:{colour}"></span>{label}</li>' for label, colour in figures.legend(figure).items()
-    )  # their names are escaped already, for plotly
+    )  # the names are already escaped for plotly
     legend_list = f'<ul class="legend">{colours}</ul>' if colours else ""
     max_width = f";max-width:{figure['widest']}px" if "widest" in figure else ""
     return (
@@ -98,7 +104,7 @@ def _run_columns(cells: Sequence[str]) -> str:
 
 
 def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
-    """The same of every run; with its name where there are several."""
+    """Return a section with a cell for each run, with the runs' names if there are several."""
     if len(cells) > 1:
         cells = [f"<h3>{escape(name)}</h3>{cell}" for name, cell in zip(names, cells, strict=True)]
     heading = f"<h2>{title}</h2>" if title else ""
@@ -106,17 +112,15 @@ def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
 
 
 def _figure_section(section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
-    """A section of a figure for each run; they are put in `drawn` by the places that they have in the page."""
+    """Return a section with a figure for each run; figures are added to `figures_by_id` by element id."""
     title, make_figure, placeholder = FIGURE_SECTIONS[section]
     run_figures = [make_figure(facts) for facts in runs]
-    if not any(run_figures) and (
-        not placeholder or all("swarm" in facts for facts in runs)
-    ):  # which look at no step closely
+    if not any(run_figures) and (not placeholder or all("swarm" in facts for facts in runs)):  # swarms profile no steps
         return ""
     cells = []
     for index, (facts, run_figure) in enumerate(zip(runs, run_figures, strict=True)):
         if run_figure is None:
-            cells.append(f'<p class="quiet">{placeholder or "Nothing of this is known."}</p>')
+            cells.append(f'<p class="quiet">{placeholder or "No data."}</p>')
             continue
         figures_by_id[f"{section}-{index}"] = run_figure
         note = escape(_figure_note(section, facts))
@@ -125,7 +129,7 @@ def _figure_section(section: str, runs: Sequence[Facts], names: Sequence[str], f
 
 
 def _figure_note(section: str, facts: Facts) -> str:
-    """What a reader needs to know of a figure."""
+    """Return the explanation of a figure."""
     match section:
         case "ranks":
             return f"Medians of {facts['measures']['steps']} steps."
@@ -134,19 +138,20 @@ def _figure_note(section: str, facts: Facts) -> str:
             clocks = f" Clocks of ranks are within {format_seconds(error)} of each other." if error else ""
             simulated = facts["timeline"].get("simulated")
             simulated_note = (
-                " Simulated is without sends: what is measured beyond it is sending and waiting." if simulated else ""
+                " The simulation has no sends: the measured excess is sending and waiting." if simulated else ""
             )
-            metered_note = ", which took longer for its memory was metered" if facts["timeline"]["metered"] else ""
+            metered_note = ", which took longer because of its memory samples" if facts["timeline"]["metered"] else ""
             return f"Step {facts['timeline']['step']}{metered_note}; numbers are micro-batches.{simulated_note}{clocks}"
         case "memory":
             return (
-                f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which held most; tensors by part."
+                f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which had the highest peak; "
+                "tensors by part."
             )
         case "traffic":
             bytes_per_axis = [f"{axis} {format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
-            return f"Bytes of a step as planned, on a logarithmic scale. By axis: {', '.join(bytes_per_axis)}."
+            return f"Planned bytes of a step, on a logarithmic scale. By axis: {', '.join(bytes_per_axis)}."
         case "rounds":
-            return formatting.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes told, by node."
+            return formatting.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes sent, by node."
         case _:
             return f"Step {facts['experts']['step']}: tokens as a multiple of an even share."
 
@@ -161,7 +166,7 @@ def _header(facts: Facts, name: str) -> str:
 
 
 def _tiles(facts: Facts) -> str:
-    """The numbers that are looked for first."""
+    """Return the most important numbers."""
     tiles = []
     for name, title in TILES.items():
         row = formatting.measured_row(facts, name)
@@ -183,13 +188,13 @@ def _tiles(facts: Facts) -> str:
 
 
 def _verdict(facts: Facts) -> str:
-    """What costs most, why, and what to change first; then the rest."""
+    """Return the main bottleneck with its reason and the first change to try, then the others."""
     verdict = facts["verdict"]
     other_findings = facts["findings"][1:]
     if verdict is None and "swarm" in facts:
         return ""
     if verdict is None:
-        return '<p class="quiet">There is no verdict: too few steps were noted.</p>'
+        return '<p class="quiet">No verdict is possible: too few steps were recorded.</p>'
     items = "".join(f"<li>{_format_finding(finding)}</li>" for finding in other_findings)
     details = (
         f'<details><summary>{len(other_findings)} more</summary><ul class="findings">{items}</ul></details>'
@@ -199,7 +204,7 @@ def _verdict(facts: Facts) -> str:
     return (
         f'<div class="verdict"><h2>{escape(formatting.bottleneck_headline(verdict))}</h2>'
         f"<p>{escape(formatting.as_sentence(verdict['evidence']))}</p>"
-        f"<p><b>Change first:</b> {escape(verdict['suggestion'])}.</p>{details}</div>"
+        f"<p><b>First change to try:</b> {escape(verdict['suggestion'])}.</p>{details}</div>"
     )
 
 
@@ -212,9 +217,9 @@ def _format_finding(finding: Facts) -> str:
 
 
 def _table(facts: Facts) -> str:
-    """A table for each group of rows."""
+    """Return a table for each group of rows."""
     if not facts["comparison"]:
-        message = "A coordinator trains nothing." if facts["run"].get("leads") else "Nothing was measured yet."
+        message = "A coordinator does not train." if facts["run"].get("leads") else "Nothing was measured yet."
         return f'<p class="quiet">{message}</p>'
     columns = "<th>predicted</th><th>measured</th><th>ratio</th>"
     tables = "".join(
@@ -242,7 +247,7 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def _comparison(comparison: Facts) -> str:
-    """What differs, in sentences, and the measures of all runs, with ratios to the first."""
+    """Return the differences between runs in sentences, and the measures of all runs with ratios."""
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
     body = "".join(

@@ -18,11 +18,11 @@ TIMELINES = {
 
 
 MAX_LABELLED_PASSES = 400
-"""Passes of a timeline that have their micro-batch written on them, at the most."""
+"""Maximum number of passes in a timeline that are labeled with their micro-batch."""
 
 
 def passes(facts: Facts) -> Figure | None:
-    """The passes of one step on one axis of time: as planned, as simulated with measured times, as measured."""
+    """Return the passes of one step: planned, simulated with measured times, and measured."""
     timeline = facts["timeline"]
     if not timeline or not timeline["measured"]:
         return None
@@ -64,7 +64,7 @@ def passes(facts: Facts) -> Figure | None:
 
 
 def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
-    """A trace for each kind of pass."""
+    """Yield a trace for each kind of pass."""
     first_stage: dict[int, int] = {}
     for rank, _, stage, *_ in spans:
         first_stage[rank] = min(stage, first_stage.get(rank, stage))

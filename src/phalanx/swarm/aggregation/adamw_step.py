@@ -1,5 +1,7 @@
-"""A step of the run's own optimizer on one piece of the model: what a coordinator makes of the mean gradient of its
-nodes (ddp). It is a parameter server (Li et al., OSDI 2014): moments are kept here, and nodes have none."""
+"""AdamW step of the coordinator on one piece of the model, with the mean gradient of the nodes (ddp).
+
+The coordinator is a parameter server (Li et al., OSDI 2014): it keeps the moments, and nodes have none.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,31 @@ from phalanx.swarm.pieces import ModelPiece
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as PyTorch names them."""
+"""State of AdamW, with PyTorch's names."""
 
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """AdamW of one round."""
+    """The AdamW step of one round."""
 
     optimizer: OptimizerSpec
     ratio: float
-    """Of the peak learning rate."""
+    """Learning rate as a fraction of the peak."""
     steps: int
-    """That were done before."""
+    """Number of earlier steps."""
 
     def step(self, piece: ModelPiece, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
-        """Step a piece's weights and moments in place, by the optimizer that a trainer has of the whole: some rows of a
-        matrix, or a stack's expert, decay as these do."""
+        """Update a piece's weights and moments in place.
+
+        The optimizer is that of a trainer of the full model: rows of a matrix, and experts of a stack, have its weight
+        decay.
+
+        Args:
+            piece: The piece.
+            weights: Its weights.
+            gradient: Its mean gradient.
+            moments: Its moments by name (`MOMENTS`).
+        """
         parameter = nn.Parameter(weights)
         parameter.grad = gradient
         optimizers = build_optimizers(self.optimizer, {piece.name: parameter})

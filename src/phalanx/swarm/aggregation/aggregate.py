@@ -1,8 +1,9 @@
-"""What a round comes to: from what its nodes told, the new weights, and what nodes are told of them.
+"""Aggregation of a round: the new weights from the nodes' updates, and the broadcast to the nodes.
 
-Everything goes piece by piece, from files to files: memory is that of a few copies of the pieces that are under way (of
-one from each node for a trimmed mean), or of a layer's experts while they are merged, however large the model is. Nodes
-count in the order of their names and sums are in fp64: who came first does not matter."""
+All data moves piece by piece between files. The memory is that of a few copies of the active pieces (one per node for a
+trimmed mean), or of a layer's experts during their merging, for any model size. Nodes are ordered by name and sums are
+in fp64, so the result does not depend on the order of arrival.
+"""
 
 from __future__ import annotations
 
@@ -29,55 +30,55 @@ from phalanx.swarm.update_files import decode_piece, sends_weights
 Robust = Literal["none", "trimmed"]
 PLAIN_MEAN = OuterSGD()
 MAX_CONCURRENT_PIECES = 2
-"""Pieces under way: while one is computed another is read or written."""
+"""Number of active pieces: one is computed while another is read or written."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NodeUpdate:
-    """What a node told of a round, checked."""
+    """A checked update of a node."""
 
     node: str
     tokens: int
-    """That it learned from: its weight in means."""
+    """Number of tokens that the node trained on: its weight in means."""
     file: TensorFile
 
 
 @dataclass(frozen=True)
 class AggregationConfig:
-    """How a swarm makes one model of what its nodes tell."""
+    """Settings for the aggregation of the nodes' updates."""
 
     codec: Codec = "fp32"
     outer: OuterSGD = PLAIN_MEAN
     robust: Robust = "none"
     merge_alpha: float = 0.0
-    """Of this round: see `expert_merging.merge_ratio`."""
+    """Merge ratio of this round (`expert_merging.merge_ratio`)."""
     merge_nearest: int = 4
     descent: AdamWStep | None = None
-    """The step that is made of gradients, where nodes tell these (ddp)."""
+    """The optimizer step on gradients, if nodes send gradients (ddp)."""
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """What the coordinator has of the model, by piece."""
+    """The coordinator's files of the model, by piece."""
 
     base: TensorFile
     """The weights that every node has."""
     error_feedback: TensorFile | None = None
-    """What coding left out of what nodes were told; where something is coded in fewer bits."""
+    """The error of encoded broadcasts, for codecs with fewer bits than fp32."""
     velocity: TensorFile | None = None
-    """The outer optimizer's, where it has one."""
+    """The velocity of an outer optimizer with momentum."""
     exp_avg: TensorFile | None = None
     exp_avg_sq: TensorFile | None = None
-    """The moments of AdamW, where the coordinator steps."""
+    """The moments of AdamW, if the coordinator steps."""
 
     @property
     def files(self) -> dict[str, TensorFile]:
-        """Those that there are, by kind."""
+        """The existing files by kind."""
         return {kind: file for kind, file in vars(self).items() if file is not None}
 
     def carry_over(self, piece: ModelPiece, old: ModelState) -> None:
-        """Have of a piece what there was, but for what coding left out, which `publish` keeps."""
+        """Copy a piece from the old state, except for the error feedback, which `encode_broadcast` copies."""
         for kind in self.files.keys() - {"error_feedback"}:
             self.files[kind].write(piece, old.files[kind].read(piece))
 
@@ -89,8 +90,19 @@ def aggregate(
     old: ModelState,
     new: ModelState,
 ) -> dict[str, str]:
-    """Fill `new` with the state after a round, but for what nodes will have of it (`publish`). Returns, of each piece
-    that somebody told, who did if it was only one whose word stands: nobody else changes it; and "" of the others."""
+    """Write the state after a round to `new`, without the effects of `encode_broadcast`.
+
+    Args:
+        pieces: The pieces of the round.
+        updates: The updates of the nodes.
+        config: The settings.
+        old: The state before the round.
+        new: The state after the round.
+
+    Returns:
+        The updated pieces by key. The value is the node if one node alone changes the piece and its update is final,
+        else "".
+    """
     updates, is_merging = sorted(updates, key=lambda update: update.node), bool(config.merge_alpha and updates)
     if config.descent is not None and updates:
         return _apply_gradients(pieces, updates, config, adamw=config.descent, old=old, new=new)
@@ -111,7 +123,7 @@ def aggregate(
 
 
 def _map_pieces(pieces: Sequence[ModelPiece], function: Callable[[ModelPiece], T]) -> list[T]:
-    """What becomes of every piece, some at a time."""
+    """Apply a function to every piece, several at a time."""
     with ThreadPoolExecutor(MAX_CONCURRENT_PIECES) as pool:
         return list(pool.map(function, pieces))
 
@@ -119,7 +131,7 @@ def _map_pieces(pieces: Sequence[ModelPiece], function: Callable[[ModelPiece], T
 def _average_updates(
     piece: ModelPiece, updates: Sequence[NodeUpdate], config: AggregationConfig, old: ModelState, new: ModelState
 ) -> None:
-    """A piece that these told, after the outer optimizer's step."""
+    """Average the updates of a piece, and apply the outer optimizer."""
     old_weights = old.base.read(piece)
     old_velocity = old.velocity.read(piece) if old.velocity else None
     values = map(partial(_decode_value, piece, old_weights, config.codec), updates)
@@ -138,13 +150,15 @@ def _apply_gradients(
     old: ModelState,
     new: ModelState,
 ) -> dict[str, str]:
-    """The same of gradients, which all told of all pieces: of their mean, of at most the norm that the optimizer clips
-    to, a step. It takes two passes, since the norm is that of all pieces."""
+    """Apply an optimizer step with the mean of the nodes' gradients, clipped to the maximum norm.
+
+    Every node sends all pieces. The norm is that of all pieces, so there are two passes.
+    """
 
     def average_piece(piece: ModelPiece) -> Tensor:
         gradients = (decode(update.file.raw(piece.key), piece.shape, config.codec) for update in updates)
         mean_gradient = robust_mean(gradients, [update.tokens for update in updates], config.robust)
-        new.base.write(piece, mean_gradient)  # until the second pass has its weights
+        new.base.write(piece, mean_gradient)  # until the second pass writes the weights
         return mean_gradient.double().square().sum()
 
     clip_ratio = clip_coefficient(
@@ -163,14 +177,21 @@ def _apply_gradients(
 
 
 def _decode_value(piece: ModelPiece, base_weights: Tensor, codec: Codec, update: NodeUpdate) -> Tensor:
-    """What a node made of a piece."""
+    """Return a node's value of a piece."""
     return decode_piece(piece, update.file.raw(piece.key), codec, base=lambda _: base_weights)
 
 
 def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust) -> Tensor:
-    """The mean by weight, which needs one value at a time; or, of three and more, without the largest and the smallest
-    value of every number, and by no weight, so that one of them can be anything (Yin et al., arXiv 1803.01498,
-    definition 2)."""
+    """Return the weighted mean, or the trimmed mean of three and more values.
+
+    The weighted mean needs one value in memory at a time. The trimmed mean excludes the maximum and the minimum of
+    every element and uses no weights, so that one value can be arbitrary (Yin et al., arXiv 1803.01498, definition 2).
+
+    Args:
+        values: The values, equal in shape.
+        weights: The weight of each value.
+        robust: The kind of mean.
+    """
     remaining = iter(values)
     if len(weights) == 1:
         return next(remaining)
@@ -184,7 +205,7 @@ def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust
 
 
 def _merge_experts(pieces: Sequence[ModelPiece], config: AggregationConfig, base: TensorFile) -> None:
-    """A layer's experts drawn together, in place."""
+    """Merge the experts of each layer, in place."""
     layers: dict[str, dict[str, list[ModelPiece]]] = defaultdict(lambda: defaultdict(list))
     for piece in pieces:
         if piece.expert is not None:
@@ -209,8 +230,19 @@ def encode_broadcast(
     new: ModelState,
     broadcast: TensorFile,
 ) -> None:
-    """Write to `broadcast` what nodes are told of each piece that changed, and have `new` be what they make of it, to
-    the bit. What only one node told, and stands, goes on as it came."""
+    """Write the broadcast of each updated piece, and set `new` to the values that nodes decode from it.
+
+    A final update of a single node is forwarded as it was received.
+
+    Args:
+        pieces: The pieces of the round.
+        updates: The updates of the nodes.
+        piece_senders: The result of `aggregate`.
+        codec: The codec of the broadcast.
+        old: The state before the round.
+        new: The state after the round.
+        broadcast: The file of the broadcast.
+    """
     file_by_node = {update.node: update.file for update in updates}
 
     def broadcast_piece(piece: ModelPiece) -> None:
@@ -221,14 +253,14 @@ def encode_broadcast(
             return
         data = file_by_node[sender].raw(piece.key) if sender else _encode_update(piece, codec, old, new=new)
         broadcast.write_raw(piece.key, data)
-        if not sends_weights(codec):  # else it is there, bit for bit
+        if not sends_weights(codec):  # otherwise it is already exact
             new.base.write(piece, decode_piece(piece, data, codec, base=old.base.read))
 
     _map_pieces(pieces, broadcast_piece)
 
 
 def _encode_update(piece: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
-    """What a piece became, coded; what that leaves out is told another time."""
+    """Return the encoded update of a piece; the encoding error becomes error feedback for a later round."""
     new_weights = new.base.read(piece)
     if sends_weights(codec):
         return encode(new_weights, codec)

@@ -1,5 +1,7 @@
-"""The expert-merging warm-up of SPES (arXiv 2602.11543): while there is little to tell experts apart, each is drawn
-towards those that are most like it, so that every token teaches several."""
+"""Expert-merging warm-up of SPES (arXiv 2602.11543).
+
+While experts are hardly specialized, each is moved toward the most similar ones, so that every token trains several.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,25 @@ from torch import Tensor
 
 
 def merge_ratio(step: int, alpha: float, steps: int) -> float:
-    """alpha (1 - t / T): falls to 0 in a line, and stays there."""
+    """Return the merge ratio alpha (1 - t / T), which falls linearly to 0 and stays there.
+
+    Args:
+        step: The step t.
+        alpha: The initial ratio.
+        steps: The number T of warm-up steps.
+    """
     return alpha * max(0.0, 1 - step / steps) if steps else 0.0
 
 
 def nearest_experts(gate_EFD: Tensor, nearest: int) -> Tensor:
-    """The experts that are most like each, [E, K], by the cosine of their input projections; itself is none of them.
-    There are at most E - 1."""
+    """Return the `nearest` most similar experts of each, [E, K], by the cosine of their input projections.
+
+    An expert is not among its own neighbors, so K is at most E - 1.
+
+    Args:
+        gate_EFD: The input projections of the experts.
+        nearest: The number of neighbors K.
+    """
     flat_gates = gate_EFD.flatten(1).float()
     dot_products = flat_gates @ flat_gates.T
     norms = dot_products.diagonal().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
@@ -27,8 +41,14 @@ def nearest_experts(gate_EFD: Tensor, nearest: int) -> Tensor:
 
 @torch.no_grad()
 def merge_experts(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> None:
-    """Move each expert of a layer by `alpha` of the way to the mean of those `nearest` to it, all from where they were:
-    theta_i + alpha (mean_j theta_j - theta_i). `experts` are the layer's stacked tensors, "gate" among them; in place.
+    """Move each expert of a layer toward the mean of its nearest ones, in place.
+
+    theta_i + alpha (mean_j theta_j - theta_i), with all theta from before the merge.
+
+    Args:
+        experts: The layer's stacked tensors, "gate" among them.
+        alpha: The merge ratio.
+        nearest: The number of neighbors.
     """
     if alpha == 0 or len(experts["gate"]) < 2:
         return

@@ -1,7 +1,8 @@
-"""The outer optimizer: what becomes of the weights that a round began with, and what its nodes made of them.
+"""Outer optimizer: new weights from a round's initial weights and the mean of the nodes' weights.
 
-With a learning rate of 1 and no momentum the new weights are the mean of the nodes' (FedAvg, arXiv 1602.05629);
-DiLoCo's is Nesterov's with 0.7 and 0.9 (arXiv 2311.08105, algorithm 1)."""
+With a learning rate of 1 and no momentum the new weights are that mean (FedAvg, arXiv 1602.05629). DiLoCo uses
+Nesterov momentum with 0.7 and 0.9 (arXiv 2311.08105, algorithm 1).
+"""
 
 from __future__ import annotations
 
@@ -12,19 +13,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """SGD with Nesterov momentum on pseudo-gradients, as torch.optim.SGD does it."""
+    """SGD with Nesterov momentum on pseudo-gradients, equal to torch.optim.SGD."""
 
     learning_rate: float = 1.0
     momentum: float = 0.0
 
     @property
     def is_plain_mean(self) -> bool:
-        """Whether it is none: the mean is taken as it is."""
+        """True if the step returns the mean unchanged."""
         return self.learning_rate == 1 and self.momentum == 0
 
     def step(self, base: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """New weights, and the velocity to keep, from those of the round's beginning, and the mean of what the nodes
-        made of them: v = mu v + D, theta - eta (D + mu v), where D = theta - mean."""
+        """Return the new weights and the new velocity.
+
+        v = mu v + D, theta - eta (D + mu v), where D = theta - mean.
+
+        Args:
+            base: The initial weights theta of the round.
+            mean: The mean of the nodes' weights.
+            velocity: The velocity v of the round before, or None.
+        """
         if self.is_plain_mean:
             return mean, None
         gradient = base - mean

@@ -1,5 +1,7 @@
-"""Who leads a swarm: takes what nodes tell, closes rounds, and says what came of them. It never calls anybody; the wire
-(`rpc/server.py`) calls it, from as many threads as there are nodes."""
+"""Coordinator of a swarm: receives the nodes' updates, closes rounds and provides their results.
+
+It sends no calls. The RPC server (`rpc/server.py`) calls it from one thread per node.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ from phalanx.train.optim.optimizers import learning_rate_factor
 
 MAX_RECENT_NORMS = 64
 MAX_REASON_CHARS = 200
-"""Characters of why something was refused that are kept: some are the sender's."""
+"""Maximum number of recorded characters of a rejection's reason, which may contain the sender's text."""
 
 
 def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0) -> AggregationConfig:
-    """How a round is put together; experts are merged at its end, if that is its turn. `learned_rounds` is the
-    number of earlier rounds that updated the weights: AdamW counts no others."""
+    """Return the settings for aggregating a round.
+
+    `learned_rounds` is the number of earlier rounds that updated the weights: the step count of AdamW.
+    """
     swarm = run.swarm
     assert swarm is not None
     step = (round_number + 1) * swarm.steps_per_round
@@ -56,34 +60,34 @@ def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0)
 
 @dataclass(frozen=True)
 class NodeTask:
-    """What a node is to do next."""
+    """The next task of a node."""
 
     round: int
-    """The open one, if it is in it, else the next."""
+    """The open round if the node is in it, else the next round."""
     committed: int
-    """Rounds whose result there is."""
+    """Number of rounds with a result."""
     done: bool
     member: bool
-    """Whether the swarm counts on it; not if it was not heard of for too long."""
+    """True if the node is a member of the swarm, False after too long without a heartbeat."""
     first_step: int | None = None
-    """Of the text that it reads; None if it is not in the open round."""
+    """First step of the text that the node reads, or None if it is not in the open round."""
     steps: int = 0
-    """Of text."""
+    """Number of steps of text."""
     owned: tuple[int, ...] = ()
     already_sent: bool = False
     closes_in_seconds: float | None = None
 
     def reached(self, round: int | None, committed: int | None) -> bool:
-        """Whether the node is in a round from this one on, or so many are committed, or the last one is."""
+        """Return whether the node is in `round` or later, `committed` rounds are done, or all rounds are."""
         ready = round is not None and self.first_step is not None and self.round >= round
         return self.done or ready or (committed is not None and self.committed >= committed)
 
 
 class Coordinator:
-    """A swarm's state, its files, and the rounds' clock: `tick` is to be called often."""
+    """State, files and round clock of a swarm; `tick` must be called often."""
 
     def __init__(self, run: RunSpec, directory: Path, weights: Weights, clock: Callable[[], float] = time.time) -> None:
-        """Begins a swarm in the directory from `weights`, or goes on with the one that is there."""
+        """Start a swarm in the directory with `weights`, or continue the existing one."""
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
@@ -92,19 +96,19 @@ class Coordinator:
         self.journal = Journal(directory / JOURNAL_FILE)
         self.state: SwarmState = replay(run, self.journal.events)
         self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
-        """When nodes were last heard of; a coordinator that was away begins to count anew."""
+        """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         accepted = [event for event in self.journal.events if event["what"] == "accepted"]
         self.norms: list[float] = [event["norm"] for event in accepted if event["tokens"]]
         self.closing = False
-        """Whether the open round is being put together: nothing is told of it any longer."""
+        """True while the open round is aggregated: it accepts no more updates."""
         self.ended = False
-        """Whether nobody is to wait here any longer."""
+        """True when waiting calls must return."""
         self.changed = threading.Condition()
-        """Held while anything here is read or changed; notified when a round opens or closes."""
+        """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
-        """Updates are checked one at a time: memory is that of one."""
+        """Lock that limits the checks to one update at a time, and so their memory."""
         self._store_executor = ThreadPoolExecutor(1, thread_name_prefix="keeping")
-        """The disk has an update when it was checked."""
+        """Thread that syncs an update to disk while it is checked."""
         self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         if not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
@@ -115,20 +119,19 @@ class Coordinator:
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def join(self, node: str, capacity: float, data_fingerprint: str, begin: bool = True) -> None:
-        """Take a node in, from the next round on; it may have been here before. `capacity` is how many experts of each
-        layer it can train, `data_fingerprint` a checksum of what it reads. If it is not to `begin` yet, it only hears
-        whether it may, and nobody counts on it.
+        """Add a node to the next round; it may have been a member before.
 
-        Raises UpdateRejected for other text than the others', or no capacity.
+        `capacity` is the number of experts per layer that the node can train, `data_fingerprint` a checksum of its
+        text. Without `begin`, only check that it may join. Raises UpdateRejected if it may not.
         """
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
-                raise UpdateRejected("capacity: it is for less than one expert of each layer")
+                raise UpdateRejected("capacity: it is less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
             if self.state.text not in (None, data_fingerprint) or len(data_fingerprint) > MAX_REASON_CHARS:
-                raise UpdateRejected("text: it is not what the other nodes read")
+                raise UpdateRejected("text: it differs from the other nodes' text")
             if not begin:
-                self.leave(node, "begins anew")
+                self.leave(node, "restarts")
             else:
                 self.last_heard[node] = self.clock()
                 self._record(
@@ -136,19 +139,19 @@ class Coordinator:
                 )
 
     def leave(self, node: str, reason: str) -> None:
-        """A node goes."""
+        """Remove a node from the swarm."""
         with self.changed:
             if node in self.state.members:
                 self._record({"what": "left", "node": node, "why": reason, "at": self.clock()})
 
     def heartbeat(self, node: str) -> NodeTask:
-        """A node is there; what it is to do."""
+        """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
             return self._task(node)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
-        """What a node is to do, once it has `reached` that; or after so long."""
+        """Return a node's task when it has `reached` a round or committed rounds, or after `seconds`."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while not (task := self._task(node)).reached(round, committed):
@@ -180,12 +183,12 @@ class Coordinator:
 
     @contextmanager
     def receiving_update(self, node: str, round_number: int, upload_id: str) -> Iterator[tuple[Path, int]]:
-        """Around the bytes of a node's update, which it marks: where they go, and how many there may be.
+        """Provide the path and the maximum size for a node's update while it is received.
 
-        Raises UpdateRejected where the node has nothing to tell, or is telling it already.
+        Raises UpdateRejected if no update of the node is expected, or another one is being received.
         """
         if not self._upload_locks[node].acquire(blocking=False):
-            raise UpdateRejected(f"{BUSY}: another update of this node is coming")
+            raise UpdateRejected(f"{BUSY}: another update of this node is in progress")
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
@@ -196,9 +199,9 @@ class Coordinator:
             self._upload_locks[node].release()
 
     def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
-        """Check what came, whole and undamaged, and count it.
+        """Check a received update, and accept it.
 
-        Raises UpdateRejected for what does not count.
+        Raises UpdateRejected if it is invalid.
         """
         path = self.store.update(round_number, node)
         partial_path = self.store.partial_update_path(round_number, node, upload_id)
@@ -208,11 +211,9 @@ class Coordinator:
                 pieces = self.state.expected_pieces(node)
                 norms = self.norms[-MAX_RECENT_NORMS:]
                 _, assigned_steps = self.state.round.data_assignments[node] if self.state.round else (0, 0)
-            min_tokens = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
+            min_tokens = 0 if self.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
             if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
-                raise UpdateRejected(
-                    f"malformed: {steps} steps of {assigned_steps}, and tokens that are not of so many"
-                )
+                raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
             sync_future = self._store_executor.submit(sync, partial_path)
             with self._check_lock, TensorFile(self.store.base) as base:
                 base_weights = update_base(self.swarm, base.read)
@@ -248,7 +249,7 @@ class Coordinator:
             raise
 
     def record_refusal(self, node: str, round_number: int, reason: str) -> None:
-        """Note that something of a node does not count."""
+        """Record that a message or an update of a node was rejected."""
         kind = reason.partition(":")[0]
         with self.changed:
             self._record(
@@ -272,7 +273,7 @@ class Coordinator:
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let go of nodes that nobody hears of, close the round if it is time, open the next."""
+        """Remove nodes without heartbeats, close the round if it is time, and open the next one."""
         now = self.clock()
         with self.changed:
             for node in [
@@ -280,7 +281,7 @@ class Coordinator:
             ]:
                 del self.last_heard[node]
                 if node in self.state.members:
-                    self._record({"what": "left", "node": node, "why": "not heard of", "at": now})
+                    self._record({"what": "left", "node": node, "why": "no heartbeat", "at": now})
             self.closing = self.state.should_close(now)
         if self.closing:
             self._close()
@@ -319,22 +320,22 @@ class Coordinator:
             self.changed.notify_all()
 
     def _record(self, event: Event) -> None:
-        """Journal first: what is acted on is not forgotten."""
+        """Write an event to the journal, then apply it, so that a restart repeats it."""
         self.journal.append(event)
         self.state.record(event)
 
     def was_included(self, node: str, round_number: int) -> bool:
-        """Whether a node's word is in what a round came to; only of the last one is that known."""
+        """Return whether the result of a round contains a node's update; known only for the last round."""
         with self.changed:
             return round_number == self.state.committed - 1 and node in self.state.last_included_nodes
 
     def shutdown(self) -> None:
-        """Let go of all that wait."""
+        """Release all waiting calls."""
         with self.changed:
             self.ended = True
             self.changed.notify_all()
 
     def status(self) -> dict[str, Any]:
-        """For people: see `state.summary`."""
+        """Return the status for display (`swarm_state.summary`)."""
         with self.changed:
             return summary(self.state, self.last_heard, self.clock())

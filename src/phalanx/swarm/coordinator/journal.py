@@ -1,4 +1,4 @@
-"""Events on disk: a line of JSON each, there to stay once `append` returns."""
+"""Journal of events: one line of JSON each, which is on disk when `append` returns."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from phalanx.spec.errors import UserError
 
 
 class Journal:
-    """Open journal; `events` are those read at the start. An incomplete last line was never acted on and is removed."""
+    """An open journal with the events read at the start.
+
+    An incomplete last line was never acted on, and is removed.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError for a file that is no journal."""
+        """Open a journal.
+
+        Raises:
+            UserError: The file is not a journal.
+        """
         self.path = path
         self.events: list[JsonRecord] = []
         content = path.read_bytes() if path.exists() else b""
         for number, (_, event) in enumerate(parse_jsonl(content), start=1):
             if event is None or "what" not in event:
-                fix = "restore it from a copy, or begin a new swarm in another directory"
-                raise UserError("journal", f"{path}, line {number}", "is no event", fix=fix)
+                fix = "restore it from a copy, or start a new swarm in another directory"
+                raise UserError("journal", f"{path}, line {number}", "is not an event", fix=fix)
             self.events.append(event)
         self._file = path.open("ab")
         self._file.truncate(content.rfind(b"\n") + 1)
 
     def append(self, event: JsonRecord) -> None:
-        """Write an event, and wait until the disk has it."""
+        """Write an event, and wait until it is on disk."""
         self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file."""
         self._file.close()

@@ -1,14 +1,16 @@
-"""The coordinator's files: the model as all nodes have it, and what nodes told of a round.
+"""Files of the coordinator: the model that all nodes have, and the updates of a round.
 
     run.toml  journal.jsonl
-    model/base.safetensors      weights; beside it error_feedback, velocity, or exp_avg and exp_avg_sq: see
-    `aggregate.ModelState` rounds/000012/NODE.update   what a node told; .part while it comes
-    rounds/000012/new-*         what the round came to, until it is in model/
-    rounds/000012/down          what nodes are told of it
-    rounds/000012/begin.*       the weights that it began with, if a node asked for all
+    model/base.safetensors      weights; next to it error_feedback, velocity, or exp_avg and exp_avg_sq
+                                (`aggregate.ModelState`)
+    rounds/000012/NODE.update   a node's update; .part while it is received
+    rounds/000012/new-*         the round's new state, until it is in model/
+    rounds/000012/down          the round's broadcast
+    rounds/000012/begin.*       the initial weights of the round, if a node requested all weights
 
-A round's result is written beside the model, journalled, and then put into it: a coordinator that dies in between does
-that again."""
+A round's result is written next to the model, recorded in the journal, and then moved into the model. A coordinator
+that exits in between repeats the move.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from phalanx.swarm.update_files import Weights, sends_weights
 
 MODEL_FILE_KINDS = tuple(field.name for field in fields(ModelState))
 MIN_RETAINED_ROUNDS = 2
-"""Rounds whose results are kept at least, for nodes that come for them late."""
+"""Minimum number of rounds whose results are kept for late nodes."""
 
 
 @dataclass(frozen=True)
 class SwarmStore:
-    """The files of a swarm in its directory."""
+    """The files in a swarm's directory."""
 
     directory: Path
     run: RunSpec
@@ -47,29 +49,41 @@ class SwarmStore:
         return self.directory / "model" / SHARED_WEIGHTS_FILE
 
     def round(self, round_number: int) -> Path:
-        """The folder of a round."""
+        """Return the folder of a round."""
         return self.directory / "rounds" / f"{round_number:06d}"
 
     def update(self, round_number: int, node: str) -> Path:
-        """What a node told."""
+        """Return the path of a node's update."""
         return self.round(round_number) / f"{node}.update"
 
     def partial_update_path(self, round_number: int, node: str, upload_id: str) -> Path:
-        """The same while it comes, by its upload id: an update that a node began to send before is another."""
+        """Return the path of a partially received update, which differs between uploads.
+
+        Args:
+            round_number: The round.
+            node: The name of the node.
+            upload_id: The id of the update.
+        """
         return self.round(round_number) / f"{node}.{hashlib.sha256(upload_id.encode()).hexdigest()[:16]}.part"
 
     def remove_partial_updates(self, round_number: int, node: str, upload_id: str) -> None:
-        """What the node began to send of the round before this."""
+        """Remove partial updates of a node with another id.
+
+        Args:
+            round_number: The round.
+            node: The name of the node.
+            upload_id: The id of the update to keep.
+        """
         for path in self.round(round_number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
             if path != self.partial_update_path(round_number, node, upload_id):
                 path.unlink(missing_ok=True)
 
     def broadcast_path(self, round_number: int) -> Path:
-        """What nodes are told."""
+        """Return the path of a round's broadcast."""
         return self.round(round_number) / "down"
 
     def initialize(self, weights: Weights, config: AggregationConfig) -> None:
-        """The model at the start; the last of its files is the weights."""
+        """Write the initial model; the weights are its last file."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         for kind in self._used_kinds(config)[1:]:
@@ -88,7 +102,14 @@ class SwarmStore:
         node_tokens: Iterable[tuple[str, int]],
         config: AggregationConfig,
     ) -> None:
-        """Work out a round from what nodes told (their names and tokens). Nothing of the model changes yet."""
+        """Aggregate a round without changing the model yet.
+
+        Args:
+            round_number: The round.
+            pieces: The pieces of the round.
+            node_tokens: Name and number of tokens of each node with an update.
+            config: The settings.
+        """
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         round_shapes = {piece.name: shapes[piece.name] for piece in pieces}
@@ -115,7 +136,13 @@ class SwarmStore:
             file.close()
 
     def apply_round(self, round_number: int, pieces: Sequence[ModelPiece], config: AggregationConfig) -> None:
-        """Put what a round came to into the model; again, if that was interrupted."""
+        """Apply a round's result to the model; an interrupted call can be repeated.
+
+        Args:
+            round_number: The round.
+            pieces: The pieces of the round.
+            config: The settings.
+        """
         for kind in self._used_kinds(config):
             path = self._new_path(round_number, kind)
             if path.exists() and self._is_unfragmented:
@@ -133,8 +160,11 @@ class SwarmStore:
         self._remove_old_rounds(round_number)
 
     def _remove_old_rounds(self, round_number: int) -> None:
-        """Remove rounds before this one, but for the last ones as far as their results are together no more than all
-        weights: who comes later receives these."""
+        """Remove the results of old rounds.
+
+        The last rounds remain while their results together are smaller than the weights, which a late node receives
+        otherwise.
+        """
         retained_bytes = 0
         model_bytes = self.base.stat().st_size
         for round_directory in sorted((self.directory / "rounds").iterdir(), reverse=True):
@@ -144,16 +174,16 @@ class SwarmStore:
                 shutil.rmtree(round_directory, ignore_errors=True)
 
     def base_of_round(self, round_number: int) -> Path:
-        """The weights that a round began with, where there is a `snapshot`."""
+        """Return the path of a round's initial weights, which `snapshot` writes."""
         return self.round(round_number) / "begin.safetensors"
 
     def snapshot(self, committed: int) -> None:
-        """Keep the weights after so many rounds, the present ones, as they are."""
+        """Save the present weights, those after `committed` rounds."""
         path = self.base_of_round(committed)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial_path = path.with_suffix(".part")
-            if self._is_unfragmented:  # each round's model is a file of its own
+            if self._is_unfragmented:  # each round writes a new file of the model
                 partial_path.unlink(missing_ok=True)
                 partial_path.hardlink_to(self.base)
             else:
@@ -163,14 +193,14 @@ class SwarmStore:
 
     @property
     def _is_unfragmented(self) -> bool:
-        """Whether a round is of the whole model."""
+        """True if a round covers the full model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
     def _open_state(self, config: AggregationConfig, open_file: Callable[[str], TensorFile]) -> ModelState:
         return ModelState(**{kind: open_file(kind) for kind in self._used_kinds(config)})
 
     def _used_kinds(self, config: AggregationConfig) -> list[str]:
-        """The files of the model that there are."""
+        """Return the kinds of files that the model has."""
         moments = dict.fromkeys(MOMENTS, config.descent is not None)
         used = {
             "error_feedback": not sends_weights(config.codec),

@@ -1,8 +1,8 @@
-"""What happened in a swarm, as a list of events, and what follows from them: who is in it, which round is open, who
-told what of it, and when it may close.
+"""State of a swarm as a function of its events: members, the open round, its updates and deadline.
 
-Nothing here looks at a clock, a file or a tensor. The coordinator writes every event to its journal before it acts on
-it; read again after a restart, the same events give the same state."""
+The state depends on no clock, file or tensor. The coordinator writes every event to its journal before it acts on it.
+After a restart, the same events give the same state.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 
 Event = dict[str, Any]
 MAX_ARRIVAL_ROUNDS = 5
-"""Rounds whose arrivals say when the next ones are to be expected."""
-ALREADY_SENT = "already told"
+"""Number of past rounds whose arrival times predict those of the next round."""
+ALREADY_SENT = "already sent"
 ROUND_CLOSED = "closed"
 NOT_OPEN_YET = "not open yet"
 NOT_A_MEMBER = "not of this round"
@@ -29,69 +29,68 @@ NOT_A_MEMBER = "not of this round"
 
 @dataclass(frozen=True)
 class AcceptedUpdate:
-    """What a node told of a round, as it was accepted."""
+    """An accepted update of a node."""
 
     node: str
     tokens: int
     steps: int
     bytes: int
     norm: float
-    """Of the change that it tells."""
+    """Norm of the change in the update."""
     at: float
 
 
 @dataclass
 class OpenRound:
-    """A round under way."""
+    """The open round."""
 
     number: int
     opened_at: float
     owners: Owners | None
     data_assignments: dict[str, tuple[int, int]]
-    """Of each node in it, the first of the steps whose text it reads, and how many: no two read the same."""
+    """First step and number of steps of the text of each node, without overlap."""
     updates: dict[str, AcceptedUpdate] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
-    """Nodes whose word did not count; another may come."""
+    """Nodes with a rejected update; they may send another."""
 
 
 class SwarmState:
-    """The state of a swarm. `record` is the only thing that changes it."""
+    """The state of a swarm, which only `record` changes."""
 
     def __init__(self, run: RunSpec) -> None:
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
         self.members: dict[str, float] = {}
-        """Those that are in it, and how many experts of a layer each has memory to train: in the order in which they
-        came."""
+        """Number of experts per layer that each member has memory to train, in the order of joining."""
         self.text: str | None = None
-        """What all of them read, as a checksum: that of the first."""
+        """Checksum of the text that all nodes read; the first node sets it."""
         self.round: OpenRound | None = None
         self.committed = 0
-        """Rounds that are."""
+        """Number of committed rounds."""
         self.rounds_with_training = 0
-        """Of these, the rounds of which somebody told something."""
+        """Number of these rounds with at least one update."""
         self.owners: Owners | None = None
         self.steps_assigned = 0
-        """Steps' worth of text that was given out."""
+        """Number of steps of text that were assigned."""
         self.previous_nodes: frozenset[str] = frozenset()
         """The nodes of the last round."""
         self.last_included_nodes: frozenset[str] = frozenset()
-        """Those whose word is in what it came to."""
+        """The nodes whose updates are in the result of the last round."""
         self.arrivals: list[list[float]] = []
-        """Of the last rounds, seconds from opening until each node's update was there."""
+        """Seconds from the opening to the arrival of each update, for the last rounds."""
         self.refused: Counter[tuple[str, str]] = Counter()
-        """By node and reason."""
+        """Number of rejections by node and reason."""
 
     # -- events ----------------------------------------------------------------------------------------------------
 
     def record(self, event: Event) -> None:
-        """Take what happened into account."""
+        """Apply an event."""
         match event["what"]:
             case "joined":
                 self.members[event["node"]] = event["capacity"]
                 self.text = event["text"]
-                self.previous_nodes -= {event["node"]}  # it may have been here, and begins anew
+                self.previous_nodes -= {event["node"]}  # a node that joins again starts over
             case "left":
                 self.members.pop(event["node"], None)
             case "opened":
@@ -104,7 +103,7 @@ class SwarmState:
                 self.refused[event["node"], event["why"]] += 1
                 if self.round is not None and event["round"] == self.round.number:
                     self.round.refused.add(event["node"])
-            case "dropped":  # it was accepted, and then there was more to compare it with
+            case "dropped":  # an accepted update that later updates show to be an outlier
                 assert self.round is not None
                 self.refused[event["node"], event["why"]] += 1
                 del self.round.updates[event["node"]]
@@ -127,25 +126,25 @@ class SwarmState:
         self.last_included_nodes = frozenset(self.round.updates)
         self.committed, self.round = self.round.number + 1, None
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- derived state ---------------------------------------------------------------------------------------------
 
     @property
     def rounds(self) -> int:
-        """Of the whole run."""
+        """Number of rounds of the whole run."""
         return self.run.training.steps // self.swarm.steps_per_round
 
     @property
     def done(self) -> bool:
-        """Whether the last round is committed."""
+        """True if the last round is committed."""
         return self.committed >= self.rounds
 
     def next_round_event(self, now: float) -> Event | None:
-        """The next round with those that are there; None while one is open, or it must wait."""
+        """Return the event that opens the next round with the present members, or None if it cannot open yet."""
         if self.round is not None or self.done or self.waiting_for:
             return None
         assignments = {}
         first_step = self.steps_assigned
-        for node in self.members:  # who learns on while its word is under way is always so far ahead
+        for node in self.members:  # a node that trains during the upload is this far ahead
             steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.previous_nodes else 0)
             assignments[node] = first_step, steps
             first_step += steps
@@ -159,7 +158,7 @@ class SwarmState:
 
     @property
     def waiting_for(self) -> str:
-        """What the next round waits for; "" if for nothing."""
+        """The condition for which the next round waits, or ""."""
         min_nodes = self.swarm.nodes if self.committed == 0 else 1
         if len(self.members) < min_nodes:
             return plural(min_nodes - len(self.members), "more node", one="one")
@@ -168,7 +167,7 @@ class SwarmState:
 
     @property
     def _num_split_experts(self) -> int:
-        """That are shared out."""
+        """Number of experts that are distributed over nodes."""
         moe = self.run.model.moe
         return moe.num_experts if moe is not None and self.swarm.method in EXPERT_SPLIT_METHODS else 0
 
@@ -189,17 +188,17 @@ class SwarmState:
         return assign_experts(self._num_split_experts, self.members, copies, previous_owners=owners)
 
     def expected_pieces(self, node: str) -> tuple[ModelPiece, ...]:
-        """What a node is to tell of the open round."""
+        """Return the pieces that a node must send in the open round."""
         assert self.round is not None
         return pieces_sent_by(round_pieces(self.run, self.round.number), self.round.owners, node)
 
     def owned(self, node: str) -> tuple[int, ...]:
-        """The experts that a node trains in the open round."""
+        """Return the experts that a node trains in the open round."""
         return () if self.round is None or self.round.owners is None else experts_of(self.round.owners, node)
 
     def rejection_reason(self, node: str, round_number: int) -> str | None:
-        """Why a node may tell nothing of a round; None if it may."""
-        if round_number < self.committed:  # who did not hear that it counted may ask once more
+        """Return why a node may not send an update of a round, or None if it may."""
+        if round_number < self.committed:  # the node may have missed the answer
             return (
                 ALREADY_SENT
                 if round_number == self.committed - 1 and node in self.last_included_nodes
@@ -212,12 +211,14 @@ class SwarmState:
         return ALREADY_SENT if node in self.round.updates else None
 
     def closes_at(self) -> float | None:
-        """When the open round need not wait for the missing any longer; None if nothing tells that yet."""
+        """Return when the open round stops waiting for missing nodes, or None if that is not determined yet."""
         if self.round is None:
             return None
         round_offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
         known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
-        if not self._expected_nodes - self.round.updates.keys():  # whoever is there told, or was refused
+        if (
+            not self._expected_nodes - self.round.updates.keys()
+        ):  # all present nodes have sent an update or were rejected
             return self.round.opened_at + deadline_offset(known_offsets or [0.0], self.swarm.round)
         if not known_offsets or (
             not self.arrivals and len(round_offsets) < self._quorum_size(len(self.round.data_assignments))
@@ -226,12 +227,12 @@ class SwarmState:
         return self.round.opened_at + deadline_offset(known_offsets, self.swarm.round)
 
     def should_close(self, now: float) -> bool:
-        """Whether the open round is to be closed: all that are still there told, or a quorum did and time is up."""
+        """Return whether to close the open round: all present nodes have sent, or a quorum has and time is up."""
         if self.round is None:
             return False
         active_nodes = [node for node in self.round.data_assignments if node in self.members]
         updates = self.round.updates
-        if all(node in updates for node in active_nodes):  # also if none of its nodes is left
+        if all(node in updates for node in active_nodes):  # also if all of its nodes have left
             return True
         close_time = self.closes_at()
         quorum = self._quorum_size(len(self._expected_nodes)) if self._expected_nodes else 0
@@ -239,7 +240,7 @@ class SwarmState:
 
     @property
     def _expected_nodes(self) -> set[str]:
-        """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
+        """The present nodes of the open round that have sent, or must still send; rejected ones need not."""
         assert self.round is not None
         updates = self.round.updates
         refused = self.round.refused
@@ -254,16 +255,18 @@ class SwarmState:
 
 
 def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
-    """Seconds after a round's opening from which the missing are not waited for: the median of when updates came, and
-    so many times their median deviation from it later (one node that was late does not make others wait), or the grace,
-    or a quarter of it, whichever is most."""
+    """Return the seconds after a round's opening at which it stops waiting for missing nodes.
+
+    They are the median of the arrival times plus the maximum of three terms: a multiple of their median deviation
+    (robust to one late node), the grace time, and a quarter of the median.
+    """
     median_offset = median(offsets)
     deviation = median(abs(offset - median_offset) for offset in offsets)
     return median_offset + max(spec.timeout_multiplier * deviation, spec.grace_seconds, median_offset / 4)
 
 
 def replay(run: RunSpec, events: list[Event]) -> SwarmState:
-    """The state after these events."""
+    """Return the state after these events."""
     state = SwarmState(run)
     for event in events:
         state.record(event)
@@ -271,7 +274,13 @@ def replay(run: RunSpec, events: list[Event]) -> SwarmState:
 
 
 def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> dict[str, Any]:
-    """What `phalanx swarm status` tells."""
+    """Return the status that `phalanx swarm status` prints.
+
+    Args:
+        state: The state.
+        last_seen: The time of each node's last heartbeat.
+        now: The present time.
+    """
     updates = state.round.updates if state.round else {}
     return {
         "method": state.swarm.method,

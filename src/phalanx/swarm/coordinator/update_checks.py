@@ -1,5 +1,4 @@
-"""What is looked at before a node's word counts: that it is complete, of what the node may tell and no more, and of
-numbers that a sane node would send."""
+"""Checks of a received update: completeness, permitted pieces, and plausible values."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from phalanx.swarm.update_files import Weights, sends_weights
 
 BASE_HEADER_BYTES = 2**16
 HEADER_BYTES_PER_PIECE = 2**8
-"""Bytes that a file may have beside its numbers: names and places of its tensors."""
+"""Maximum size of a file's header: names and positions of its tensors."""
 BUSY = "busy"
-"""Of an update while another of the node's comes: perhaps over a link that broke, and nobody has noticed yet."""
+"""Reason to reject an update while another of the node is received, perhaps over a failed link."""
 MIN_RECENT_NORMS = 3
-"""So many updates must be known before one can be an outlier."""
+"""Number of updates that must be known before one can be an outlier."""
 
 
-class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error of ours
-    """An update that does not count, and why."""
+class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error
+    """A rejected update, with the reason."""
 
 
 def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
-    """The most bytes that an update of these can have."""
+    """Return the maximum number of bytes of an update with these pieces."""
     return BASE_HEADER_BYTES + sum(
         HEADER_BYTES_PER_PIECE + encoded_bytes(piece.num_elements, codec) for piece in pieces
     )
@@ -45,11 +44,19 @@ def check_update(
     recent_norms: Sequence[float],
     outlier_factor: float,
 ) -> float:
-    """How large the update in a file is: the norm of the change of all of it.
+    """Return the norm of the change in an update.
 
-    Raises UpdateRejected for pieces that the node may not tell, or that are missing or of another size; for numbers
-    that are not finite; for a change `outlier_factor` times as large as the median of `recent_norms`, those of
-    the updates before.
+    Args:
+        path: The file of the update.
+        pieces: The pieces that the node must send.
+        codec: The codec.
+        base: The values before the round.
+        recent_norms: The norms of earlier updates.
+        outlier_factor: The multiple of their median from which an update is an outlier; 0 for no check.
+
+    Raises:
+        UpdateRejected: A piece is not permitted, missing or of a wrong size, a value is not finite, or the update is an
+            outlier.
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_BYTES), "little")
@@ -74,30 +81,32 @@ def _checked_norm(
     expected_shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     shapes = file.shapes
     if foreign := sorted(set(shapes) - set(expected_shapes)):
-        raise UpdateRejected(f"foreign: it tells of {foreign[0]}, which the node does not train")
+        raise UpdateRejected(f"foreign: it contains {foreign[0]}, which the node does not train")
     if missing := sorted(set(expected_shapes) - set(shapes)):
         raise UpdateRejected(f"malformed: {missing[0]} is missing")
     if mismatched := [key for key, shape in expected_shapes.items() if shapes[key] != shape]:
         raise UpdateRejected(
-            f"malformed: {mismatched[0]} has {shapes[mismatched[0]]} bytes and not {expected_shapes[mismatched[0]]}"
+            f"malformed: {mismatched[0]} has {shapes[mismatched[0]]} bytes instead of {expected_shapes[mismatched[0]]}"
         )
     piece_norms = [torch.zeros((), dtype=torch.float64)]
     for piece in pieces:
         value = decode(file.raw(piece.key), piece.shape, codec)
         change = value - base(piece) if sends_weights(codec) else value
         piece_norm = torch.linalg.vector_norm(change)
-        if not torch.isfinite(piece_norm):  # or so large that their squares are not
-            raise UpdateRejected(f"not finite: numbers of {piece.key}")
+        if not torch.isfinite(piece_norm):  # or too large for a finite square
+            raise UpdateRejected(f"not finite: values of {piece.key}")
         piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())
     if outlier_factor and len(recent_norms) >= MIN_RECENT_NORMS and norm > outlier_factor * median(recent_norms):
-        raise UpdateRejected(f"outlying: a change of {norm:.3g}, where {median(recent_norms):.3g} is usual")
+        raise UpdateRejected(f"outlying: a change of {norm:.3g}, compared with a median of {median(recent_norms):.3g}")
     return norm
 
 
 def find_outliers(updates: Sequence[AcceptedUpdate], outlier_factor: float) -> list[AcceptedUpdate]:
-    """Of a round's updates, those `outlier_factor` times as large as the median of all of them: who tells first is
-    compared with nothing yet."""
+    """Return the updates of a round that are outliers relative to the median of all of them.
+
+    The first updates of a swarm can be compared with no earlier ones.
+    """
     norms = [update.norm for update in updates if update.tokens]
     if not outlier_factor or len(norms) < MIN_RECENT_NORMS:
         return []

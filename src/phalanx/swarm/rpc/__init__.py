@@ -1,5 +1,5 @@
-"""The wire between nodes and their coordinator: gRPC over mutual TLS."""
+"""Communication between nodes and their coordinator: gRPC over mutual TLS."""
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what went wrong is said in our own words
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Phalanx reports errors itself

@@ -1,8 +1,8 @@
-"""A small certificate authority for a group: its certificate is what members of a swarm trust, and each member's own
-says who it is.
+"""Certificate authority of a swarm, whose members trust its certificate and have one with their name.
 
-    CERTS/ca.pem  ca.key                 the authority; the key stays with who issues
-    CERTS/NAME/ca.pem  cert.pem  key.pem  what a member is given"""
+CERTS/ca.pem  ca.key                 the authority; the key stays with its owner
+CERTS/NAME/ca.pem  cert.pem  key.pem  the files of a member
+"""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from phalanx.spec.errors import UserError
 
 VALID_DAYS = 365
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""Of a member: it is also the name of its files."""
+"""Pattern of a member's name, which is also the name of its files."""
 
 
 def create_certificate_authority(folder: Path) -> None:
-    """A new authority. Raises UserError if the folder has one."""
+    """Create a certificate authority.
+
+    Raises:
+        UserError: The folder already has one.
+    """
     if (folder / "ca.key").exists():
-        raise UserError("certs", str(folder), "has an authority already", fix="issue by it, or name another folder")
+        raise UserError(
+            "certs", str(folder), "already has an authority", fix="issue certificates with it, or give another folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    # Each has a name of its own, by which a certificate of another one is told from a forged one.
+    # A unique name distinguishes a certificate of another authority from a forged one.
     key = ec.generate_private_key(ec.SECP256R1())
     name = _x509_name(f"phalanx swarm authority {secrets.token_hex(4)}")
     certificate = (
@@ -43,26 +49,33 @@ def create_certificate_authority(folder: Path) -> None:
 
 
 def issue_certificate(folder: Path, member: str, hosts: list[str], days: float = VALID_DAYS) -> Path:
-    """A certificate for a member; of a coordinator with the names and addresses that nodes reach it by.
+    """Issue a certificate for a member, and return its folder.
 
-    Raises UserError for a name that is none, or is taken, or where there is no authority.
+    Args:
+        folder: The folder of the authority.
+        member: The name of the member.
+        hosts: The host names and addresses of a coordinator, by which nodes reach it.
+        days: The validity.
+
+    Raises:
+        UserError: The name is invalid or taken, or the folder has no authority.
     """
     if not NAME_PATTERN.fullmatch(member):
         raise UserError(
-            "name", member, "is no name for a member", fix="use letters, digits, dots, dashes and underscores"
+            "name", member, "is not a valid member name", fix="use letters, digits, dots, dashes and underscores"
         )
     try:
         authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except (OSError, ValueError) as error:
-        fix = "make one: phalanx swarm certs FOLDER"
+        fix = "create one: phalanx swarm certs FOLDER"
         raise UserError("certs", str(folder), f"has no authority: {error}", fix=fix) from None
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
     member_key = ec.generate_private_key(ec.SECP256R1())
     member_folder = folder / member
     if member_folder.exists():
         raise UserError(
-            "name", member, f"has a certificate already, in {member_folder}", fix="use another name, or remove it"
+            "name", member, f"already has a certificate in {member_folder}", fix="use another name, or remove it"
         )
     names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
@@ -82,18 +95,22 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
 
 
 def certificate_member(folder: Path) -> str:
-    """Whose certificate is in a member's folder. Raises UserError where there is none, or it has run out."""
+    """Return the name in the certificate of a member's folder.
+
+    Raises:
+        UserError: The folder has no certificate, or its certificate has expired.
+    """
     try:
         certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
         for file in ("key.pem", "ca.pem"):
             (folder / file).read_bytes()
     except (OSError, ValueError) as error:
-        fix = "give the folder that phalanx swarm certs made for this member"
+        fix = "give the folder of this member, which phalanx swarm certs created"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix=fix) from None
     if certificate.not_valid_after_utc < datetime.now(UTC):
-        problem = f"ran out on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        raise UserError("--certs", str(folder), problem, fix="ask who has the authority for a new one")
+        problem = f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+        raise UserError("--certs", str(folder), problem, fix="ask the owner of the authority for a new one")
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 

@@ -1,4 +1,4 @@
-"""A node's end of the wire. It dials out, and again when the link breaks, and goes on where a transfer stopped."""
+"""Client of a node: connects to the coordinator, reconnects after failures, and resumes transfers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from phalanx.swarm.rpc.protocol import OPTIONS, PROTOCOL_VERSION, SERVICE, Messa
 from phalanx.swarm.tensor_files import TensorFile
 
 RECONNECT_SECONDS = 600.0
-"""For which a node tries to reach a coordinator that it has reached before."""
+"""Time limit for reconnecting to a coordinator."""
 FIRST_CONNECT_SECONDS = 20.0
-"""And one that it never has."""
+"""Time limit for the first connection."""
 WARN_AFTER_SECONDS = 5.0
-"""After which it says so."""
+"""Time after which the node reports that the coordinator is unreachable."""
 CALL_SECONDS = 20.0
 WAIT_SECONDS = 5.0
 RETRYABLE_CODES = (
@@ -32,68 +32,71 @@ RETRYABLE_CODES = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
 )
-"""What may pass: a link that broke, a coordinator that dies or whose disk is full. All else it means."""
-SERVE_FIX = "see that phalanx swarm serve runs there"
-AUTHORITY_FIX = "make both certificates by one authority: phalanx swarm certs"
+"""Errors that may be temporary: a failed link, or a coordinator that crashed or has a full disk."""
+SERVE_FIX = "check that phalanx swarm serve runs there"
+AUTHORITY_FIX = "issue both certificates with one authority: phalanx swarm certs"
 UNREACHABLE_REASONS = {
-    "address lookup failed": ("there is no such host", "mend the address"),
-    "CERTIFICATE_VERIFY_FAILED": ("its certificate is of another authority, or has run out", AUTHORITY_FIX),
-    "certificate required": ("it did not take this node's certificate", AUTHORITY_FIX),
-    "Hostname": ("its certificate is for another name or address", "make it with phalanx swarm certs --host ADDRESS"),
-    "WRONG_VERSION_NUMBER": ("what listens there does not speak TLS", SERVE_FIX),
-    "Connection refused": ("nobody listens there", SERVE_FIX),
+    "address lookup failed": ("the host is unknown", "correct the address"),
+    "CERTIFICATE_VERIFY_FAILED": ("its certificate is from another authority, or has expired", AUTHORITY_FIX),
+    "certificate required": ("it rejected this node's certificate", AUTHORITY_FIX),
+    "Hostname": ("its certificate is for another name or address", "issue it with phalanx swarm certs --host ADDRESS"),
+    "WRONG_VERSION_NUMBER": ("the server there does not use TLS", SERVE_FIX),
+    "Connection refused": ("no server listens there", SERVE_FIX),
 }
-"""By what gRPC says, why a coordinator cannot be reached, and what to do."""
+"""Reason and fix for an unreachable coordinator, by a phrase of gRPC's message."""
 PERMANENT_PHRASES = tuple(UNREACHABLE_REASONS)[:-1]
-"""Those that time does not mend."""
+"""Phrases of errors that are permanent."""
 T = TypeVar("T")
 
 
-class RoundExpired(Exception):  # noqa: N818 - not an error: all weights are there instead
-    """A round's result that is not kept any more."""
+class RoundExpired(Exception):  # noqa: N818 - not an error: all weights are available instead
+    """The result of a round that was removed."""
 
 
 class SwarmClient:
-    """A link to a coordinator."""
+    """A connection to a coordinator."""
 
     def __init__(self, address: str, certificates: Path, log: Callable[[str], None] = lambda message: None) -> None:
-        """`log` is called when the coordinator is away, and when it is back."""
+        """Open a connection; `log` gets a message when the coordinator is unreachable or reachable again."""
         key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
         self.address = address
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
         self._reached = False
         self._say = log
         self.leaving = False
-        """Whether a coordinator that is away is not to be waited for."""
+        """True if the node does not wait for an unreachable coordinator."""
         self.was_included = False
-        """Whether this node's word is in what the round that it received last came to."""
+        """True if the last received round contains this node's update."""
         self.join_message: Message = {}
-        """What it joined with: to join again, if it was taken for gone."""
+        """The message with which the node joined, to join again if its lease has expired."""
         self.sent_bytes = self.received_bytes = 0
-        """Of tensors and their names, since the link was made."""
+        """Bytes of tensors and their names since the connection was opened."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def join(self, **message: Any) -> Message:
-        """See `server.py`."""
+        """Join the swarm (`SwarmService.join`), and return the coordinator's answer."""
         return self._call("join", {"version": PROTOCOL_VERSION, **message})
 
     def heartbeat(self) -> NodeTask:
-        """Say that it is there; what it is to do."""
+        """Send a heartbeat, and return the node's task."""
         return _parse_task(self._call("heartbeat", {}))
 
     def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
-        """Until it is in a round from this one on, or so many are committed, or the last one is."""
+        """Wait until the node is in round `round` or later, `committed` rounds are done, or all rounds are."""
         while (task := self.poll(round, committed)) is None:
             pass
         return task
 
     def poll(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
-        """The same for half a minute at most: None if it is not so yet. It joins again if it was taken for gone."""
+        """Wait as `wait` does for `WAIT_SECONDS`, and return None if the condition is not met yet.
+
+        A node whose lease has expired joins again.
+        """
         request = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
         task = _parse_task(self._call("wait", request, WAIT_SECONDS + CALL_SECONDS))
         if not task.member and not task.done and self.join_message:
@@ -101,11 +104,11 @@ class SwarmClient:
         return task if task.reached(round, committed) else None
 
     def leave(self) -> None:
-        """Say that it goes."""
+        """Leave the swarm."""
         self._call("leave", {})
 
     def status(self) -> Message:
-        """See `Coordinator.status`. Whoever only asks does not wait for one that is away."""
+        """Return the status (`Coordinator.status`) without waiting for an unreachable coordinator."""
         self.leaving = True
         return self._call("status", {})
 
@@ -116,7 +119,17 @@ class SwarmClient:
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
-        """Send an update. Raises UpdateRejected where it does not count."""
+        """Send an update.
+
+        Args:
+            path: The file of the update.
+            round: The round.
+            tokens: Number of tokens that the node trained on.
+            steps: Number of its steps.
+
+        Raises:
+            UpdateRejected: The coordinator rejected the update.
+        """
         size_bytes = path.stat().st_size
         upload_id = update_id(path)
         call = self._channel.stream_unary(f"/{SERVICE}/put")
@@ -152,16 +165,25 @@ class SwarmClient:
         try:
             self._retry(send_file)
         except UpdateRejected as refused:
-            if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # else its answer was lost with the link
+            if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # otherwise the answer was lost with the link
                 raise
 
     def download_round(
         self, path: Path, round: int | None, local_keys: Sequence[str], shapes: Callable[[str], tuple[int, ...]]
     ) -> int:
-        """Receive what a round came to, but for the node's own pieces, into a file; or all weights. Returns how many
-        rounds are committed. `shapes` are those of pieces by name. Where the link breaks it goes on with the next one.
+        """Receive a round's broadcast or all weights into a file, and return the number of committed rounds.
 
-        Raises RoundExpired if that is not kept any more, and UpdateRejected for what did not arrive as it was sent.
+        After a link failure, the transfer continues with the next piece.
+
+        Args:
+            path: The file.
+            round: The round; None for all weights.
+            local_keys: The keys of pieces that the node already has.
+            shapes: A function that returns the shape of a piece.
+
+        Raises:
+            RoundExpired: The coordinator has removed the result of the round.
+            UpdateRejected: The data was damaged in transfer.
         """
         call = self._channel.unary_stream(f"/{SERVICE}/get")
         committed = -1
@@ -191,7 +213,7 @@ class SwarmClient:
             try:
                 self._retry(receive_pieces)
                 return committed
-            except RoundExpired:  # all weights are kept for a while only; the present ones are there
+            except RoundExpired:  # older weights are kept for a limited time; the present ones are available
                 if round is not None:
                     raise
                 received_keys.clear()
@@ -199,7 +221,7 @@ class SwarmClient:
     def _receive_tensor(
         self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], buffer: memoryview
     ) -> memoryview:
-        """Take a tensor from `buffer`, then from the stream; return the bytes that are left over."""
+        """Read a tensor from `buffer`, then from the stream, and return the remaining bytes."""
         offset, size = file.locate(key)
         checksum = xxhash.xxh3_128()
         end = offset + size
@@ -208,19 +230,22 @@ class SwarmClient:
                 buffer = memoryview(next(stream, b""))
                 self.received_bytes += len(buffer)
             if not buffer:
-                raise UpdateRejected(f"damaged: {key} is cut off")
+                raise UpdateRejected(f"damaged: {key} is truncated")
             chunk, buffer = buffer[: end - offset], buffer[end - offset :]
             checksum.update(chunk)
             file.write_at(offset, chunk)
             offset += len(chunk)
         if checksum.hexdigest() != digest:
-            raise UpdateRejected(f"damaged: the checksum of {key} is another")
+            raise UpdateRejected(f"damaged: the checksum of {key} is wrong")
         return buffer
 
     def _retry(self, call: Callable[[], T]) -> T:
-        """Again while the link is broken.
+        """Call a function, and repeat the call while the link is broken.
 
-        Raises UserError if that takes too long, Refused and Gone for what the coordinator says.
+        Raises:
+            UserError: The coordinator is unreachable for too long.
+            UpdateRejected: The coordinator rejected the call.
+            RoundExpired: The coordinator has removed the result of the round.
         """
         start = time.monotonic()
         pause = 0.1
@@ -231,7 +256,7 @@ class SwarmClient:
                 result = call()
                 self._reached = True
                 if has_warned:
-                    self._say("the coordinator is back")
+                    self._say("the coordinator is reachable again")
                 return result
             except grpc.RpcError as error:
                 code = error.code()
@@ -240,7 +265,7 @@ class SwarmClient:
                     raise RoundExpired(details) from None
                 if code not in RETRYABLE_CODES and not details.startswith(BUSY):
                     raise UpdateRejected(details) from None
-                if self.sent_bytes + self.received_bytes != moved_bytes:  # it goes on, if slowly
+                if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
                     start = time.monotonic()
                     moved_bytes = self.sent_bytes + self.received_bytes
                 away_seconds = time.monotonic() - start
@@ -250,13 +275,13 @@ class SwarmClient:
                     raise _unreachable_error(self.address, details) from None
                 if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
                     has_warned = True
-                    self._say(f"the coordinator is away; trying again for {RECONNECT_SECONDS:.0f} s")
+                    self._say(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
 
 def update_id(path: Path) -> str:
-    """Tells an update from those that the node wrote before."""
+    """Return an id that differs between the updates of a node."""
     return str(path.stat().st_mtime_ns)
 
 
@@ -265,7 +290,7 @@ def _parse_task(message: Message) -> NodeTask:
 
 
 def _unreachable_error(address: str, details: str) -> UserError:
-    """What keeps a coordinator from being reached, as far as TLS and the network say."""
+    """Return why a coordinator cannot be reached, as far as TLS and the network report it."""
     problem, fix = next(
         (reason for phrase, reason in UNREACHABLE_REASONS.items() if phrase in details),
         (details or "no answer", SERVE_FIX),

@@ -1,7 +1,8 @@
-"""The words of the wire, for both ends: methods, messages of JSON, and tensors as raw bytes in chunks of 1 MiB.
+"""Protocol of client and server: JSON messages, and tensors as raw bytes in chunks of 1 MiB.
 
-Checksums are XXH3's of 128 bits: who says what is TLS's business; they find what disks, memory and we
-ourselves damage."""
+Checksums are XXH3 with 128 bits. TLS authenticates the sender; the checksums detect damage by disks, memory and
+Phalanx.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import IO, Any
 from phalanx.swarm.tensor_files import TensorFile
 
 PROTOCOL_VERSION = 4
-"""Of these words: both ends must speak the same."""
+"""Version of the protocol, which must be equal on both ends."""
 SERVICE = "phalanx.Swarm"
 CHUNK_BYTES = 2**20
 MAX_MESSAGE_BYTES = 2**24
-"""Bytes of a message of tensors, and of any: the checksums of thousands of pieces are in one."""
+"""Maximum number of bytes of a message; one message contains the checksums of thousands of pieces."""
 Message = dict[str, Any]
 OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
@@ -27,19 +28,23 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    ("grpc.http2.max_frame_size", MAX_MESSAGE_BYTES - 1),  # of 16 KB by default, which costs a sixth of the time
+    ("grpc.http2.max_frame_size", MAX_MESSAGE_BYTES - 1),  # the default of 16 KB costs a sixth of the time
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
 
 
 def pack(message: Message) -> bytes:
-    """A message as bytes."""
+    """Return a message as bytes."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 def unpack(data: bytes) -> Message:
-    """A message. Raises ValueError for bytes that are none."""
+    """Return a message from bytes.
+
+    Raises:
+        ValueError: The bytes are not a message.
+    """
     message = json.loads(data)
     if not isinstance(message, dict):
         raise ValueError("not a message")
@@ -47,13 +52,13 @@ def unpack(data: bytes) -> Message:
 
 
 def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """The bytes of a file."""
+    """Yield the bytes of a file in chunks."""
     while data := file.read(CHUNK_BYTES):
         yield data
 
 
 def tensor_chunks(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
-    """The bytes of some tensors, one after the other; small ones together. The file may lose its name meanwhile."""
+    """Yield the bytes of tensors, several small ones per chunk; the file may be unlinked meanwhile."""
     pending: list[bytes] = []
     for key in keys:
         start, size = file.locate(key)

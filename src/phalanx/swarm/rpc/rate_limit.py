@@ -1,5 +1,7 @@
-"""How many calls a member may have under way, and how often it may begin one: who floods the coordinator is told to
-come later, and the others are served."""
+"""Limits on the number of concurrent calls of a member, and on their rate.
+
+A member that floods the coordinator must retry later, so that the other members are served.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,36 @@ from contextlib import contextmanager
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 
 MAX_CONCURRENT_CALLS = 6
-"""Calls of a member: twice what a node has, for it may not know yet that a link broke."""
+"""Maximum number of concurrent calls: twice a node's need, in case of an unnoticed link failure."""
 CALLS_PER_SECOND = 100.0
 MAX_BURST = 500.0
-"""Calls that it may begin: a node needs some five in a round, and small models have several rounds in a second. A small
-one is half a millisecond's work, so that who floods takes a twentieth of a core."""
+"""Maximum number of calls at once.
+
+A node makes about five per round, and small models have several rounds per second. A small call takes 0.5 ms, so that a
+flood takes a twentieth of a core.
+"""
 
 
 class RateLimiter:
-    """A token bucket for each member: it fills by `CALLS_PER_SECOND`, holds `MAX_BURST`, and each call takes one."""
+    """A token bucket per member.
+
+    It gains `CALLS_PER_SECOND` tokens, contains at most `MAX_BURST`, and a call takes one.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._active_calls: Counter[str] = Counter()
         self._tokens: dict[str, tuple[float, float]] = {}
-        """Tokens, and when they were counted."""
+        """Tokens of each member, and the time of their count."""
 
     @contextmanager
     def limited(self, member: str) -> Iterator[None]:
-        """Around a call. Raises UpdateRejected if it is one too many."""
+        """Count a call of a member while it runs.
+
+        Raises:
+            UpdateRejected: The member exceeds a limit.
+        """
         with self._lock:
             now = self._clock()
             tokens, counted_at = self._tokens.get(member, (MAX_BURST, now))

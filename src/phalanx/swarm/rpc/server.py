@@ -1,4 +1,4 @@
-"""The coordinator's end of the wire. Who calls is who its certificate says, whatever else it says."""
+"""RPC server of the coordinator. The certificate alone identifies the caller."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
 MAX_NODES = 64
 CALLS_PER_NODE = 3
-"""At the same time: a transfer, a wait, and word that it is there."""
+"""Concurrent calls of a node: a transfer, a wait, and a heartbeat."""
 MAX_CACHED_DIGESTS = 4
 WAIT_SECONDS = 30.0
-"""For which a call waits at most for a round."""
+"""Maximum duration of a call that waits for a round."""
 CODES = {
     BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     "oversized": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -46,13 +46,20 @@ CODES = {
     ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
     NOT_OPEN_YET: grpc.StatusCode.FAILED_PRECONDITION,
 }
-"""Of refusals by what they begin with; of others that what was said is wrong."""
+"""Status codes of rejections by the first word of the reason; INVALID_ARGUMENT for others."""
 
 
 def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: Message) -> tuple[grpc.Server, int]:
-    """A server under way, and its port (`address` may end in :0). `greeting` is what nodes are told when they join.
+    """Start a server, and return it with its port.
 
-    Raises UserError if the address cannot be served.
+    Args:
+        coordinator: The coordinator.
+        address: The address; it may end in :0.
+        certificates: The folder of the coordinator's certificate.
+        greeting: The answer to nodes that join.
+
+    Raises:
+        UserError: The server cannot listen on the address.
     """
     workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
@@ -71,14 +78,14 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
 
 
 def _listen_error(address: str) -> UserError:
-    """Why an address cannot be served, which gRPC does not tell."""
+    """Return why the server cannot listen on an address, which gRPC does not report."""
     host, _, port = address.rpartition(":")
-    reason = "it cannot be listened to"
+    reason = "listening failed"
     try:
         socket.create_server((host.strip("[]"), int(port))).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-    fix = "0.0.0.0:PORT listens on all of this machine's; or name another port"
+    fix = "use 0.0.0.0:PORT to listen on all addresses of this machine, or another port"
     return UserError("--listen", address, f"cannot be served: {reason}", fix=fix)
 
 
@@ -100,7 +107,7 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
 def _unary_handler(
     limiter: RateLimiter, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    """A call of messages as one of bytes, with what it raises as a status."""
+    """Wrap a call with messages as a call with bytes, with exceptions as status codes."""
 
     def handle_call(data: bytes, context: grpc.ServicerContext) -> bytes:
         node = certificate_name(context)
@@ -116,21 +123,21 @@ def _unary_handler(
 
 
 def certificate_name(context: grpc.ServicerContext) -> str:
-    """The name in the certificate of who calls."""
+    """Return the name in the caller's certificate."""
     (name,) = context.auth_context()["x509_common_name"]
     if not NAME_PATTERN.fullmatch(name.decode()):
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is none for a member")
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is not a valid member name")
     return str(name.decode())
 
 
 def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
-    """Ends the call; gRPC raises."""
+    """End the call with a status; gRPC raises an exception."""
     context.abort(CODES.get(reason.partition(":")[0], grpc.StatusCode.INVALID_ARGUMENT), reason)
     return AssertionError("a call that was ended")
 
 
 class SwarmService:
-    """What nodes can ask for."""
+    """The calls that nodes can make."""
 
     def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
         self.coordinator = coordinator
@@ -138,43 +145,42 @@ class SwarmService:
         self.pace = RateLimiter()
         self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
-        """Of files that do not change any more: a few."""
+        """Checksums of a few files that no longer change."""
 
     def join(self, node: str, message: Message) -> Message:
-        """Take part: see `Coordinator.join`. Without a capacity it only asks what for."""
+        """Add a node to the swarm (`Coordinator.join`), or only return the run if the message has no capacity."""
         if message["version"] != PROTOCOL_VERSION:
-            raise UpdateRejected(f"version: the swarm speaks {PROTOCOL_VERSION}, this node {message['version']}")
+            raise UpdateRejected(f"version: the swarm has protocol {PROTOCOL_VERSION}, this node {message['version']}")
         if "capacity" in message:
             begin = bool(message.get("begin", True))
             self.coordinator.join(node, float(message["capacity"]), str(message["text"]), begin)
         return self.greeting
 
     def heartbeat(self, node: str, message: Message) -> Message:
-        """It is there; what is it to do?"""
+        """Record a heartbeat, and return the node's task."""
         return asdict(self.coordinator.heartbeat(node))
 
     def wait(self, node: str, message: Message) -> Message:
-        """See `Coordinator.wait`."""
+        """Wait for a round (`Coordinator.wait`), and return the node's task."""
         seconds = min(WAIT_SECONDS, float(message["seconds"]))
         return asdict(self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds))
 
     def leave(self, node: str, message: Message) -> Message:
-        """It goes."""
-        self.coordinator.leave(node, "said so")
+        """Remove a node from the swarm."""
+        self.coordinator.leave(node, "on request")
         return {}
 
     def status(self, node: str, message: Message) -> Message:
-        """See `Coordinator.status`."""
+        """Return the status (`Coordinator.status`)."""
         return self.coordinator.status()
 
     def received(self, node: str, message: Message) -> Message:
-        """How many bytes of its update are here."""
+        """Return how many bytes of a node's update were received."""
         partial_path = self.coordinator.store.partial_update_path(int(message["round"]), node, str(message["mark"]))
         return {"bytes": partial_path.stat().st_size if partial_path.exists() else 0}
 
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """An update: who it is of is in the certificate, what of in the first message; then its bytes, and last their
-        checksum."""
+        """Receive an update: a header, its bytes, and their checksum. The certificate identifies the node."""
         node = certificate_name(context)
         round_number = -1
         try:
@@ -198,8 +204,11 @@ class SwarmService:
         raise _abort(context, reason)
 
     def get(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """What a round came to, piece by piece, but for the node's `local_keys`; or, without a round, all
-        weights: the present ones, or those after so many rounds as it has a part of."""
+        """Send a round's result or, without a round, all weights, piece by piece.
+
+        The node's `local_keys` are excluded. The weights are the present ones, or those of which the node already has a
+        part.
+        """
         node = certificate_name(context)
         try:
             message = unpack(data)
@@ -210,8 +219,8 @@ class SwarmService:
                 yield from self._stream_weights(node, round_number, requested_committed, local_keys=local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
-        except TensorFileError:  # or cut off, if power failed: nobody waited for the disk to have it
-            context.abort(grpc.StatusCode.NOT_FOUND, "that round's result is gone: take all weights")
+        except TensorFileError:  # or truncated after a power failure, as it is not synced
+            context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
         except (TypeError, ValueError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
@@ -220,7 +229,7 @@ class SwarmService:
     ) -> Iterator[bytes]:
         store = self.coordinator.store
         is_included = round_number >= 0 and self.coordinator.was_included(node, round_number)
-        if round_number >= 0 and not is_included:  # what it has is not what all have
+        if round_number >= 0 and not is_included:  # the node's pieces differ from the result
             local_keys = set()
         with self.coordinator.changed:
             committed = self.coordinator.state.committed if requested_committed < 0 else requested_committed
@@ -229,7 +238,7 @@ class SwarmService:
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
         with TensorFile(path) as file:
             keys = [key for key in file.shapes if key not in local_keys]
-            with self._digest_lock:  # of many that ask at once, for one
+            with self._digest_lock:  # computed once for many concurrent calls
                 if path not in self._digests:
                     self._digests = dict([*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]) | {
                         path: _tensor_digests(file)
@@ -241,7 +250,7 @@ class SwarmService:
 
 
 def _tensor_digests(file: TensorFile) -> dict[str, str]:
-    """The checksum of every tensor in a file."""
+    """Return the checksum of every tensor in a file."""
     digests = {}
     for key in file.shapes:
         checksum = xxhash.xxh3_128()
@@ -252,13 +261,16 @@ def _tensor_digests(file: TensorFile) -> dict[str, str]:
 
 
 def _receive_file(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:
-    """Take the bytes of a file from `offset` on. What came stays if the connection breaks: it goes on from there."""
+    """Receive the bytes of a file from `offset` on.
+
+    Received bytes remain after a link failure, and the transfer resumes there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     received_bytes = path.stat().st_size if path.exists() else 0
     if offset not in (0, received_bytes):
-        raise UpdateRejected(f"malformed: it begins at byte {offset}, where {received_bytes} are here")
+        raise UpdateRejected(f"malformed: it starts at byte {offset}, after {received_bytes} received bytes")
     if size_bytes > max_bytes:
-        raise UpdateRejected(f"oversized: {size_bytes} bytes, where {max_bytes} are allowed")
+        raise UpdateRejected(f"oversized: {size_bytes} bytes exceed the maximum of {max_bytes}")
     checksum = xxhash.xxh3_128()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
@@ -270,9 +282,9 @@ def _receive_file(path: Path, offset: int, max_bytes: int, size_bytes: int, requ
             if not chunk:
                 raise UpdateRejected(f"malformed: {offset} of {size_bytes} bytes")
             if offset > size_bytes:
-                raise UpdateRejected(f"oversized: more than the {size_bytes} bytes that it said")
+                raise UpdateRejected(f"oversized: more than the announced {size_bytes} bytes")
             checksum.update(chunk)
             file.write(chunk)
     if unpack(next(requests))["checksum"] != checksum.hexdigest():
         path.unlink()
-        raise UpdateRejected("damaged: its checksum is another")
+        raise UpdateRejected("damaged: its checksum is wrong")

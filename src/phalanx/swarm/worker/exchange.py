@@ -1,10 +1,10 @@
-"""What a node's first rank exchanges with the coordinator, and the files that it does that with: what it tells of a
-round, and what came of it, put into the weights that all nodes have.
+"""Exchange of a node's first rank with the coordinator: updates, and results for the shared weights.
 
-    base.safetensors     the weights that all nodes have
-    live.safetensors     this node's own, when it last told; of ddp their gradients
-    update               what it told
-    down                 what a round came to"""
+base.safetensors     the weights that all nodes have
+live.safetensors     this node's weights at its last update; for ddp its gradients
+update               the last update
+down                 the broadcast of a round
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from phalanx.swarm.update_files import Feedback, decode_piece, update_base, writ
 
 
 class RoundExchange:
-    """A node's end of rounds. Every rank knows what it is of and where its files are; the first has the link."""
+    """A node's rounds. Every rank knows their contents and files; the first rank has the link."""
 
     def __init__(self, run: RunSpec, directory: Path, name: str, link: SwarmClient | None) -> None:
         assert run.swarm is not None
@@ -43,19 +43,26 @@ class RoundExchange:
         self.local_experts: tuple[int, ...] = ()
         """The experts that this node trains."""
         self.version = -1
-        """Rounds that the base has."""
+        """Number of rounds that the shared weights include."""
         self.initial_download_bytes = 0
-        """All weights, received before the first round."""
+        """Bytes of all weights received before the first round."""
         self.fetched_round = -1
-        """The round of which `down` has what it came to."""
+        """The round whose broadcast is in the file `down`."""
         self.feedback: Feedback = {}
         self.upload_seconds = 0.0
-        """The last time."""
+        """Duration of the last upload."""
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------------
 
     def send_update(self, task: NodeTask, steps: int, tokens: int, round_record: RoundRecord) -> bool:
-        """Send what was learned; whether it counted."""
+        """Send the update of a round, and return whether the coordinator accepted it.
+
+        Args:
+            task: The task of the round.
+            steps: Number of finished steps.
+            tokens: Number of tokens that the node trained on.
+            round_record: The record of the round, which is updated.
+        """
         assert self.link is not None
         start = time.perf_counter()
         sent_before = self.link.sent_bytes
@@ -84,7 +91,7 @@ class RoundExchange:
         return not round_record.refused
 
     def pieces_to_send(self, round_number: int) -> tuple[ModelPiece, ...]:
-        """What this node tells of a round."""
+        """Return the pieces that this node sends in a round."""
         owners: Owners | None = None
         if self.swarm.method in EXPERT_SPLIT_METHODS and self.run.model.moe is not None:
             owners = tuple(
@@ -92,24 +99,24 @@ class RoundExchange:
             )
         return pieces_sent_by(round_pieces(self.run, round_number), owners, self.name)
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def local_experts_are_final(self, round_number: int) -> bool:
-        """Whether what this node tells of its experts in a round is what all have of them then."""
+        """Return whether the result of a round contains this node's experts as this node sends them."""
         config = aggregation_config(self.run, round_number)
         return self._trains_experts_alone and config.outer.is_plain_mean and not config.merge_alpha
 
     def local_expert_pieces(self, round_number: int) -> list[ModelPiece]:
-        """Of what it tells of a round, its experts."""
+        """Return the expert pieces that this node sends in a round."""
         return [piece for piece in self.pieces_to_send(round_number) if piece.expert is not None]
 
     @property
     def _trains_experts_alone(self) -> bool:
-        """Whether nobody else trains this node's experts."""
+        """True if no other node trains this node's experts."""
         return self.swarm.method in EXPERT_SPLIT_METHODS and self.swarm.replication == 1
 
     def download_model(self) -> int:
-        """Receive all weights; returns how many rounds these have."""
+        """Receive all weights, and return how many rounds they include."""
         assert self.link is not None
         partial_path = self.directory / "base.part"
         shapes = parameter_shapes(self.run.model)
@@ -120,8 +127,15 @@ class RoundExchange:
         return committed
 
     def prefetch_round(self, round_number: int, upload: Future[bool], round_record: RoundRecord) -> None:
-        """Receive what a round comes to once it is known, while the node learns on; nothing, if the node is to leave or
-        that is gone already."""
+        """Receive the result of a round when it is known, while the node continues training.
+
+        No result is received if the node must leave, or if the result was removed.
+
+        Args:
+            round_number: The round.
+            upload: The upload of this node's update.
+            round_record: The record of the round, which is updated.
+        """
         assert self.link is not None
         was_accepted = upload.result()
         while self.link.poll(committed=round_number + 1) is None:
@@ -132,8 +146,16 @@ class RoundExchange:
                 self._download_round(round_number, was_accepted, round_record)
 
     def catch_up(self, committed: int, round_record: RoundRecord, accepted_round: int | None) -> int:
-        """Bring the base to so many rounds: round by round, or, if one of these is gone, whole. Returns how many it has
-        then: if all of it was sent, it may be more."""
+        """Update the shared weights to `committed` rounds, and return how many rounds they include.
+
+        The results are received round by round. If one was removed, all weights are received, which may include more
+        rounds.
+
+        Args:
+            committed: Number of committed rounds.
+            round_record: The record of the round, which is updated.
+            accepted_round: The last round in which this node's update was accepted.
+        """
         assert self.link is not None
         try:
             if self.version < 0:
@@ -162,7 +184,7 @@ class RoundExchange:
             round_record.received_bytes += self.link.received_bytes - received_before
 
     def _download_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
-        """Receive what a round came to."""
+        """Receive the broadcast of a round."""
         assert self.link is not None
         sizes = {
             piece.key: (encoded_bytes(piece.num_elements, self.swarm.effective_codec),)
@@ -178,12 +200,12 @@ class RoundExchange:
         self.fetched_round = round_number
 
     def _skipped_keys(self, round_number: int, was_accepted: bool) -> list[str]:
-        """What this node has of a round's result already."""
+        """Return the keys of a round's result that this node already has."""
         skips = was_accepted and self.swarm.method == "spes+" and self.local_experts_are_final(round_number)
         return [piece.key for piece in self.local_expert_pieces(round_number)] if skips else []
 
     def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
-        """Put what a round came to into the base."""
+        """Apply the broadcast of a round to the shared weights."""
         assert self.link is not None
         start = time.perf_counter()
         path = self.directory / "down"

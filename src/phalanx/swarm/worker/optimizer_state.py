@@ -1,4 +1,4 @@
-"""What an optimizer knows of parameters, taken along when a node trains other experts than before."""
+"""Transfer of optimizer state when a node trains other experts than before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX
 from phalanx.train.learner import Learner
 
 Moments = dict[str, dict[str, Any]]
-"""An optimizer's state of parameters, by their names."""
+"""State of an optimizer by the names of its parameters."""
 
 
 def optimizer_moments(learner: Learner) -> Moments:
-    """What the optimizers know."""
+    """Return the state of the learner's optimizers."""
     return {
         name: optimizer.state[parameter]
         for name, parameter in learner.strategy.trainable_parameters.items()
@@ -30,9 +30,18 @@ def optimizer_moments(learner: Learner) -> Moments:
 def transfer_moments(
     moments: Moments, old_experts: Sequence[int], learner: Learner, new_experts: Sequence[int]
 ) -> None:
-    """Give the optimizers of `learner` what was known of parameters that it trains whole on this rank, too, and of
-    stacks of experts for those in both. What is new begins anew; so do experts of ranks that have different ones, or
-    some rows of them."""
+    """Copy optimizer state to the optimizers of another learner.
+
+    State is copied for parameters that this rank trains in full, and in stacks of experts for the experts of both
+    learners. State of new experts starts at zero. Experts are not copied if ranks have different ones or only rows of
+    them.
+
+    Args:
+        moments: The state of the old optimizers.
+        old_experts: The experts of the old learner.
+        learner: The new learner.
+        new_experts: Its experts.
+    """
     is_expert_parallel = learner.run.layout.ep > 1
     for name, parameter in learner.strategy.trainable_parameters.items():
         for optimizer in learner.optimizers:

@@ -1,5 +1,7 @@
-"""A node's copy of the model, on all of its ranks and under whatever layout these have: its present weights, or their
-gradients, written to a file, and weights from a file taken by every rank for its part."""
+"""Access to a node's model over all of its ranks and for any layout.
+
+Weights or gradients are written to a file of full parameters, and every rank reads its part of weights from a file.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ from phalanx.train.learner import Learner
 def write_weights(
     strategy: Strategy, mesh: Mesh, trained_experts: TrainedExperts | None, num_experts: int, file: TensorFile
 ) -> None:
-    """Write what is trained to a file of whole parameters."""
+    """Write the trained parameters to a file of full parameters.
+
+    Args:
+        strategy: The strategy.
+        mesh: The ranks.
+        trained_experts: The experts that are trained; None for all.
+        num_experts: The number of experts of the model.
+        file: The file.
+    """
     _write_tensors(
         strategy,
         mesh,
@@ -41,8 +51,11 @@ def write_weights(
 
 
 class GradientCapture(torch.optim.Optimizer):
-    """The optimizer of a node whose coordinator steps (ddp). It changes nothing: what it would have stepped by, all at
-    once or as many at a time as the strategy brings, it writes to a file of whole parameters."""
+    """Optimizer of a node whose coordinator steps (ddp).
+
+    It changes no parameter, and writes the gradients to a file of full parameters, all at once or in the strategy's
+    groups.
+    """
 
     def __init__(self, learner: Learner, path: Path) -> None:
         super().__init__(
@@ -54,6 +67,7 @@ class GradientCapture(torch.optim.Optimizer):
         self.experts = range(learner.run.model.moe.num_experts if learner.run.model.moe else 0)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Write the present gradients to the file."""
         parameters = self.strategy.trainable_parameters
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         with TensorFile(self.path, writable=True) as file:
@@ -64,8 +78,10 @@ class GradientCapture(torch.optim.Optimizer):
 def _write_tensors(
     strategy: Strategy, mesh: Mesh, experts: Sequence[int], tensors: Mapping[str, Tensor], file: TensorFile
 ) -> None:
-    """Write tensors like what is trained, of these experts: each by the first rank that has it. Parts of one parameter
-    on several ranks are brought together, so that all ranks take part."""
+    """Write tensors with the shapes of trained parameters, each on the first rank that has it.
+
+    Shards of a parameter on several ranks are gathered, so all ranks must call this function.
+    """
     is_writer = _is_first(mesh)
     for name, tensor in tensors.items():
         global_tensor = strategy.as_global_dtensor(name, tensor.detach())
@@ -80,7 +96,7 @@ def _write_tensors(
 
 
 def _is_first(mesh: Mesh) -> bool:
-    """Whether this is the first of the ranks that have the same stages."""
+    """Return whether this rank is the first one with its stages."""
     return not any(coordinate for axis, coordinate in mesh.dims.coordinates(mesh.rank).items() if axis != "pp")
 
 
@@ -93,8 +109,16 @@ def read_weights(
     blend_factors: Mapping[str, float],
     sent_weights: Weights | None = None,
 ) -> None:
-    """Take weights: what is trained here and what is frozen. A parameter in `blend_factors` keeps that fraction
-    of its value; to the others is added what was learned since `sent_weights` were sent."""
+    """Read trained and frozen weights.
+
+    Args:
+        strategy: The strategy.
+        trained_experts: The experts that are trained; None for all.
+        num_experts: The number of experts of the model.
+        weights: The new weights.
+        blend_factors: The fraction of its local value that a parameter keeps.
+        sent_weights: The weights at the last update; the local change since is added to parameters without a factor.
+    """
 
     def load_parameter(name: str, source: Weights) -> None:
         read_full = partial(_read_parameter, source)
@@ -106,7 +130,7 @@ def read_weights(
             else read_full,
         )
 
-    for name, parameter in strategy.trainable_parameters.items():  # one at a time: copies are of one
+    for name, parameter in strategy.trainable_parameters.items():  # one at a time, so that copies are small
         reference = None if name in blend_factors else sent_weights
         local_value = parameter.clone() if reference is not None or blend_factors.get(name) else None
         load_parameter(name, weights)
@@ -117,14 +141,14 @@ def read_weights(
             continue
         received_value = parameter.clone()
         load_parameter(name, reference)
-        # in this order nothing is rounded where both are the same
+        # in this order, equal values are not rounded
         parameter.neg_().add_(received_value).add_(local_value)
     init_frozen_experts(strategy.module, partial(_read_parameter, weights), num_experts)
     strategy.sync_model_weights()
 
 
 def _read_parameter(weights: Weights, name: str, shape: torch.Size) -> Tensor:
-    """A parameter, from its pieces."""
+    """Return a parameter from its pieces."""
     if STACKED_EXPERTS_INFIX not in name:
         return weights(ModelPiece(name, tuple(shape)))
     return torch.stack([weights(ModelPiece(name, tuple(shape[1:]), expert)) for expert in range(shape[0])])
@@ -132,8 +156,10 @@ def _read_parameter(weights: Weights, name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def resident_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Of weights, gradients and optimizer state that this rank holds now, and of experts that rest, each storage
-    once; not of what is offloaded."""
+    """Return the resident bytes of weights, gradients, optimizer state and frozen experts on this rank.
+
+    Each storage counts once. Offloaded state is excluded.
+    """
     resident = strategy.resident_tensors(optimizers)
     frozen_modules = [part for part in strategy.module.modules() if isinstance(part, FrozenExpertWeights)]
     tensors = [tensor for part in ("parameters", "gradients", "optimizer") for tensor in resident.get(part, ())]

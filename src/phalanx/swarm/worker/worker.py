@@ -1,9 +1,10 @@
-"""One node's work in a swarm, on each of its ranks: learn for a while, tell, hear, go on.
+"""Work of one node in a swarm on each of its ranks: train, send an update, receive the result.
 
-Rank 0 speaks with the coordinator; the others do what it says. A node's directory has, beside what every run has:
+Rank 0 communicates with the coordinator, and broadcasts to the other ranks. Additional files in a node's directory:
 
-    swarm.jsonl          of each round bytes and seconds (`runs.swarm_records`)
-    base.safetensors, live.safetensors, update, down: see `swarm.worker.exchange`"""
+    swarm.jsonl          bytes and seconds of each round (`runs.swarm_records`)
+    base.safetensors, live.safetensors, update, down (`swarm.worker.exchange`)
+"""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
 DEADLINE_MARGIN_SECONDS = 2.0
-"""Before a round closes, beside what telling took the last time."""
+"""Time reserved before a round closes, in addition to the duration of the last upload."""
 
 
 class SwarmWorker:
-    """A node's rank under way. torch.distributed must be initialised where it has several."""
+    """A rank of a node. With several ranks, torch.distributed must be initialized."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class SwarmWorker:
         name: str,
         link: SwarmClient | None,
     ) -> None:
-        """`name` is the node's in the swarm, `link` rank 0's."""
+        """Prepare the rank. `name` is the node's in the swarm; `link` is None on ranks other than 0."""
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
@@ -67,21 +68,21 @@ class SwarmWorker:
         self.total_experts = run.model.moe.num_experts if run.model.moe else 0
         self.trainer: Trainer | None = None
         self.batches: Generator[Batch] | None = None
-        """Of the round's steps."""
+        """Batches of the round's steps."""
         self.steps_ahead = 0
-        """Steps that were learned of the next round already."""
+        """Number of steps of the next round that are already done."""
         self.state_bytes = 0
-        """When the optimizers stepped last."""
+        """Resident state at the last optimizer step."""
         self.current_round = -1
-        """Of the round that it is in."""
+        """The round that the node is in."""
         self.deadline: float | None = None
-        """By time.monotonic(), on rank 0."""
+        """Deadline of the round's steps by time.monotonic(), on rank 0."""
         self.leaving = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="telling")
         self._stopped = threading.Event()
 
     def leave(self) -> None:
-        """After the round that it is in; at once, where nobody answers."""
+        """Leave after the present round, or at once if the coordinator is unreachable."""
         self.leaving = True
         if self.link is not None:
             self.link.leaving = True
@@ -91,14 +92,14 @@ class SwarmWorker:
     def participate(
         self, loggers: list[Logger], round_logger: Logger | None, log: Callable[[str], None]
     ) -> MetricsRecord:
-        """Take part until the last round is done, or it is asked to leave; returns the last evaluation."""
+        """Participate until the last round is done or the node must leave, and return the last evaluation."""
         heartbeat = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
         if heartbeat:
             heartbeat.start()
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
-                if not task.already_sent:  # else it was here before, and told of this round already
+                if not task.already_sent:  # otherwise a restarted node has already sent this round
                     round_record = RoundRecord(task.round)
                     start = time.perf_counter()
                     self._prepare(task, round_record)
@@ -116,14 +117,14 @@ class SwarmWorker:
             self.trainer.rotate_expert_counts()
             return self.trainer.evaluate()
         except BaseException:
-            self.leave()  # or what goes on beside would wait for the round's end
+            self.leave()  # otherwise background threads would wait for the round's end
             raise
         finally:
             self._stopped.set()
             self._executor.shutdown()
 
     def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
-        """Have the weights that the round begins with, the experts that this node trains in it, and its text."""
+        """Prepare the weights, the trained experts and the text of a round."""
         self.current_round = task.round
         self._set_deadline(task)
         round_record.whole_bytes = self.exchange.initial_download_bytes
@@ -135,11 +136,11 @@ class SwarmWorker:
             moments = optimizer_moments(self.trainer) if self.trainer else {}
             old_experts = self.exchange.local_experts
             self.trainer = None
-            self.exchange.local_experts = task.owned  # two would need twice the memory
+            self.exchange.local_experts = task.owned  # two trainers would need twice the memory
             self.trainer = self._build_trainer()
             transfer_moments(moments, old_experts, self.trainer, new_experts=task.owned)
         round_record.experts = len(task.owned)
-        if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
+        if self.swarm.sends_gradients:  # a parameter that a step does not use has no gradient
             broadcast_from_rank0(
                 lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
             )
@@ -150,12 +151,12 @@ class SwarmWorker:
         self.trainer.step = task.round * self.swarm.steps_per_round + self.steps_ahead
 
     def _run_round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
-        """Learn, tell, hear what all nodes made of it."""
+        """Train, send the update, and receive the result."""
         is_last_round = (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps
         steps = self.swarm.steps_per_round - self.steps_ahead
         self._train_steps(steps, round_record, loggers, in_time=True)
         upload = self._send_update(task, round_record)
-        # who begins has less text than that once
+        # a node in its first round has more text
         extra_steps = 0 if is_last_round else min(self.swarm.delay, task.steps - steps)
         download = (
             self._executor.submit(self.exchange.prefetch_round, task.round, upload, round_record)
@@ -173,7 +174,7 @@ class SwarmWorker:
             self._catch_up(next_task.committed, round_record, task.round if accepted else None)
 
     def _train_steps(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
-        """So many steps; `in_time` for the round's end fewer, but one at least. Returns how many were done."""
+        """Train for `steps` steps, or at least one to meet the deadline (`in_time`); return their number."""
         assert self.trainer is not None
         assert self.batches is not None
         trainer = self.trainer
@@ -185,7 +186,7 @@ class SwarmWorker:
             step_seconds = (time.perf_counter() - start) / max(1, round_record.steps - steps_before)
             tokens = trainer.tokens
             if in_time and self.deadline is not None and time.monotonic() + 2 * step_seconds > self.deadline:
-                trainer.stop_requested = True  # all ranks hear of it in this step
+                trainer.stop_requested = True  # all ranks receive the request in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             record = trainer.train_step(self.batches)
@@ -199,13 +200,13 @@ class SwarmWorker:
         round_record.train_seconds += time.perf_counter() - start
         return round_record.steps - steps_before
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------------
 
     def _send_update(self, task: NodeTask, round_record: RoundRecord) -> Future[bool] | None:
-        """Write what was learned, and begin to send it. On rank 0 whether it counted, when it is known."""
+        """Write the update and start its upload; on rank 0 return whether the coordinator accepts it."""
         assert self.trainer is not None
         start = time.perf_counter()
-        if not self.swarm.sends_gradients:  # which are there since they were to be stepped by
+        if not self.swarm.sends_gradients:  # gradients are already written (`GradientCapture`)
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
                 write_weights(
                     self.trainer.strategy,
@@ -223,13 +224,15 @@ class SwarmWorker:
             self._executor.submit(self.exchange.send_update, task, steps, tokens, round_record) if self.link else None
         )
 
-    # -- hearing -----------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _catch_up(
         self, committed: int, round_record: RoundRecord, accepted_round: int | None = None, is_final: bool = False
     ) -> None:
-        """Have the base of so many rounds, and go on from it: with `is_final` from nothing else.
-        `accepted_round` is the last round in which this node's update was accepted."""
+        """Update the shared weights to `committed` rounds, and continue from them.
+
+        With `is_final`, no local changes remain. `accepted_round` is the last round that accepted this node's update.
+        """
         exchange = self.exchange
         old_version = exchange.version
         blends = self.swarm.delay > 0 and accepted_round == exchange.version == committed - 1
@@ -238,7 +241,7 @@ class SwarmWorker:
             return
         adds_local_change = blends and self.swarm.mixing is None and not is_final
         keeps_local_experts = accepted_round is not None and blends and exchange.local_experts_are_final(accepted_round)
-        if keeps_local_experts:  # what coding left out of these is still in the weights
+        if keeps_local_experts:  # the encoding error of these is still in the weights
             for piece in exchange.local_expert_pieces(committed - 1):
                 exchange.feedback.pop(piece.key, None)
         updated_fragments = {
@@ -259,8 +262,11 @@ class SwarmWorker:
         round_record.code_seconds += time.perf_counter() - start
 
     def _blend_factors(self, updated_fragments: set[int], blends: bool, keeps_local_experts: bool) -> dict[str, float]:
-        """Of each parameter, how much of what this node made of it stays: all of fragments whose turn it was not; where
-        it learned on since it told, `mixing`, if that is said, and all of its own experts whose word stands."""
+        """Return the fraction of its local value that each parameter keeps.
+
+        It is 1 for fragments that were not updated, and for the node's own experts whose update is final. For a node
+        that continued training after its update, it is `mixing` if that is set.
+        """
         factors = {}
         for fragment in range(self.swarm.fragments):
             for piece in fragment_pieces(self.run.model, fragment, self.swarm.fragments):
@@ -272,10 +278,10 @@ class SwarmWorker:
                     factors[piece.name] = self.swarm.mixing
         return factors
 
-    # -- with the other ranks ----------------------------------------------------------------------------------------
+    # -- communication between ranks ---------------------------------------------------------------------------------
 
     def _wait_for(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
-        """What the coordinator says once that is so, on all ranks; None if this node is to leave before."""
+        """Wait for a round or a number of committed rounds; return the task, or None if the node leaves."""
         while True:
             leaving, task = broadcast_from_rank0(lambda: self._poll_coordinator(round, committed))
             if leaving or task is not None:
@@ -286,14 +292,14 @@ class SwarmWorker:
         return self.leaving, None if self.leaving else self.link.poll(round, committed)
 
     def _heartbeat_loop(self) -> None:
-        """Say now and then that this node is there."""
+        """Send heartbeats periodically."""
         assert self.link is not None
         while not self._stopped.wait(min(5.0, self.swarm.round.lease_seconds / 6)):
             with suppress(Exception):
                 self._set_deadline(self.link.heartbeat())
 
     def _set_deadline(self, task: NodeTask) -> None:
-        """By when the round's steps must be done, if it says that of this round."""
+        """Set the deadline of the round's steps, if the task is of this round."""
         if task.round != self.current_round:
             return
         closes_in_seconds = None if task.already_sent or self.link is None else task.closes_in_seconds
@@ -308,7 +314,7 @@ class SwarmWorker:
 
             corpus = replace(self.corpus, weights=read_weight)
             run = self.run
-            if self.swarm.sends_gradients:  # it is their mean that is clipped
+            if self.swarm.sends_gradients:  # the coordinator clips the mean gradient
                 run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
             trainer = Trainer(run, corpus, self.directory, device=self.device, trained_experts=self._trained_experts())
         if self.swarm.sends_gradients:
@@ -317,7 +323,7 @@ class SwarmWorker:
         def record_state_bytes(*_: object) -> None:
             self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
 
-        for last_optimizer in trainer.optimizers[-1:]:  # gradients are still there, moments already
+        for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
             last_optimizer.register_step_post_hook(record_state_bytes)
         return trainer
 
@@ -330,7 +336,7 @@ class SwarmWorker:
 
 
 def _format_round(round_record: RoundRecord) -> str:
-    """A round in a line."""
+    """Return a round in a line."""
     megabytes = f"{round_record.sent_bytes / 1e6:.3g} MB up, {round_record.received_bytes / 1e6:.3g} MB down"
     train_share = round_record.train_seconds / round_record.seconds if round_record.seconds else 0.0
     refused = f"; refused: {round_record.refused}" if round_record.refused else ""
