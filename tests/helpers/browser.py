@@ -108,9 +108,18 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Go to a page, and wait until its figures are drawn."""
-        self.call("Page.navigate", url=address)
         drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
-        self.wait_until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
+        self.navigate(address, f"!!document.getElementById('figures') && {drawn}")
+
+    def navigate(self, address: str, ready: str) -> None:
+        """Go to a page, and wait until it is loaded and an expression is true."""
+        self.call("Page.navigate", url=address)
+        self.wait_until(f"location.href !== 'about:blank' && document.readyState === 'complete' && {ready}")
+
+    def click(self, x: float, y: float) -> None:
+        """Press and release the mouse at a point of the window."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def evaluate(self, expression: str) -> Any:
         """Of an expression of JavaScript; of a promise what it promised."""
