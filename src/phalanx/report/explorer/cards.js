@@ -46,8 +46,9 @@ function layoutCard(row, letter, details, longest) {
       memory,
       tile("P(OOM)", percent(details.p_oom), details.fit ?? "by the formula")),
     element("div", { class: "figures" },
-      breakdownFigure(setup, details.parts, details.step_seconds, longest),
-      details.traffic && trafficFigure(setup, details.traffic),
+      element("div", { class: "column" },
+        breakdownFigure(setup, details.parts, details.step_seconds, longest),
+        details.traffic && trafficFigure(setup, details.traffic)),
       details.memory && memoryFigure(setup, details.memory),
       details.timeline && timelineFigure(setup, details.timeline)),
     commands(row, details));

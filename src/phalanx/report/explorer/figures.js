@@ -38,27 +38,27 @@ function memoryFigure(setup, memory) {
   const names = Object.keys(setup.memory_parts).filter((name) => roles.some(([, { parts }]) => parts[name] > 0));
   const limit = setup.memory_bytes;
   const longest = 1.04 * Math.max(limit, ...roles.map(([, { parts, peak_bytes }]) => Math.max(sum(parts), peak_bytes)));
-  const rows = roles.map(([role, { parts, peak_bytes }], at) => {
+  const at = (bytes) => `left:${(100 * bytes) / longest}%`;
+  const every = Math.ceil(roles.length / 16);
+  const rows = roles.map(([role, { parts, peak_bytes }], index) => {
     const label = role === "rank" ? "every rank" : role.replace("pp", "stage ");
     const shown = names.map((name) => ({ name, size: parts[name] ?? 0, color: setup.memory_parts[name].color }));
     const bar = stackedBar(shown, longest, (name, size) => `${label}, ${setup.memory_parts[name].meaning}: ${gib(size)}`);
-    const peak = element("i", { class: "peak", style: `left:${(100 * peak_bytes) / longest}%` });
+    const peak = element("i", { class: "peak", style: at(peak_bytes) });
     withTip(peak, () => `${label}, at one time: ${gib(peak_bytes)}`);
-    const every = Math.ceil(roles.length / 16);
     return [
-      element("span", { class: "role" }, at % every ? "" : label),
-      element("div", { class: "track" }, bar, peak),
-      element("span", { class: "total" }, at % every ? "" : gib(peak_bytes)),
+      element("span", { class: "role" }, index % every ? "" : label),
+      element("div", { class: "track" }, bar, element("i", { class: "limit", style: at(limit) }), peak),
+      element("span", { class: "total" }, index % every ? "" : gib(peak_bytes)),
     ];
   });
-  const height = roles.length > 48 ? 5 : roles.length > 16 ? 9 : 18;
-  const line = element("div", { class: "limit" }, element("i", { style: `left:${(100 * limit) / longest}%` }));
+  const height = roles.length > 48 ? 5 : roles.length > 16 ? 9 : roles.length > 1 ? 18 : 26;
   const legend = names.map((name) =>
     element("li", {}, swatch(setup.memory_parts[name].color), setup.memory_parts[name].meaning));
   return element("section", {},
     element("h4", {}, roles.length > 1 ? "Memory of a rank, by pipeline rank" : "Memory of a rank"),
     element("ul", { class: "legend" }, legend),
-    element("div", { class: "memory", style: `--row:${height}px` }, rows.flat(), line),
+    element("div", { class: "memory", style: `--row:${height}px` }, rows.flat()),
     element("p", { class: "quiet" },
       `Counted tensor by tensor. Parts have their maxima at different times; the black mark and the number are all of ` +
       `them at one time. Dashed: the ${gib(limit)} of the device.`));
@@ -165,11 +165,12 @@ function drawTimeAxis(context, width, top, makespan, scale) {
   const rough = makespan / Math.max(2, width / 110);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough);
+  const [factor, unit] = makespan >= 1 ? [1, "s"] : [1e3, "ms"];
   context.font = "11px system-ui, sans-serif";
   context.fillStyle = color("--quiet");
   for (let at = 0; at <= makespan; at += step) {
     context.textAlign = at ? "center" : "left";
-    const label = at ? seconds(at) : "0";
+    const label = `${Number((factor * at).toPrecision(6))} ${unit}`;
     if (TIMELINE_LEFT + at * scale < width - 20) context.fillText(label, TIMELINE_LEFT + at * scale, top + 13);
   }
 }

@@ -21,7 +21,7 @@ from phalanx.report.explorer.columns import pack_columns, pack_json
 from phalanx.report.explorer.details import layout_details
 from phalanx.report.explorer.exploration import Exploration
 from phalanx.report.html.figures import MEMORY_COLOURS, RUN_COLOURS
-from phalanx.spec.formatting import WRITTEN_BY
+from phalanx.spec.formatting import WRITTEN_BY, plural
 from phalanx.spec.layout import Layout
 
 SCRIPTS = ("data.js", "scatter.js", "figures.js", "cards.js", "explorer.js")
@@ -144,7 +144,7 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     return {
         "title": f"{model} on {exploration.world_size:,} x {machine}",
         "summary": [
-            f"{cluster.nodes:,} nodes of {cluster.nproc_per_node}",
+            f"{plural(cluster.nodes, 'node')} of {cluster.nproc_per_node} {machine}",
             f"{training.tokens_per_step:,} tokens a step",
             f"sequences of {training.seq_len:,}",
             f"{len(exploration.layouts):,} layouts, {exploration.plan.fitting:,} likely to fit",

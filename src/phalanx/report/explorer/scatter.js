@@ -3,16 +3,15 @@
 const MARGIN = { left: 58, right: 16, top: 16, bottom: 46 };
 const PICK_PIXELS = 14;
 
-/** Ticks of a logarithmic axis: 1, 2 and 5 of each power of ten, or every power where these are too many. */
+const TICK_DIGITS = [[1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9], [1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 3, 5, 7], [1, 2, 5], [1]];
+
+/** Round numbers between two logarithms: as many of each power of ten as there is room for. */
 function logTicks(low, high, most) {
-  const ticks = [];
-  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
-    for (const digit of [1, 2, 5]) ticks.push(digit * 10 ** power);
-  }
-  const inside = ticks.filter((tick) => Math.log10(tick) >= low && Math.log10(tick) <= high);
-  if (inside.length <= most) return inside;
-  const powers = inside.filter((tick) => Number.isInteger(Math.round(Math.log10(tick) * 1e9) / 1e9));
-  return powers.length >= 2 ? powers : inside.filter((_, at) => at % Math.ceil(inside.length / most) === 0);
+  const powers = Array.from({ length: Math.ceil(high) - Math.floor(low) + 1 }, (_, at) => Math.floor(low) + at);
+  const choices = TICK_DIGITS.map((digits_) =>
+    powers.flatMap((power) => digits_.map((digit) => digit * 10 ** power))
+      .filter((tick) => Math.log10(tick) >= low && Math.log10(tick) <= high));
+  return choices.find((ticks) => ticks.length <= most) ?? choices.at(-1);
 }
 
 /** Number of a tick without trailing zeros. */
@@ -89,7 +88,7 @@ class Scatter {
     const { ratio, order, logX, logY, colorOf, view } = this;
     const { left, top, width, height } = this.plot;
     const context = this.points.getContext("2d");
-    const pixels = Math.max(1, Math.round((order.length > 30000 ? 2 : order.length > 3000 ? 3 : 5) * ratio));
+    const pixels = Math.max(1, Math.round((order.length > 8000 ? 2 : order.length > 2000 ? 3 : 5) * ratio));
     const image = context.createImageData(Math.round(width * ratio), Math.round(height * ratio));
     const ink = new Uint32Array(image.data.buffer);
     const scaleX = image.width / (view.x[1] - view.x[0]);
@@ -158,12 +157,16 @@ class Scatter {
     const at = this.toY(Math.log10(this.limit));
     if (!(at > top && at < top + height)) return;
     context.strokeStyle = color("--off");
-    context.fillStyle = color("--off");
     context.setLineDash([6, 4]);
     stroke(context, [left, at], [left + width, at]);
     context.setLineDash([]);
+    const label = `device memory: ${digits(this.limit)} GiB`;
+    const wide = context.measureText(label).width + 12;
+    context.fillStyle = colorWith(color("--paper"), 0.85);
+    context.fillRect(left + width - wide, at - 19, wide, 17);
+    context.fillStyle = color("--off");
     context.textAlign = "right";
-    context.fillText(`device memory ${digits(this.limit)} GiB`, left + width - 6, at - 6);
+    context.fillText(label, left + width - 6, at - 6);
   }
 
   drawFront(context) {
@@ -296,6 +299,9 @@ class Scatter {
     showTip(row === null ? null : this.describe(row), this.marks, at);
   }
 }
+
+/** A color as #rrggbb, with an opacity. */
+const colorWith = (text, opacity) => `${text}${Math.round(255 * opacity).toString(16).padStart(2, "0")}`;
 
 function stroke(context, from, to) {
   context.beginPath();
