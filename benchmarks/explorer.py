@@ -132,7 +132,7 @@ def format_table(
             f"{MAX_CLICK_SECONDS:g} s, is below {MAX_BYTES / 1e6:g} MB.",
             "",
             f"Chromium without a window and without a GPU, on 2 shared cores ({platform.machine()}).",
-            "Numbers are 32-bit floats in columns, rounded to 16 bits of fraction, in planes of bytes of equal weight,",
+            "Numbers are 32-bit floats in columns, rounded to one part in 65,536, in planes of bytes of equal weight,",
             "compressed by zlib and written as base64; the browser's own DecompressionStream unpacks them. Points are",
             "pixels of a canvas.",
             "",

@@ -23,18 +23,22 @@ def small_exploration() -> Exploration:
     return explore(run, run.cluster.ranks, NUM_FIRST_CHOICES)
 
 
-def unpack_columns(packed: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the columns that `pack_columns` packed."""
-    raw = zlib.decompress(base64.b64decode(packed["data"]))
-    rows, offset, columns = packed["rows"], 0, {}
-    for name, width in [*((name, 2) for name in packed["choices"]), *((name, 4) for name in packed["numbers"])]:
+def unpack_columns(packed: dict[str, Any]) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+    """Return the choices and the numbers that `pack_columns` packed."""
+    raw, rows = zlib.decompress(base64.b64decode(packed["data"])), packed["rows"]
+
+    def numbers_at(offset: int, kind: str, width: int) -> list[Any]:
         planes = np.frombuffer(raw, np.uint8, width * rows, offset).reshape(width, rows)
-        numbers = np.ascontiguousarray(planes.T).view("<u2" if width == 2 else "<f4").ravel()
-        values = packed["choices"].get(name)
-        columns[name] = numbers.tolist() if values is None else [values[index] for index in numbers]
-        offset += width * rows
-    assert offset == len(raw)
-    return columns
+        return np.ascontiguousarray(planes.T).view(kind).ravel().tolist()
+
+    choices = {
+        name: [values[index] for index in numbers_at(2 * rows * at, "<u2", 2)]
+        for at, (name, values) in enumerate(packed["choices"].items())
+    }
+    start = 2 * rows * len(choices)
+    numbers = {name: numbers_at(start + 4 * rows * at, "<f4", 4) for at, name in enumerate(packed["numbers"])}
+    assert len(raw) == start + 4 * rows * len(numbers)
+    return choices, numbers
 
 
 def unpack_json(text: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.commands import plan_explorer
 from phalanx.cli.commands.plan_explorer import Choices, PlanArguments, has_screen, parse_choices, with_choices
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -21,14 +22,14 @@ from tests.helpers.watch_server import serving
 
 RUN = """
 [model]
-preset = "llama3-8b"
+preset = "gpt2-124m"
 [training]
-seq_len = 4096
-tokens_per_step = 65536
+seq_len = 1024
+tokens_per_step = 16384
 [cluster]
-nproc_per_node = 8
+nproc_per_node = 4
 """
-CHOICES = {"machine": "", "nodes": 1, "batch": 16, "seq_len": 4096}
+CHOICES = {"machine": "", "nodes": 1, "batch": 16, "seq_len": 1024}
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def arguments_for(file: Path) -> PlanArguments:
     return PlanArguments(file, "h100", None, None, (), None, all_schedules=False, top=10)
 
 
-def test_plan_html_writes_page_with_first_choices_of_plan(run_file):
+def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch):
+    monkeypatch.setattr(plan_explorer, "NUM_FIRST_CHOICES", 10)
     file = run_file.parent / "plan.html"
     command_output("plan", run_file, "--machine", "h100", "--html", file)
     facts = parse_embedded_json(file.read_text(), "facts")
@@ -94,13 +96,14 @@ def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
         assert (facts["web"], facts["details"]) == (True, {})
         assert ask(address, "layout", {**CHOICES, "layout": facts["ranked"][0]})[1]["memory"]
         code, other = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
-        assert (code, other["setup"]["title"]) == (200, "llama3-8b on 16 x a100")
+        assert (code, other["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
         assert "--machine a100 --nodes 2" in other["setup"]["commands"]["plan"]
         for table, problem in (
             ({**CHOICES, "machine": "/etc/passwd"}, "is not a known machine"),
             ({**CHOICES, "run": "other.toml"}, "does not have the fields"),
             ({**CHOICES, "nodes": 0}, "is not a valid number"),
-            ({**CHOICES, "batch": 7}, "ranks share this model and this batch in no layout"),
+            ({**CHOICES, "nodes": 10_007}, "ranks share this model and this batch in no layout"),
+            ({**CHOICES, "seq_len": 2048}, "is longer than the model's learned positions"),
             ([], "does not have the fields"),
         ):
             code, answer = ask(address, "plan", table)
@@ -115,7 +118,7 @@ def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
 def test_train_command_trains_the_run_on_its_cluster(run_file):
     run = load_run(run_file, machine="h100")
     words = shlex.split(arguments_for(run_file).train_command(run))
-    assert words == ["phalanx", "train", str(run_file), "--nproc", "8", "--set", "cluster.preset=h100"]
+    assert words == ["phalanx", "train", str(run_file), "--nproc", "4", "--set", "cluster.preset=h100"]
     nodes = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nodes": 4})})
     assert "--nodes 4 --rendezvous HOST:29500" in arguments_for(run_file).train_command(nodes)
     assert replace(arguments_for(run_file), run=Path("config.json")).train_command(run) == ""
@@ -123,13 +126,13 @@ def test_train_command_trains_the_run_on_its_cluster(run_file):
 
 def test_with_choices_changes_only_what_was_chosen(run_file):
     arguments = arguments_for(run_file)
-    same = Choices("", 1, 16, 4096)
+    same = Choices("", 1, 16, 1024)
     assert with_choices(arguments, same) == arguments
-    changed = with_choices(arguments, Choices("b200", 2, 8, 8192))
+    changed = with_choices(arguments, Choices("b200", 2, 32, 512))
     run, world_size = changed.load()
-    assert (run.cluster.preset, world_size) == ("b200", 16)
-    assert (run.training.seq_len, run.training.tokens_per_step) == (8192, 65536)
-    assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=8192", changed.plan_command())
+    assert (run.cluster.preset, world_size) == ("b200", 8)
+    assert (run.training.seq_len, run.training.tokens_per_step) == (512, 16384)
+    assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=512", changed.plan_command())
 
 
 def test_parse_choices_returns_numbers_beside_choices():

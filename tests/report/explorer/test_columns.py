@@ -13,10 +13,9 @@ def test_pack_columns_keeps_choices_and_rounded_numbers():
     generator = np.random.default_rng(0)
     choices = {"name": ["ddp", "zero1", "ddp"], "degree": [8, 1, 1], "place": [None, None, "/scratch"]}
     numbers = {"seconds": generator.random(3) * 100, "bytes": generator.random(3) * 1e11}
-    columns = unpack_columns(pack_columns(choices, numbers))
-    assert {name: columns[name] for name in choices} == choices
-    for name, values in numbers.items():
-        assert columns[name] == round_floats(values).tolist()
+    found_choices, found_numbers = unpack_columns(pack_columns(choices, numbers))
+    assert found_choices == choices
+    assert found_numbers == {name: round_floats(values).tolist() for name, values in numbers.items()}
 
 
 def test_round_floats_is_within_its_bits():

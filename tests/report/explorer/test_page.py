@@ -21,13 +21,14 @@ def facts():
 
 
 def test_page_facts_have_every_layout(facts):
-    found, columns = small_exploration(), unpack_columns(facts["columns"])
+    found, (choices, columns) = small_exploration(), unpack_columns(facts["columns"])
     for name in CHOICE_COLUMNS:
-        assert columns[name] == [getattr(layout, name) for layout in found.layouts]
+        assert choices[name] == [getattr(layout, name) for layout in found.layouts]
     for part in PART_DESCRIPTIONS:
         expected = found.column(getattr(found.predictions.time, part)).tolist()
-        assert columns[part] == pytest.approx(expected, rel=1e-5, abs=1e-30)
-    assert columns["memory"] == pytest.approx(found.column(found.predictions.memory.allocated).tolist(), rel=1e-5)
+        assert columns[part] == pytest.approx(expected, rel=2.0**-16, abs=1e-30)
+    memory = found.column(found.predictions.memory.allocated).tolist()
+    assert columns["memory"] == pytest.approx(memory, rel=2.0**-16)
 
 
 def test_page_facts_have_counted_figures_of_choices_and_front(facts):

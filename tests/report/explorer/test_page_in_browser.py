@@ -93,7 +93,7 @@ def test_explorer_says_what_a_file_does_not_have(opened):
     row = next(row for row in range(len(found.layouts)) if row not in found.ranked and row not in found.front)
     opened.evaluate(f"select({row})")
     opened.wait_until(f"document.querySelector('#details h3').textContent === {json.dumps(str(found.layouts[row]))}")
-    assert "phalanx plan --web" in texts(opened, "#details .problems")[0]
+    assert "phalanx plan --web" in texts(opened, "#details .brief")[0]
     assert texts(opened, "#details .memory") == []
 
 
@@ -150,7 +150,7 @@ def test_explorer_web_plans_for_new_choices(browser, tmp_path):
         browser.evaluate("select(0)")
         browser.wait_until("document.querySelector('#details h3').textContent === state.layouts.name(0)")
         assert texts(browser, "#details .memory") != []
-        browser.evaluate(f"{form}.batch.value = '7'; {form}.plan.click()")
+        browser.evaluate(f"{form}.nodes.value = '10007'; {form}.plan.click()")
         browser.wait_until("!document.getElementById('problem').hidden")
         assert "ranks share this model and this batch in no layout" in texts(browser, "#problem")[0]
         assert all(asked.startswith((address, "data:", "blob:")) for asked in browser.requested_urls)

@@ -1,5 +1,9 @@
 "use strict";
 
+const BRIEF = "The file has the step time and the formula's memory of this layout. Memory by part, the timeline, traffic " +
+  "and whether Phalanx can train it are in the file for the first choices and the Pareto front; the page that " +
+  "phalanx plan --web serves has them for every layout.";
+
 /** A command with a button that copies it. */
 function commandBox(title, command) {
   const button = element("button", { type: "button" }, "Copy");
@@ -39,6 +43,7 @@ function layoutCard(row, letter, details, longest) {
   return element("article", { class: letter },
     element("header", {}, element("b", { class: "letter" }, letter), element("h3", {}, details.name), cardButton(letter)),
     warnings(details),
+    details.is_brief && element("p", { class: "quiet brief" }, BRIEF),
     element("dl", { class: "tiles" },
       tile("step", seconds(details.step_seconds), range),
       tile("tokens per second", si(details.tokens_per_second), `${si(details.tokens_per_second / setup.ranks)} per device`),
@@ -54,15 +59,10 @@ function layoutCard(row, letter, details, longest) {
     commands(row, details));
 }
 
-function warnings({ problem, warnings: texts, node_host_bytes, is_brief }) {
+function warnings({ problem, warnings: texts, node_host_bytes }) {
   const all = [...texts];
   if (problem) all.unshift(`Phalanx cannot train this layout. ${problem}`);
   if (node_host_bytes) all.push(`Offload needs ${gib(node_host_bytes)} of CPU memory on each node.`);
-  if (is_brief) {
-    all.push("Memory by part, the timeline and traffic of this layout are not in the file, nor whether Phalanx can " +
-      "train it: they are in the file for the first choices and the Pareto front, and on the page that " +
-      "phalanx plan --web serves for every layout.");
-  }
   return all.length ? element("ul", { class: "problems" }, all.map((text) => element("li", {}, text))) : null;
 }
 

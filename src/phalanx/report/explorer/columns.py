@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DROPPED_BITS = 8
-"""Of the 23 bits of a float's fraction: what stays is exact to one part in 131,072, and the page shows four digits."""
+"""Of the 23 bits of a float's fraction: what stays is exact to one part in 65,536, and the page shows three digits."""
 MAX_VALUES = 65_536
 """Distinct values of a column of choices, at most: indices are 16-bit numbers."""
 
@@ -33,7 +33,7 @@ def pack_columns(
         `rows`, their number; `choices`, the distinct values of each column; `numbers`, the names of the columns;
         `data`, base64 of a zlib stream with the columns in this order.
     """
-    lengths = {len(column) for column in (*choices.values(), *numbers.values())}
+    lengths = {*map(len, choices.values()), *map(len, numbers.values())}
     if len(lengths) != 1:
         raise ValueError(f"columns have different lengths: {sorted(lengths)}")
     values, planes = {}, []

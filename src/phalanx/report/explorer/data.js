@@ -24,7 +24,7 @@ function fromPlanes(bytes, offset, rows, width) {
 
 /** All layouts of a plan: choices and predictions in columns. A layout is known by its row. */
 class Layouts {
-  static async unpack(packed, setup) {
+  static async unpack(packed, setup, counted) {
     const layouts = new Layouts();
     const bytes = await inflate(packed.data);
     const rows = packed.rows;
@@ -40,8 +40,10 @@ class Layouts {
     }
     layouts.seconds = new Float64Array(rows);
     for (const part of Object.keys(setup.parts)) {
-      for (let row = 0; row < rows; row++) layouts.seconds[row] += layouts[part][row];
+      const column = layouts[part];
+      for (let row = 0; row < rows; row++) layouts.seconds[row] += column[row];
     }
+    layouts.fits = layouts.fit(counted);
     return layouts;
   }
 
@@ -49,10 +51,14 @@ class Layouts {
     return this.values[name][this.indices[name][row]];
   }
 
-  /** 0: fits; 1: may not fit; 2: does not fit. */
-  fit(row) {
-    const risk = this.counted?.[row]?.p_oom ?? this.p_oom[row];
-    return risk < this.setup.safe_oom_probability ? 0 : risk < this.setup.max_oom_probability ? 1 : 2;
+  /** Of every layout 0: likely to fit; 1: may not fit; 2: does not fit. Counted memory goes before the formula's. */
+  fit(counted) {
+    const { safe_oom_probability: safe, max_oom_probability: most } = this.setup;
+    const category = (risk) => (risk < safe ? 0 : risk < most ? 1 : 2);
+    const fits = new Uint8Array(this.rows);
+    for (let row = 0; row < this.rows; row++) fits[row] = category(this.p_oom[row]);
+    for (const [row, { p_oom }] of Object.entries(counted)) fits[row] = category(p_oom);
+    return fits;
   }
 
   parts(row) {

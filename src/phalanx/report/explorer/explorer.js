@@ -39,22 +39,25 @@ function paint() {
   const { layouts, hidden } = state;
   const { of, names, colors, faint } = categories(byId("color-by").value);
   const counts = names.map(() => 0);
+  const isShown = names.map((name) => !hidden.has(name));
   const onlyFitting = byId("only-fitting").checked;
-  const layers = [[], [], []];
-  for (let row = 0; row < layouts.rows; row++) {
-    if (onlyFitting && layouts.fits[row] === 2) continue;
-    counts[of[row]]++;
-    if (!hidden.has(names[of[row]])) layers[layouts.fits[row]].push(row);
+  const order = new Uint32Array(layouts.rows);
+  let shown = 0;
+  for (const fit of onlyFitting ? [1, 0] : [2, 1, 0]) {
+    for (let row = 0; row < layouts.rows; row++) {
+      if (layouts.fits[row] !== fit) continue;
+      counts[of[row]]++;
+      if (isShown[of[row]]) order[shown++] = row;
+    }
   }
   const strong = colors.map((text) => pixel(text));
   const weak = colors.map((text) => pixel(text, faint));
   const colorOf = new Uint32Array(layouts.rows);
   for (let row = 0; row < layouts.rows; row++) colorOf[row] = (layouts.fits[row] === 2 ? weak : strong)[of[row]];
-  const order = [...layers[2], ...layers[1], ...layers[0]];
-  scatter.setColors(order, colorOf);
+  scatter.setColors(order.subarray(0, shown), colorOf);
   scatter.draw();
   byId("legend").replaceChildren(...names.map((name, at) => counts[at] > 0 && legendButton(name, colors[at], counts[at])).filter(Boolean));
-  byId("empty").hidden = order.length > 0;
+  byId("empty").hidden = shown > 0;
 }
 
 function legendButton(name, shade, count) {
@@ -68,24 +71,29 @@ function legendButton(name, shade, count) {
       swatch(shade), name, element("small", {}, ` ${count.toLocaleString("en-US")}`)));
 }
 
-/** Limits of both axes, as logarithms, around some rows, with a margin. */
-function viewOf(rows, most = 1) {
-  const range = (values) => {
-    const sorted = Float64Array.from(rows, (row) => values[row]).sort();
-    const [low, high] = [sorted[0], sorted[Math.floor(most * (sorted.length - 1))]].map(Math.log10);
+/** Limits of both axes around the rows that a test picks, as logarithms with a margin; `most` leaves out the rest. */
+function viewOf(isWanted, most = 1) {
+  const range = (logs) => {
+    const sorted = logs.filter((_, row) => isWanted(row)).sort();
+    const [low, high] = [sorted[0], sorted[Math.floor(most * (sorted.length - 1))]];
     const margin = Math.max(0.02, 0.05 * (high - low));
     return [low - margin, high + margin];
   };
-  return { x: range(scatter.x), y: range(scatter.y) };
+  return { x: range(scatter.logX), y: range(scatter.logY) };
 }
 
+/** Look at what fits, at the best, or at all layouts. */
 function setView(name) {
-  const rows = [...Array(state.layouts.rows).keys()];
-  const fitting = rows.filter((row) => state.layouts.fits[row] < 2);
-  scatter.home = viewOf(fitting.length ? fitting : rows, 0.97);
-  scatter.home.y[1] = Math.max(scatter.home.y[1], Math.log10(1.4 * scatter.limit));
-  const front = viewOf([...scatter.front, ...state.facts.ranked]);
-  scatter.show({ fit: scatter.home, all: viewOf(rows), front }[name]);
+  const { layouts, facts } = state;
+  if (name === "all") return scatter.show(viewOf(() => true));
+  const best = new Set([...facts.front, ...facts.ranked]);
+  return scatter.show(name === "front" ? viewOf((row) => best.has(row)) : fittingView(layouts));
+}
+
+function fittingView({ fits }) {
+  const view = viewOf(fits.includes(0) ? (row) => fits[row] < 2 : () => true, 0.97);
+  view.y[1] = Math.max(view.y[1], Math.log10(1.4 * scatter.limit));
+  return view;
 }
 
 function describePoint(row) {
@@ -95,17 +103,16 @@ function describePoint(row) {
 
 /** Show other facts: those in the page, or those of new choices. */
 async function load(facts) {
-  const layouts = await Layouts.unpack(facts.columns, facts.setup);
-  layouts.counted = facts.counted;
-  layouts.fits = Uint8Array.from({ length: layouts.rows }, (_, row) => layouts.fit(row));
+  const layouts = await Layouts.unpack(facts.columns, facts.setup, facts.counted);
   Object.assign(state, { facts, layouts, selected: [facts.ranked[0]], comparing: false, hidden: new Set() });
-  const inGib = Float32Array.from(layouts.memory, (bytes) => bytes / GIB);
-  scatter.setData({ x: layouts.seconds, y: inGib, front: facts.front, limit: facts.setup.memory_bytes / GIB });
+  const memoryGib = layouts.memory.map((bytes) => bytes / GIB);
+  scatter.setData({ x: layouts.seconds, y: memoryGib, front: facts.front, limit: facts.setup.memory_bytes / GIB });
   showHead();
   showChoices();
   scatter.resize();
   paint();
-  setView("fit");
+  scatter.home = fittingView(layouts);
+  scatter.show(scatter.home);
   await showDetails();
 }
 
@@ -130,6 +137,7 @@ function showChoices() {
       element("span", {}, layouts.name(row), element("small", {}, figures)));
     return element("li", letter ? { class: letter } : {}, button);
   });
+  byId("choices-list").className = allChoices ? "all" : "";
   byId("choices-list").replaceChildren(...items);
   const more = facts.ranked.length - SHOWN_CHOICES;
   byId("more-choices").hidden = more <= 0;

@@ -36,8 +36,8 @@ class Scatter {
   /** Other layouts: seconds and GiB of each, the rows of the front, and the GiB of the device. */
   setData({ x, y, front, limit }) {
     Object.assign(this, { x, y, front, limit, view: null, hovered: null });
-    this.logX = Float32Array.from(x, Math.log10);
-    this.logY = Float32Array.from(y, Math.log10);
+    this.logX = logarithms(x);
+    this.logY = logarithms(y);
   }
 
   /** The rows to draw, those above others last, and the color of every row as a number of a pixel. */
@@ -298,6 +298,12 @@ class Scatter {
     if (this.view) this.drawMarks();
     showTip(row === null ? null : this.describe(row), this.marks, at);
   }
+}
+
+function logarithms(values) {
+  const logs = new Float32Array(values.length);
+  for (let row = 0; row < values.length; row++) logs[row] = Math.log10(values[row]);
+  return logs;
 }
 
 /** A color as #rrggbb, with an opacity. */
