@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -126,6 +127,17 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds that processes which draw pages have taken so far; other programs do not lengthen them."""
+        ticks = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it may have ended
+                command = (process / "cmdline").read_bytes()
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                if b"--type=renderer" in command and self._home.name.encode() in command:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def wait_until(self, expression: str) -> None:
         """Wait for it to be true."""

@@ -161,7 +161,9 @@ class ExplorerServer:
         self._explore = lru_cache(maxsize=4)(lambda choices: _explore(with_choices(arguments, choices)))
         run, _ = arguments.load()
         self._first = choices_of(run)
-        self._page = page(self._facts(self._first), self._form(run.cluster.preset or "as in the run file"))
+        self._page = page(
+            self._facts(self._first), choices_form(self._first, run.cluster.preset or "as in the run file")
+        )
 
     def get(self, path: str, host: str) -> Answer:
         """Answer the page, with the run as the command line has it."""
@@ -195,19 +197,19 @@ class ExplorerServer:
         facts: dict[str, Any] = self._explore(choices)[1]
         return facts | {"details": {}, "web": True, "choices": asdict(choices)}
 
-    def _form(self, machine: str) -> str:
-        """Return the form of new choices, filled in with those of the run on its own machine."""
-        names = "".join(f'<option value="{name}">{name}</option>' for name in preset_names("machines"))
-        numbers = {"nodes": "nodes", "batch": "sequences a step", "seq_len": "tokens a sequence"}
-        fields = "".join(
-            f'<label>{label}<input name="{name}" type="number" min="1" required value="{getattr(self._first, name)}">'
-            "</label>"
-            for name, label in numbers.items()
-        )
-        return (
-            f'<form id="choices"><label>machine<select name="machine"><option value="">{escape(machine)}</option>'
-            f'{names}</select></label>{fields}<button type="submit" name="plan">Plan</button></form>'
-        )
+
+def choices_form(choices: Choices, machine: str) -> str:
+    """Return the form of new choices as HTML, filled in; `machine` is the name of the command line's machine."""
+    names = "".join(f'<option value="{name}">{name}</option>' for name in preset_names("machines"))
+    numbers = {"nodes": "nodes", "batch": "sequences a step", "seq_len": "tokens a sequence"}
+    fields = "".join(
+        f'<label>{label}<input name="{name}" type="number" min="1" required value="{getattr(choices, name)}"></label>'
+        for name, label in numbers.items()
+    )
+    return (
+        f'<form id="choices"><label>machine<select name="machine"><option value="">{escape(machine)}</option>'
+        f'{names}</select></label>{fields}<button type="submit" name="plan">Plan</button></form>'
+    )
 
 
 def _explore(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:

@@ -46,7 +46,7 @@ function layoutCard(row, letter, details, longest) {
     details.is_brief && element("p", { class: "quiet brief" }, BRIEF),
     element("dl", { class: "tiles" },
       tile("step", seconds(details.step_seconds), range),
-      tile("tokens per second", si(details.tokens_per_second), `${si(details.tokens_per_second / setup.ranks)} per device`),
+      tile("tokens/s", si(details.tokens_per_second), `${si(details.tokens_per_second / setup.ranks)} per device`),
       tile("MFU", percent(details.mfu), details.hfu ? `HFU ${percent(details.hfu)}` : ""),
       memory,
       tile("P(OOM)", percent(details.p_oom), details.fit ?? "by the formula")),

@@ -23,7 +23,7 @@ from phalanx.spec.run import RunSpec
 Details = dict[str, Any]
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "unused", "nccl")
 MAX_ACTIONS = 20_000
-"""Passes of a timeline, at most: a page shows no more, and a schedule of more takes minutes to simulate."""
+"""Passes of a timeline, at most: of more, each would be narrower than a pixel."""
 MIN_GAP = 1e-9
 """Share of a step below which a rank's wait between two passes is a rounding error."""
 

@@ -169,6 +169,7 @@ async function showDetails() {
   const rows = [...state.selected];
   scatter.selected = rows.map((row, at) => ({ row, letter: LETTERS[at] }));
   scatter.drawMarks();
+  byId("details").classList.add("busy");
   try {
     const details = await Promise.all(rows.map(detailsOf));
     if (rows.join() !== state.selected.join()) return; // another was clicked meanwhile
@@ -181,6 +182,7 @@ async function showDetails() {
     byId("comparison").replaceChildren(...(rows.length === 2 ? [comparisonTable(state.facts.setup, details)] : []));
     showProblem(null);
   } catch (error) {
+    byId("details").classList.remove("busy");
     showProblem(error.message);
   }
 }
@@ -193,7 +195,9 @@ function showProblem(text) {
 /** Answer of the planner that serves this page. Throws an error with its message. */
 async function post(path, choices) {
   const headers = { "Content-Type": "application/json" };
-  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(choices) });
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(choices) }).catch(() => {
+    throw new Error("The planner does not answer: start phalanx plan --web again, and open the address that it prints.");
+  });
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.problem);
   return body;

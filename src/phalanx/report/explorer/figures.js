@@ -60,7 +60,7 @@ function memoryFigure(setup, memory) {
     element("ul", { class: "legend" }, legend),
     element("div", { class: "memory", style: `--row:${height}px` }, rows.flat()),
     element("p", { class: "quiet" },
-      `Counted tensor by tensor. Parts have their maxima at different times; the black mark and the number are all of ` +
+      `Counted tensor by tensor. Parts have their maxima at different times; the mark and the number are all of ` +
       `them at one time. Dashed: the ${gib(limit)} of the device.`));
 }
 

@@ -25,6 +25,10 @@ from phalanx.spec.formatting import WRITTEN_BY, plural
 from phalanx.spec.layout import Layout
 
 SCRIPTS = ("data.js", "scatter.js", "figures.js", "cards.js", "explorer.js")
+SECURITY_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+)
+"""What the page may load: nothing but itself, and answers of the server that it came from."""
 CHOICE_COLUMNS = (
     "data_parallel",
     "dp",
@@ -130,6 +134,7 @@ def page(facts: Mapping[str, Any], form: str = "") -> str:
         f'<!doctype html>\n<html lang="en"><head><!-- {WRITTEN_BY} plan --><meta charset="utf-8">\n'
         '<link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{SECURITY_POLICY}">\n'
         f"<title>{escape(facts['setup']['title'])} - Phalanx</title>\n<style>\n{css}</style></head>\n"
         f"<body>\n{body.replace('{color_by}', options).replace('{form}', form)}\n"
         f'<script type="application/json" id="facts">{data}</script>\n<script>\n{scripts}</script></body></html>\n'
