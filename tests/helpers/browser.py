@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,15 +109,35 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Go to a page, and wait until its figures are drawn."""
-        self.call("Page.navigate", url=address)
         drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
-        self.wait_until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
+        self.navigate(address, f"!!document.getElementById('figures') && {drawn}")
+
+    def navigate(self, address: str, ready: str) -> None:
+        """Go to a page, and wait until it is loaded and an expression is true."""
+        self.call("Page.navigate", url=address)
+        self.wait_until(f"location.href !== 'about:blank' && document.readyState === 'complete' && {ready}")
+
+    def click(self, x: float, y: float) -> None:
+        """Press and release the mouse at a point of the window."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def evaluate(self, expression: str) -> Any:
         """Of an expression of JavaScript; of a promise what it promised."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds that processes which draw pages have taken so far; other programs do not lengthen them."""
+        ticks = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it may have ended
+                command = (process / "cmdline").read_bytes()
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                if b"--type=renderer" in command and self._home.name.encode() in command:
+                    ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def wait_until(self, expression: str) -> None:
         """Wait for it to be true."""

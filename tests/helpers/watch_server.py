@@ -1,7 +1,8 @@
-"""`phalanx watch` as a server."""
+"""Commands that serve pages."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -15,14 +16,14 @@ WEB_OPTIONS = ("--web", "--port", "0", "--every", "0.2")
 
 
 @contextmanager
-def watch_server(run, *options: str) -> Iterator[str]:
-    """The address of what `phalanx watch` serves, by default its page; it ends on Ctrl-C, with nothing said."""
-    watch = [sys.executable, "-m", "phalanx", "watch", str(run), *(options or WEB_OPTIONS)]
+def serving(*words: object) -> Iterator[str]:
+    """The address of what a command serves; it ends on Ctrl-C, with nothing said, and opens no browser."""
+    command = [sys.executable, "-m", "phalanx", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
     disposition = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        process = start_python(watch, **pipes, text=True)
+        process = start_python(command, **pipes, text=True, env={**os.environ, "BROWSER": "true"})
     finally:
         signal.signal(signal.SIGINT, disposition)
     with process:
@@ -33,3 +34,10 @@ def watch_server(run, *options: str) -> Iterator[str]:
         finally:
             process.kill()
     assert (process.returncode, *said) == (0, "", "")
+
+
+@contextmanager
+def watch_server(run, *options: str) -> Iterator[str]:
+    """The address of what `phalanx watch` serves, by default its page."""
+    with serving("watch", run, *(options or WEB_OPTIONS)) as address:
+        yield address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
@@ -145,14 +146,19 @@ def uses_model_parallelism(layout: Layout) -> bool:
 
 def process_groups(dims: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
     """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
-    shape = [getattr(dims, axis) for axis in dims.axes]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, coordinates in enumerate(product(*map(range, shape))):
-        other_coordinates = tuple(
-            coordinate for axis, coordinate in zip(dims.axes, coordinates, strict=True) if axis not in axes
-        )
-        groups.setdefault(other_coordinates, []).append(dims.servers + index)
-    return [tuple(ranks) for ranks in groups.values()]
+    sizes = [getattr(dims, axis) for axis in dims.axes]
+    strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
+
+    def offsets(of_group: bool) -> list[int]:
+        steps = [
+            range(0, size * stride, stride)
+            for axis, size, stride in zip(dims.axes, sizes, strides, strict=True)
+            if (axis in axes) == of_group
+        ]
+        return [sum(coordinates) for coordinates in product(*steps)]
+
+    members = offsets(True)
+    return [tuple(dims.servers + first + offset for offset in members) for first in offsets(False)]
 
 
 def pipeline_stage_groups(dims: ParallelDims) -> list[tuple[int, ...]]:

@@ -7,18 +7,15 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import typer
 
-from phalanx.cli.commands import watch_servers
 from phalanx.cli.commands.watch import watch
 from phalanx.cli.views.report import format_latest_step, render_live, sparkline
 from phalanx.report import formatting
@@ -158,21 +155,6 @@ def test_watch_web_rejects_port_in_use():
         port = address.rpartition(":")[2].strip("/")
         with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
             command_output("watch", two_rank_run(), "--web", "--port", port)
-
-
-def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
-    monkeypatch.setattr(watch_servers, "PATIENCE_SECONDS", 0.1)
-    with watch_servers.make_http_server(
-        "--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)
-    ) as found:
-        serves = Thread(target=found.serve_forever)
-        serves.start()
-        try:
-            with socket.create_connection(found.server_address, timeout=TIMEOUT_SECONDS) as silent:
-                assert silent.recv(1) == b""
-        finally:
-            found.shutdown()
-            serves.join()
 
 
 def test_watch_prometheus_serves_metrics_at_metrics_path_only():

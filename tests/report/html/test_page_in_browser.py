@@ -11,6 +11,7 @@ from phalanx.report import formatting
 from phalanx.spec.formatting import format_ratio
 from tests.helpers.browser import CHROMIUM, Browser
 from tests.helpers.cli_runner import command_json
+from tests.helpers.page_checks import FIND_LOW_CONTRAST_TEXT, FIND_OVERFLOWING_ELEMENTS
 from tests.helpers.trained_runs import (
     hybrid_run,
     single_threaded_environment,
@@ -22,26 +23,6 @@ from tests.helpers.trained_runs import (
 from tests.helpers.watch_server import watch_server
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
-
-FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
-  [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
-  !element.closest('script, style, .bartext, .heatmap-label')).map(element => {
-  const light = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const style = getComputedStyle(element), text = light(element.closest('svg') ? style.fill : style.color);
-  const paper = light(getComputedStyle(document.body).backgroundColor);
-  const contrast = (Math.max(text, paper) + 0.05) / (Math.min(text, paper) + 0.05);
-  return [contrast, element.textContent];
-}).filter(([contrast]) => !(contrast >= 4.5))"""
-"""Words that WCAG's AA finds too faint; not those on bars and cells, whose colour plotly chooses by that of the bar."""
-
-
-FIND_OVERFLOWING_ELEMENTS = """[...document.querySelectorAll('main *')].filter(one => {
-  const figure = one.closest('.main-svg');
-  if (figure && !one.matches('.annotation-text')) return false;
-  return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
-}).map(one => one.outerHTML)"""
-"""What ends right of the page, and titles that end right of their figure."""
 
 
 @pytest.fixture(scope="module")

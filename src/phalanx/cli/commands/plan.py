@@ -63,6 +63,13 @@ def plan(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the run with the best layout.", metavar="FILE")] = None,
     batch: Annotated[Path | None, typer.Option(help="Predict each row of a table.", metavar="FILE.csv")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page on which all layouts can be seen and compared.", metavar="FILE")
+    ] = None,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve that page to this machine; it plans for other choices too.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of --web; 0 takes a free one.", min=0, max=65535, metavar="N")] = 0,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -82,6 +89,10 @@ def plan(
 
         phalanx plan run.toml --machine a100 --nodes 8 --export megatron
 
+        phalanx plan run.toml --machine h100 --nodes 16 --web
+
+        phalanx plan run.toml --machine h100 --nodes 16 --html plan.html
+
         phalanx plan --batch runs.csv --json
     """
     check_options(run, batch, out, given=given_options(context))
@@ -90,13 +101,28 @@ def plan(
         check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
     if explain is not None:
         check_number("--explain", explain)
-    for option, file in {"--out": out, "--picture": picture}.items():
+    for option, file in {"--out": out, "--picture": picture, "--html": html}.items():
         if file is not None:
             check_writable(option, file)
     if batch is not None:
         _predict(batch, json_)
         return
     assert run is not None
+    if web or html is not None:
+        from phalanx.cli.commands.plan_explorer import PlanArguments, serve_page, write_page
+
+        arguments = PlanArguments(
+            run,
+            machine,
+            nodes,
+            nproc=nproc,
+            overrides=tuple(set_ or ()),
+            topology=topology,
+            all_schedules=all_,
+            top=top,
+        )
+        serve_page(arguments, port) if html is None else write_page(arguments, html)
+        return
     described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
     if export is not None:
         check_export(described, export)

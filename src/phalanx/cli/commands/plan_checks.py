@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.plan.search.result import EvaluatedLayout
     from phalanx.spec.run import RunSpec
 
-VIEWS = ("--explain", "--why-not", "--diff", "--export")
+VIEWS = ("--explain", "--why-not", "--diff", "--export", "--web", "--html")
 """Options that ask for something but the table."""
 
 
@@ -47,8 +47,10 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
         )
     if out is not None and run is not None and out.resolve() == run.resolve():
         raise UserError("--out", str(out), "is the run file itself", fix="name another file")
-    if out is not None and "--diff" in views:
-        raise UserError("--out", str(out), "has no layout to write", fix="leave --diff out")
+    if out is not None and (view := {"--diff", "--web", "--html"} & set(views)):
+        raise UserError("--out", str(out), "has no layout to write", fix=f"leave {view.pop()} out")
+    if "--port" in given and "--web" not in given:
+        raise UserError("--port", None, "is the port of --web", fix="add --web, or leave --port out")
 
 
 def check_export(run: RunSpec, trainer: str) -> None:

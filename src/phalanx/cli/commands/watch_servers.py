@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
+from phalanx.cli.common.http_server import (
+    LOCAL_ADDRESS,
+    Answer,
+    make_http_server,
+    refuse_other_hosts,
+    serve_until_interrupted,
+)
 from phalanx.report.compare_runs import report_data
 from phalanx.report.export.prometheus import RunMetrics
 from phalanx.report.facts import report_facts
@@ -17,56 +20,10 @@ from phalanx.report.html.page import main, page
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import read_run
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
-from phalanx.spec.errors import UserError
 
-LOCAL_ADDRESS = "127.0.0.1"
 ANY_ADDRESS = "0.0.0.0"
 METRICS_TYPE = "text/plain; version=0.0.4"
 """Content type of Prometheus' text format."""
-Answer = tuple[int, str, str]
-"""Status code, kind and text."""
-PATIENCE_SECONDS = 30.0
-"""For one who is connected: each holds a thread."""
-
-
-def make_http_server(option: str, host: str, port: int, answer: Callable[[str, str], Answer]) -> ThreadingHTTPServer:
-    """One that answers GET; `answer` is given the path that is asked for, and the name under which the asker knows this
-    machine.
-
-    Raises UserError if the port is taken.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = PATIENCE_SECONDS
-
-        def do_GET(self) -> None:
-            try:
-                code, kind, text = answer(self.path.partition("?")[0], self.headers.get("Host", "").partition(":")[0])
-            except UserError as error:
-                code = 500
-                kind = "text/plain"
-                text = str(error)
-            body = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing of requests."""
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # a page that was closed is no error
-                super().handle_error(request, client_address)
-
-    try:
-        return Server((host, port), Handler)
-    except OSError as error:
-        problem = f"cannot be served: {error.strerror}"
-        raise UserError(option, port, problem, fix="name another, or 0 for any") from None
 
 
 def serve_page(directory: Path, port: int, every_seconds: float) -> None:
@@ -76,9 +33,8 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
     """
 
     def answer(path: str, host: str) -> Answer:
-        # A page of another site could give its own name this address, and so read what is served.
-        if host not in (LOCAL_ADDRESS, "localhost"):
-            return 403, "text/plain", f"open http://{LOCAL_ADDRESS}"
+        if refusal := refuse_other_hosts(host):
+            return refusal
         match path:
             case "/":
                 return 200, "text/html", page(_current_facts(directory), every_seconds)
@@ -88,9 +44,8 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
                 return 200, "application/json", json.dumps(_current_facts(directory))
         return 404, "text/plain", "there is nothing of this name"
 
-    with make_http_server("--port", LOCAL_ADDRESS, port, answer=answer) as server:
-        print(f"http://{LOCAL_ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+    with make_http_server("--port", LOCAL_ADDRESS, port, get=answer) as server:
+        serve_until_interrupted(server)
 
 
 def _current_facts(directory: Path) -> Facts:
@@ -111,6 +66,5 @@ def serve_metrics(directory: Path, port: int) -> None:
         with lock:
             return 200, METRICS_TYPE, metrics.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
 
-    with make_http_server("--prometheus", ANY_ADDRESS, port, answer=answer) as server:
-        print(f"http://{ANY_ADDRESS}:{server.server_port}/metrics  (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+    with make_http_server("--prometheus", ANY_ADDRESS, port, get=answer) as server:
+        serve_until_interrupted(server, "metrics")

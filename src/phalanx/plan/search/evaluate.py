@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, oom_probability
-from phalanx.cost.estimate.step_time import PARTS, step_seconds
+from phalanx.cost.estimate.memory import StageMemoryTable, estimate_memory, oom_probability
+from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -113,6 +113,33 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     return replace(option, memory_bytes=used, host_bytes=host_bytes, stage_bytes=stages, p_oom=risk)
 
 
+@dataclass(frozen=True)
+class LayoutPredictions:
+    """Predictions of many layouts at once: a row each, in their order. Memory is a formula's estimate."""
+
+    time: StepTime
+    memory: StageMemoryTable
+    interval_factor: Column
+    """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
+    p_oom: Column
+    peak_flops: float
+    """Of one rank's device."""
+
+
+def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
+    """Predict time and memory of some layouts, in columns that broadcast to their number."""
+    jobs = candidate_jobs(run, world_size, layouts)
+    c = memory_constants_for(run.cluster)
+    memory = estimate_memory(c, jobs)
+    return LayoutPredictions(
+        step_seconds(time_constants_for(run.cluster), jobs),
+        memory,
+        np.exp(interval_half_width(run.cluster, jobs)),
+        p_oom=oom_probability(c, jobs, memory),
+        peak_flops=float(jobs.peak_flops[0]),
+    )
+
+
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
     """Return the predicted cost of each layout, in their order.
 
@@ -123,17 +150,14 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     """
     if not layouts:
         return []
-    jobs = candidate_jobs(run, world_size, layouts)
     size = len(layouts)
-    c = memory_constants_for(run.cluster)
-    time = step_seconds(time_constants_for(run.cluster), jobs)
-    memory = estimate_memory(c, jobs)
-    risk = oom_probability(c, jobs, memory)
-    interval_factor = np.exp(interval_half_width(run.cluster, jobs))
+    predictions = predict_layouts(run, world_size, layouts)
+    time = predictions.time
+    memory = predictions.memory
     tokens = run.training.tokens_per_step
     sequence = run.training.seq_len
     flops = training_flops_per_token(run.model, sequence)
-    peak = float(jobs.peak_flops[0])
+    peak = predictions.peak_flops
     recomputed_flops = {
         name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
     }
@@ -155,14 +179,14 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
             EvaluatedLayout(
                 candidate,
                 seconds,
-                seconds / scalar_at(interval_factor, index),
-                high_seconds=seconds * scalar_at(interval_factor, index),
+                seconds / scalar_at(predictions.interval_factor, index),
+                high_seconds=seconds * scalar_at(predictions.interval_factor, index),
                 parts={part: scalar_at(getattr(time, part), index) for part in PARTS},
                 memory_bytes=scalar_at(memory.allocated, index),
                 host_bytes=scalar_at(memory.host, index),
                 stages=stages,
                 stage_bytes={name: sum(parts.values()) for name, parts in stages.items()},
-                p_oom=scalar_at(risk, index),
+                p_oom=scalar_at(predictions.p_oom, index),
                 tokens_per_second=speed,
                 mfu=mfu(speed, flops, peak, ranks=world_size),
                 hfu=mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, ranks=world_size),

@@ -1,0 +1,235 @@
+"""`phalanx plan --html` and `--web`: the explorer as a file, and as a page that answers new choices."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cli.common.http_server import (
+    JSON_TYPE,
+    LOCAL_ADDRESS,
+    Answer,
+    make_http_server,
+    refuse_other_hosts,
+    serve_until_interrupted,
+)
+from phalanx.cli.common.output_file import write_file
+from phalanx.cli.common.progress import search_progress
+from phalanx.cli.views.plan import calibration_note
+from phalanx.cli.views.plan_notes import list_assumptions
+from phalanx.plan.search.oom_risk import describe_memory_limit
+from phalanx.report.explorer.exploration import Exploration, explore
+from phalanx.report.explorer.page import PageContext, details_of, packed_details, page, page_facts
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import preset_names
+from phalanx.spec.run import RunSpec
+
+NUM_FIRST_CHOICES = 100
+"""Layouts in the planner's order that a page has, with all their details in a file."""
+MAX_CHOICE = 10**9
+"""Of a number on the page; what the planner allows is less, and it says so itself."""
+RENDEZVOUS = "HOST:29500"
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Arguments of `phalanx plan` that name a run on a cluster."""
+
+    run: Path
+    machine: str | None
+    nodes: int | None
+    nproc: int | None
+    overrides: tuple[str, ...]
+    topology: Path | None
+    all_schedules: bool
+    top: int
+
+    def load(self) -> tuple[RunSpec, int]:
+        """Return the run and the number of its ranks. Raises UserError for what cannot be planned."""
+        return run_on_cluster(
+            self.run, self.machine, self.nodes, nproc=self.nproc, overrides=list(self.overrides), topology=self.topology
+        )
+
+    def plan_command(self) -> str:
+        """Return the command line of the plan, without the option that asks for a page."""
+        options = {"--machine": self.machine, "--nodes": self.nodes, "--nproc": self.nproc, "--topology": self.topology}
+        return shlex.join(["phalanx", "plan", str(self.run), *_given(options), *self._sets()])
+
+    def train_command(self, run: RunSpec) -> str:
+        """Return the command line that trains the run on its cluster; "" for a config.json, which is no run file."""
+        if self.run.suffix == ".json":
+            return ""
+        cluster = run.cluster
+        options: dict[str, object] = {"--nproc": cluster.nproc_per_node}
+        if cluster.nodes > 1:
+            options |= {"--nodes": cluster.nodes, "--rendezvous": RENDEZVOUS}
+        machine = ["--set", f"cluster.preset={self.machine}"] if self.machine else []
+        return shlex.join(["phalanx", "train", str(self.run), *_given(options), *machine, *self._sets()])
+
+    def _sets(self) -> list[str]:
+        return [word for override in self.overrides for word in ("--set", override)]
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    return [word for option, value in options.items() if value is not None for word in (option, str(value))]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a reader chooses on the page."""
+
+    machine: str
+    """A preset; "" is the machine of the command line."""
+    nodes: int
+    batch: int
+    """Sequences of a step."""
+    seq_len: int
+
+
+def choices_of(run: RunSpec) -> Choices:
+    """Return the choices that a run has."""
+    training = run.training
+    return Choices("", run.cluster.nodes, training.tokens_per_step // training.seq_len, seq_len=training.seq_len)
+
+
+def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, dict[str, int]]:
+    """Return the choices in a decoded JSON body, and the whole numbers that `more` names.
+
+    Raises UserError for unknown or missing fields, unknown machines and values of other types.
+    """
+    fields = ("machine", "nodes", "batch", "seq_len", *more)
+    if not isinstance(table, dict) or set(table) != set(fields):
+        raise UserError("request", None, f"does not have the fields {', '.join(fields)}", fix="reload the page")
+    if table["machine"] not in ("", *preset_names("machines")):
+        raise UserError("machine", table["machine"], "is not a known machine", fix="choose one of the list")
+    for name in fields[1:]:
+        value = table[name]
+        low = 0 if name in more else 1
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_CHOICE:
+            raise UserError(name, value, "is not a valid number", fix=f"give a whole number of at least {low}")
+    return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
+
+
+def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
+    """Return the arguments that plan for other choices; those that change nothing stay as they are."""
+    run, _ = arguments.load()
+    present = choices_of(run)
+    training = {"seq_len": choices.seq_len, "tokens_per_step": choices.batch * choices.seq_len}
+    changed = (choices.batch, choices.seq_len) != (present.batch, present.seq_len)
+    overrides = [f"training.{field}={value}" for field, value in training.items()] if changed else []
+    if choices.machine:  # a topology is that of the machine of the command line
+        arguments = replace(arguments, machine=choices.machine, topology=None)
+    nodes = choices.nodes if choices.nodes != present.nodes else arguments.nodes
+    return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
+
+
+def write_page(arguments: PlanArguments, file: Path) -> None:
+    """Write the explorer as one file."""
+    exploration, facts = _explore(arguments)
+    with search_progress(exploration.world_size) as report:
+        details = packed_details(exploration, report)
+    write_file("--html", file, page(facts | {"details": details, "web": False}))
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def serve_page(arguments: PlanArguments, port: int) -> None:
+    """Serve the explorer to this machine until Ctrl-C."""
+    explorer = ExplorerServer(arguments)
+    with make_http_server("--port", LOCAL_ADDRESS, port, get=explorer.get, post=explorer.post) as server:
+        if has_screen(sys.platform, os.environ):
+            import webbrowser
+
+            webbrowser.open(f"http://{LOCAL_ADDRESS}:{server.server_port}/")
+        with suppress(KeyboardInterrupt):
+            serve_until_interrupted(server)
+
+
+class ExplorerServer:
+    """Answers of the planner to choices on the page. The plans of the last choices are kept."""
+
+    def __init__(self, arguments: PlanArguments) -> None:
+        self._arguments = arguments
+        self._lock = Lock()
+        self._explore = lru_cache(maxsize=4)(lambda choices: _explore(with_choices(arguments, choices)))
+        run, _ = arguments.load()
+        self._first = choices_of(run)
+        self._page = page(
+            self._facts(self._first), choices_form(self._first, run.cluster.preset or "as in the run file")
+        )
+
+    def get(self, path: str, host: str) -> Answer:
+        """Answer the page, with the run as the command line has it."""
+        if refusal := refuse_other_hosts(host):
+            return refusal
+        return (200, "text/html", self._page) if path == "/" else (404, "text/plain", "there is nothing of this name")
+
+    def post(self, path: str, host: str, body: bytes) -> Answer:
+        """Answer new choices (/plan), or a layout that was clicked (/layout)."""
+        if refusal := refuse_other_hosts(host):
+            return refusal
+        try:
+            table = json.loads(body)
+            with self._lock:
+                return 200, JSON_TYPE, json.dumps(self._answer(path, table), allow_nan=False)
+        except UserError as error:
+            return 422, JSON_TYPE, json.dumps({"problem": str(error)})
+        except ValueError:
+            return 400, JSON_TYPE, json.dumps({"problem": "the request is not JSON"})
+
+    def _answer(self, path: str, table: object) -> dict[str, Any]:
+        if path == "/plan":
+            return self._facts(parse_choices(table)[0])
+        choices, more = parse_choices(table, ("layout",))
+        exploration: Exploration = self._explore(choices)[0]
+        if path != "/layout" or more["layout"] >= len(exploration.layouts):
+            raise UserError("layout", more["layout"], "is not a layout of this plan", fix="reload the page")
+        return details_of(exploration, more["layout"])
+
+    def _facts(self, choices: Choices) -> dict[str, Any]:
+        facts: dict[str, Any] = self._explore(choices)[1]
+        return facts | {"details": {}, "web": True, "choices": asdict(choices)}
+
+
+def choices_form(choices: Choices, machine: str) -> str:
+    """Return the form of new choices as HTML, filled in; `machine` is the name of the command line's machine."""
+    names = "".join(f'<option value="{name}">{name}</option>' for name in preset_names("machines"))
+    numbers = {"nodes": "nodes", "batch": "sequences a step", "seq_len": "tokens a sequence"}
+    fields = "".join(
+        f'<label>{label}<input name="{name}" type="number" min="1" required value="{getattr(choices, name)}"></label>'
+        for name, label in numbers.items()
+    )
+    return (
+        f'<form id="choices"><label>machine<select name="machine"><option value="">{escape(machine)}</option>'
+        f'{names}</select></label>{fields}<button type="submit" name="plan">Plan</button></form>'
+    )
+
+
+def _explore(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:
+    """Return the plan of some arguments with the data of a page, without details."""
+    run, world_size = arguments.load()
+    with search_progress(world_size) as report:
+        keep = max(arguments.top, NUM_FIRST_CHOICES)
+        exploration = explore(run, world_size, keep, group_schedules=not arguments.all_schedules, report=report)
+    assumed = "; ".join(list_assumptions(run, world_size, list(exploration.ranked.values())))
+    notes = [calibration_note(run.cluster), describe_memory_limit(run.cluster)]
+    notes += [f"assumed: {assumed}"] if assumed else []
+    context = PageContext(arguments.plan_command(), arguments.train_command(run), notes)
+    return exploration, page_facts(exploration, context)
+
+
+def has_screen(platform: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a browser on this machine would be seen by who started the command."""
+    if "SSH_CONNECTION" in environment:
+        return False
+    return platform in ("darwin", "win32") or "DISPLAY" in environment or "WAYLAND_DISPLAY" in environment

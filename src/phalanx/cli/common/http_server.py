@@ -1,0 +1,103 @@
+"""A small HTTP server for pages that a command serves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from phalanx.spec.errors import UserError
+
+LOCAL_ADDRESS = "127.0.0.1"
+Answer = tuple[int, str, str]
+"""Status code, content type and text."""
+PATIENCE_SECONDS = 30.0
+"""Until a silent connection is closed, since each holds a thread."""
+MAX_BODY_BYTES = 10_000
+JSON_TYPE = "application/json"
+
+
+def make_http_server(
+    option: str,
+    host: str,
+    port: int,
+    get: Callable[[str, str], Answer],
+    post: Callable[[str, str, bytes], Answer] | None = None,
+) -> ThreadingHTTPServer:
+    """Return a server that listens on a port of this machine.
+
+    Args:
+        option: Option that names the port, for the error.
+        host: Address to listen on.
+        port: 0 takes a free one.
+        get: Answers a path that is asked for by GET; its second argument is the host name of the request.
+        post: The same for POST with a JSON body, which is its third argument. A body of another content type is
+            refused, because pages of other sites can send those without being asked.
+
+    Raises UserError if the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE_SECONDS
+
+        def do_GET(self) -> None:
+            self._send(get, self.path.partition("?")[0], self._requested_host())
+
+        def do_POST(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if post is None:
+                self.send_error(405)
+            elif self.headers.get_content_type() != JSON_TYPE:
+                self.send_error(415)
+            elif not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+                self.send_error(413)
+            else:
+                self._send(post, self.path, self._requested_host(), self.rfile.read(int(length)))
+
+        def _requested_host(self) -> str:
+            return self.headers.get("Host", "").partition(":")[0]
+
+        def _send(self, answer: Callable[..., Answer], *arguments: object) -> None:
+            try:
+                code, kind, text = answer(*arguments)
+            except UserError as error:
+                code = 500
+                kind = "text/plain"
+                text = str(error)
+            body = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """No-op: requests are not logged."""
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exception(), ConnectionError):  # a page that was closed is no error
+                super().handle_error(request, client_address)
+
+    try:
+        return Server((host, port), Handler)
+    except OSError as error:
+        problem = f"cannot be served: {error.strerror}"
+        raise UserError(option, port, problem, fix="name another, or 0 for any") from None
+
+
+def refuse_other_hosts(host: str) -> Answer | None:
+    """Return a refusal unless a request names this machine as its host, else None.
+
+    A page of another site could give its own name this address, and so read what is served.
+    """
+    return None if host in (LOCAL_ADDRESS, "localhost") else (403, "text/plain", f"open http://{LOCAL_ADDRESS}")
+
+
+def serve_until_interrupted(server: ThreadingHTTPServer, path: str = "") -> None:
+    """Print the address of a page, and serve it until Ctrl-C."""
+    host, port = server.server_address[:2]
+    print(f"http://{host!s}:{port}/{path}  (Ctrl-C ends it)", flush=True)
+    server.serve_forever()

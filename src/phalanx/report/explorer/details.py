@@ -1,0 +1,115 @@
+"""Details of one layout: parts of a step, memory over ranks, the pipeline's timeline, traffic by kind of link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
+from phalanx.plan.placement.findings import bytes_by_link, node_layout
+from phalanx.plan.placement.traffic_matrix import traffic_matrices
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.evaluate import evaluate, with_exact_memory
+from phalanx.plan.search.explain import slow_link_warnings
+from phalanx.plan.search.oom_risk import describe_fit, device_and_host_bytes, node_host_bytes, process_bytes
+from phalanx.plan.search.pipeline_simulation import simulate_candidate
+from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.report.drawing.schedule import executed_spans
+from phalanx.schedule.simulate import Timeline
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+Details = dict[str, Any]
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "unused", "nccl")
+MAX_ACTIONS = 20_000
+"""Passes of a timeline, at most: of more, each would be narrower than a pixel."""
+MIN_GAP = 1e-9
+"""Share of a step below which a rank's wait between two passes is a rounding error."""
+
+
+def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:
+    """Return all that the page shows of a layout that was clicked, as plain data.
+
+    A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
+    """
+    option = evaluate(run, world_size, [candidate])[0]
+    layout_run = run.model_copy(update={"layout": candidate.layout()})
+    try:
+        check_layout(layout_run, world_size)
+    except UserError as error:
+        return _predictions(run, option) | {"problem": str(error)}
+    option = with_exact_memory(run, world_size, option)
+    memories = rank_memory(layout_run, world_size)
+    return _predictions(run, option) | {
+        "counted_bytes": option.memory_bytes,
+        "fit": describe_fit(option.p_oom),
+        "memory": {role: _rank_memory(run.cluster, memory) for role, memory in memories.items()},
+        "traffic": _traffic(layout_run, world_size),
+        "timeline": _timeline(run, world_size, candidate),
+    }
+
+
+def _predictions(run: RunSpec, option: EvaluatedLayout) -> Details:
+    """Predictions that need no layout that runs."""
+    fields = ("step_seconds", "low_seconds", "high_seconds", "parts", "p_oom", "tokens_per_second", "mfu", "hfu")
+    return {
+        **{field: getattr(option, field) for field in fields},
+        "name": str(option.candidate),
+        "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+        "warnings": slow_link_warnings(run, option.candidate),
+    }
+
+
+def _rank_memory(cluster: ClusterSpec, memory: RankMemory) -> Details:
+    """Bytes of the fullest rank of a role by part, and the most of all parts at one time with driver and libraries."""
+    parts = {part: getattr(memory, part) for part in MEMORY_PARTS}
+    held_bytes, _ = device_and_host_bytes(cluster, [memory])
+    peak_bytes = process_bytes(cluster, held_bytes)
+    if cluster.device == "cpu":
+        parts["offloaded"] = memory.host
+    return {"parts": parts | {"process": process_bytes(cluster, 0)}, "peak_bytes": peak_bytes}
+
+
+def _traffic(run: RunSpec, world_size: int) -> dict[str, dict[str, float]]:
+    """Bytes that all ranks send in a step, by axis and kind of link."""
+    site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
+    matrices = traffic_matrices(run, world_size, site.ranks_per_island)
+    return {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()}
+
+
+def _timeline(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:
+    """The simulated pipeline, or a note why there is none."""
+    num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
+    if run.cluster.ranks_per_core > 1:
+        return {"note": "Ranks share cores: the simulation gives each rank a core of its own, so it is not shown."}
+    if num_actions > MAX_ACTIONS:
+        return {"note": f"The schedule has {num_actions:,} passes, more than a page can show ({MAX_ACTIONS:,})."}
+    return timeline_to_json(simulate_candidate(run, world_size, candidate))
+
+
+def timeline_to_json(timeline: Timeline) -> Details:
+    """Return a timeline in few numbers: order and durations of passes, and the waits between them.
+
+    `ranks` has for each rank its passes in order: `kinds` a letter each, `stages` and `micros` a number each, and
+    `waits`, pairs of a pass's position and the seconds that the rank waits before it. `seconds` are the durations of
+    passes by kind and stage. A pass starts where the last one ended, after its wait.
+    """
+    seconds: dict[str, dict[int, float]] = {}
+    ranks: list[Details] = [{"kinds": "", "stages": [], "micros": [], "waits": []} for _ in timeline.spans]
+    ends = [0.0] * len(ranks)
+    min_wait = MIN_GAP * float(timeline.makespan)
+    for index, action, start, end in executed_spans(timeline):
+        rank = ranks[index]
+        if start - ends[index] > min_wait:
+            rank["waits"].append([len(rank["kinds"]), _rounded(start - ends[index])])
+        rank["kinds"] += action.kind
+        rank["stages"].append(action.stage)
+        rank["micros"].append(action.micro)
+        seconds.setdefault(action.kind, {}).setdefault(action.stage, _rounded(end - start))
+        ends[index] = end
+    return {"makespan": float(timeline.makespan), "seconds": seconds, "ranks": ranks}
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.7g}")

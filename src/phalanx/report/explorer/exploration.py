@@ -1,0 +1,89 @@
+"""All layouts of a run with what the planner predicts of each, its first choices, and the Pareto front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.cost.kinds import Column
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.evaluate import LayoutPredictions, can_run, evaluate, predict_layouts, with_exact_memory
+from phalanx.plan.search.explain import plan_or_raise
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS, ProgressCallback
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """A searched plan with predictions of every layout in it. Layouts are known by their index in `layouts`."""
+
+    run: RunSpec
+    world_size: int
+    plan: Plan
+    layouts: list[CandidateLayout]
+    predictions: LayoutPredictions
+    ranked: dict[int, EvaluatedLayout]
+    """The planner's first choices, in its order of preference."""
+    front: dict[int, EvaluatedLayout]
+    """The Pareto front, the fastest layout first."""
+
+    def column(self, values: Column) -> Column:
+        """Return a predicted column with a row for each layout."""
+        return np.broadcast_to(values, len(self.layouts))
+
+
+def explore(
+    run: RunSpec,
+    world_size: int,
+    keep: int,
+    group_schedules: bool = True,
+    report: ProgressCallback = lambda *_: None,
+) -> Exploration:
+    """Search for the `keep` first choices of the planner, and predict all layouts that the search considered.
+
+    Raises UserError as `plan_or_raise` does.
+    """
+    plan = plan_or_raise(run, world_size, keep, report=report, group_schedules=group_schedules)
+    index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
+    for option in plan.layouts:  # variants with offload that the search made while it counted memory are not in it
+        index_of.setdefault(option.candidate, len(index_of))
+    layouts = list(index_of)
+    predictions = predict_layouts(run, world_size, layouts)
+    ranked = {index_of[option.candidate]: option for option in plan.layouts}
+    report("finding the Pareto front", 0, 1)
+    front = pareto_front(run, world_size, layouts, predictions=predictions)
+    report("finding the Pareto front", 1, 1)
+    return Exploration(run, world_size, plan, layouts=layouts, predictions=predictions, ranked=ranked, front=front)
+
+
+def pareto_front(
+    run: RunSpec, world_size: int, layouts: list[CandidateLayout], predictions: LayoutPredictions
+) -> dict[int, EvaluatedLayout]:
+    """Return the layouts that run and fit, and that no other such layout beats in both step time and memory.
+
+    Memory is the formula's estimate, which every layout has. Whether a layout fits is counted tensor by tensor too,
+    for at most `MAX_EXACT_EVALUATIONS` layouts.
+    """
+    size = len(layouts)
+    seconds, memory, p_oom = (
+        np.broadcast_to(column, size)
+        for column in (predictions.time.total, predictions.memory.allocated, predictions.p_oom)
+    )
+    fastest_first = np.lexsort((memory, seconds))
+    front: dict[int, EvaluatedLayout] = {}
+    smallest = np.inf
+    counted = 0
+    for index in map(int, fastest_first[p_oom[fastest_first] < MAX_OOM_PROBABILITY]):
+        if memory[index] >= smallest or not can_run(run, world_size, layouts[index]):
+            continue
+        if counted == MAX_EXACT_EVALUATIONS:
+            break
+        counted += 1
+        option = with_exact_memory(run, world_size, evaluate(run, world_size, [layouts[index]])[0])
+        if option.p_oom < MAX_OOM_PROBABILITY:
+            front[index] = option
+            smallest = memory[index]
+    return front

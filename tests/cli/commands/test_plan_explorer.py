@@ -1,0 +1,149 @@
+"""`phalanx plan --html` and `--web`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import urllib.error
+import urllib.request
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.commands import plan_explorer
+from phalanx.cli.commands.plan_explorer import Choices, PlanArguments, has_screen, parse_choices, with_choices
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.report_page import parse_embedded_json
+from tests.helpers.watch_server import serving
+
+RUN = """
+[model]
+preset = "gpt2-124m"
+[training]
+seq_len = 1024
+tokens_per_step = 16384
+[cluster]
+nproc_per_node = 4
+"""
+CHOICES = {"machine": "", "nodes": 1, "batch": 16, "seq_len": 1024}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    file = tmp_path / "it's a run.toml"
+    file.write_text(RUN)
+    return file
+
+
+def arguments_for(file: Path) -> PlanArguments:
+    return PlanArguments(file, "h100", None, None, (), None, all_schedules=False, top=10)
+
+
+def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch):
+    monkeypatch.setattr(plan_explorer, "NUM_FIRST_CHOICES", 10)
+    file = run_file.parent / "plan.html"
+    command_output("plan", run_file, "--machine", "h100", "--html", file)
+    facts = parse_embedded_json(file.read_text(), "facts")
+    plan = command_json("plan", run_file, "--machine", "h100")
+    ranked = [facts["counted"][str(index)] for index in facts["ranked"]]
+    assert [one["step_seconds"] for one in ranked[:10]] == [one["step_seconds"] for one in plan["layouts"]]
+    assert facts["setup"]["summary"][-1].startswith(f"{plan['considered']:,} layouts")
+    assert set(facts["details"]) == {str(index) for index in (*facts["ranked"], *facts["front"])}
+
+
+def test_plan_html_replaces_no_file_of_the_users(run_file):
+    file = run_file.parent / "mine.html"
+    file.write_text("<p>mine</p>")
+    with pytest.raises(UserError, match="exists, and phalanx did not write it"):
+        command_output("plan", run_file, "--machine", "h100", "--html", file)
+    assert file.read_text() == "<p>mine</p>"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--web", "--html", "x.html"), "cannot be shown at once"),
+        (("--html", "x.html", "--json"), "is not what --html prints"),
+        (("--web", "--out", "x.toml"), "has no layout to write"),
+        (("--port", "8000"), "is the port of --web"),
+    ],
+)
+def test_plan_rejects_options_that_the_explorer_cannot_take(run_file, options, problem):
+    with pytest.raises(UserError, match=problem):
+        command_output("plan", run_file, *options)
+
+
+def ask(address: str, path: str, table: object, **headers: str) -> tuple[int, dict]:
+    request = urllib.request.Request(
+        address + path, json.dumps(table).encode(), {"Content-Type": "application/json", **headers}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        text = error.read().decode()
+        return error.code, json.loads(text) if text.startswith("{") else {"text": text}
+
+
+def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
+    with serving("plan", run_file, "--machine", "h100", "--web") as address:
+        page = urllib.request.urlopen(address, timeout=60).read().decode()
+        facts = parse_embedded_json(page, "facts")
+        assert (facts["web"], facts["details"]) == (True, {})
+        assert ask(address, "layout", {**CHOICES, "layout": facts["ranked"][0]})[1]["memory"]
+        code, other = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
+        assert (code, other["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
+        assert "--machine a100 --nodes 2" in other["setup"]["commands"]["plan"]
+        for table, problem in (
+            ({**CHOICES, "machine": "/etc/passwd"}, "is not a known machine"),
+            ({**CHOICES, "run": "other.toml"}, "does not have the fields"),
+            ({**CHOICES, "nodes": 0}, "is not a valid number"),
+            ({**CHOICES, "nodes": 10_007}, "ranks share this model and this batch in no layout"),
+            ({**CHOICES, "seq_len": 2048}, "is longer than the model's learned positions"),
+            ([], "does not have the fields"),
+        ):
+            code, answer = ask(address, "plan", table)
+            assert code == 422
+            assert problem in answer["problem"]
+        assert ask(address, "layout", {**CHOICES, "layout": 10**8})[0] == 422
+        assert ask(address, "plan", CHOICES, Host="evil.example")[0] == 403
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(address + "run.toml", timeout=60)
+
+
+def test_train_command_trains_the_run_on_its_cluster(run_file):
+    run = load_run(run_file, machine="h100")
+    words = shlex.split(arguments_for(run_file).train_command(run))
+    assert words == ["phalanx", "train", str(run_file), "--nproc", "4", "--set", "cluster.preset=h100"]
+    nodes = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nodes": 4})})
+    assert "--nodes 4 --rendezvous HOST:29500" in arguments_for(run_file).train_command(nodes)
+    assert replace(arguments_for(run_file), run=Path("config.json")).train_command(run) == ""
+
+
+def test_with_choices_changes_only_what_was_chosen(run_file):
+    arguments = arguments_for(run_file)
+    same = Choices("", 1, 16, 1024)
+    assert with_choices(arguments, same) == arguments
+    changed = with_choices(arguments, Choices("b200", 2, 32, 512))
+    run, world_size = changed.load()
+    assert (run.cluster.preset, world_size) == ("b200", 8)
+    assert (run.training.seq_len, run.training.tokens_per_step) == (512, 16384)
+    assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=512", changed.plan_command())
+
+
+def test_parse_choices_returns_numbers_beside_choices():
+    choices, more = parse_choices({**CHOICES, "layout": 3}, ("layout",))
+    assert (asdict(choices), more) == (CHOICES, {"layout": 3})
+    with pytest.raises(UserError, match="nodes = True: is not a valid number"):
+        parse_choices({**CHOICES, "nodes": True})
+
+
+def test_has_screen_is_false_over_ssh_and_without_display():
+    assert has_screen("linux", {"DISPLAY": ":0"})
+    assert has_screen("darwin", {})
+    assert not has_screen("linux", {})
+    assert not has_screen("darwin", {"SSH_CONNECTION": "1"})

@@ -1,0 +1,93 @@
+"""Details of a layout are the planner's own numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.plan.placement.findings import bytes_by_link, node_layout
+from phalanx.plan.placement.traffic_matrix import traffic_matrices
+from phalanx.plan.search.evaluate import evaluate_layout
+from phalanx.plan.search.oom_risk import process_bytes
+from phalanx.plan.search.pipeline_simulation import simulate_candidate
+from phalanx.report.drawing.schedule import executed_spans
+from phalanx.report.explorer import details as details_module
+from phalanx.report.explorer.details import layout_details
+from tests.helpers.explorations import small_exploration
+
+
+def layout_of(**fields):
+    """The first layout of the small plan with these fields, whose memory is enough."""
+    found = small_exploration()
+    fitting = found.column(found.predictions.p_oom) < 0.01
+    return next(
+        layout
+        for layout, fits in zip(found.layouts, fitting, strict=True)
+        if fits and all(getattr(layout, name) == value for name, value in fields.items())
+    )
+
+
+PIPELINES = [{"pp": 4, "schedule": name} for name in ("1f1b", "zb-h1", "zb-v")]
+PIPELINES.append({"pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+
+
+@pytest.mark.parametrize("fields", [{"pp": 1, "data_parallel": "zero3"}, *PIPELINES])
+def test_layout_details_equal_what_the_planner_says(fields):
+    found, candidate = small_exploration(), layout_of(**fields)
+    run, world_size = found.run, found.world_size
+    details = layout_details(run, world_size, candidate)
+    option = evaluate_layout(run, world_size, candidate.layout())
+    assert details["name"] == str(candidate)
+    assert details["parts"] == option.parts
+    assert (details["step_seconds"], details["p_oom"]) == (option.step_seconds, option.p_oom)
+    assert details["counted_bytes"] == option.memory_bytes
+    layout_run = run.model_copy(update={"layout": candidate.layout()})
+    memories = rank_memory(layout_run, world_size)
+    assert list(details["memory"]) == list(memories)
+    for role, memory in memories.items():
+        shown = details["memory"][role]
+        assert shown["peak_bytes"] == process_bytes(run.cluster, memory.device)
+        assert shown["parts"]["activations"] == memory.activations
+        assert sum(shown["parts"].values()) - memory.non_concurrent_bytes == shown["peak_bytes"]
+    site = node_layout(run.cluster, 8)
+    assert details["traffic"] == {
+        axis: bytes_by_link(matrix, site)
+        for axis, matrix in traffic_matrices(layout_run, world_size, site.ranks_per_island).items()
+    }
+
+
+@pytest.mark.parametrize("fields", PIPELINES)
+def test_timeline_starts_follow_from_order_durations_and_waits(fields):
+    found, candidate = small_exploration(), layout_of(**fields)
+    timeline = simulate_candidate(found.run, found.world_size, candidate)
+    shown = layout_details(found.run, found.world_size, candidate)["timeline"]
+    assert shown["makespan"] == timeline.makespan
+    expected = sorted((rank, start, end, str(action)) for rank, action, start, end in executed_spans(timeline))
+    rebuilt = []
+    for index, rank in enumerate(shown["ranks"]):
+        now, waits = 0.0, dict(rank["waits"])
+        for at, (kind, stage, micro) in enumerate(zip(rank["kinds"], rank["stages"], rank["micros"], strict=True)):
+            start = now + waits.get(at, 0.0)
+            now = start + shown["seconds"][kind][stage]
+            rebuilt.append((index, start, now, f"{stage}{kind}{micro}"))
+    assert [(rank, text) for rank, _, _, text in rebuilt] == [(rank, text) for rank, _, _, text in expected]
+    for one, other in zip(rebuilt, expected, strict=True):
+        assert one[1:3] == pytest.approx(other[1:3], abs=1e-5 * timeline.makespan)
+
+
+def test_layout_details_say_why_a_layout_cannot_be_trained():
+    found = small_exploration()
+    candidate = replace(layout_of(pp=4, micro_batches=2), schedule="interleaved", virtual_stages=2)
+    details = layout_details(found.run, found.world_size, candidate)
+    assert "interleaved" in details["problem"]
+    assert "memory" not in details
+
+
+def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):
+    monkeypatch.setattr(details_module, "MAX_ACTIONS", 10)
+    found, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
+    passes = 3 * candidate.pp * candidate.micro_batches
+    timeline = layout_details(found.run, found.world_size, candidate)["timeline"]
+    assert timeline == {"note": f"The schedule has {passes} passes, more than a page can show (10)."}

@@ -1,0 +1,68 @@
+"""The explorer's page without a browser: it holds all layouts, needs nothing else, and its texts are escaped."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.report.explorer.page import CHOICE_COLUMNS, PageContext, details_of, packed_details, page, page_facts
+from tests.helpers.explorations import small_exploration, unpack_columns, unpack_json
+from tests.helpers.report_page import parse_embedded_json
+
+CONTEXT = PageContext("phalanx plan run.toml", "phalanx train run.toml", ["assumed: nothing"])
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return json.loads(json.dumps(page_facts(small_exploration(), CONTEXT)))
+
+
+def test_page_facts_have_every_layout(facts):
+    found, (choices, columns) = small_exploration(), unpack_columns(facts["columns"])
+    for name in CHOICE_COLUMNS:
+        assert choices[name] == [getattr(layout, name) for layout in found.layouts]
+    for part in PART_DESCRIPTIONS:
+        expected = found.column(getattr(found.predictions.time, part)).tolist()
+        assert columns[part] == pytest.approx(expected, rel=2.0**-16, abs=1e-30)
+    memory = found.column(found.predictions.memory.allocated).tolist()
+    assert columns["memory"] == pytest.approx(memory, rel=2.0**-16)
+
+
+def test_page_facts_have_counted_figures_of_choices_and_front(facts):
+    found = small_exploration()
+    assert facts["ranked"] == list(found.ranked)
+    assert facts["front"] == list(found.front)
+    for index, option in {**found.front, **found.ranked}.items():
+        assert facts["counted"][str(index)]["memory_bytes"] == option.memory_bytes
+
+
+def test_packed_details_are_those_of_choices_and_front():
+    found = small_exploration()
+    packed = packed_details(found)
+    assert set(packed) == {*found.ranked, *found.front}
+    index = next(iter(packed))
+    assert unpack_json(packed[index]) == json.loads(json.dumps(details_of(found, index)))
+
+
+def test_page_needs_no_network(facts):
+    text = page(facts | {"details": {}, "web": False})
+    assert parse_embedded_json(text, "facts") == facts | {"details": {}, "web": False}
+    assert not re.findall(r"https?://", text)
+    assert not re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=|<link\b[^>]*\bhref=\"(?!data:)|@import|url\(", text)
+
+
+def test_page_escapes_names(facts):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    setup = facts["setup"] | {"title": evil, "notes": [evil]}
+    text = page(facts | {"setup": setup, "details": {}, "web": False})
+    assert "<script>alert" not in text
+    assert "<img" not in re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_page_offers_colors_of_choices_that_differ_only(facts):
+    text = page(facts | {"details": {}, "web": False})
+    assert '<option value="tp">' in text
+    assert '<option value="ep">' not in text  # a model without experts
