@@ -17,8 +17,8 @@ from tests.helpers.planned_runs import make_run
 def test_explore_ranks_layouts_as_plan_does():
     found = small_exploration()
     plan = plan_or_raise(found.run, found.world_size, NUM_FIRST_CHOICES)
-    assert list(found.ranked.values()) == plan.options
-    assert [found.layouts[index] for index in found.ranked] == [option.candidate for option in plan.options]
+    assert list(found.ranked.values()) == plan.layouts
+    assert [found.layouts[index] for index in found.ranked] == [option.candidate for option in plan.layouts]
     assert found.layouts[: plan.considered] == plan.layouts
 
 
