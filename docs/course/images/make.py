@@ -1,0 +1,78 @@
+"""Draw the pictures of the course: `python docs/course/images/make.py [NAME...]`, with the `draw` extra.
+
+Every number comes from Phalanx's own formulas, but for the measurements of chapters 3 and 5, which stand here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from phalanx.report.drawing.schedule import LEGEND, executed_spans
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.simulate import simulate
+
+FOLDER = Path(__file__).parent
+BLUE, TEAL, GREEN, ORANGE, RED, GRAY = "#4c78c8", "#2f9e8f", "#3f9b4f", "#d98a2b", "#c5504b", "#8a8f98"
+KIND_COLORS = {"F": BLUE, "B": TEAL, "I": GREEN, "W": ORANGE}
+PICTURES: dict[str, Callable[[], Figure]] = {}
+
+mpl.rcParams |= {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "legend.frameon": False,
+    "svg.hashsalt": "phalanx",
+}
+
+
+def picture(name: str) -> Callable[[Callable[[], Figure]], Callable[[], Figure]]:
+    """Register a function that draws the file `name`."""
+
+    def register(draw: Callable[[], Figure]) -> Callable[[], Figure]:
+        PICTURES[name] = draw
+        return draw
+
+    return register
+
+
+@picture("09-schedules.png")
+def schedules() -> Figure:
+    """Draw five schedules of four stages and eight micro-batches on one time axis."""
+    names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
+    figure, axes = plt.subplots(len(names), 1, figsize=(8, 6.2), sharex=True, layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        timeline = simulate(build_schedule(name, 4, 8))
+        for rank, action, start, end in executed_spans(timeline):
+            style = {"color": KIND_COLORS[action.kind], "edgecolor": "white", "linewidth": 0.4}
+            axis.broken_barh([(start, end - start)], (rank - 0.42, 0.84), alpha=0.6 if action.stage > 3 else 1, **style)
+        makespan = float(timeline.makespan)
+        axis.axvline(makespan, color=RED, linewidth=1)
+        axis.set_title(f"{name}: makespan {makespan:g}, bubble {float(timeline.bubble):.1%}", loc="left", fontsize=9)
+        axis.set(yticks=range(4), ylim=(3.6, -0.6), ylabel="rank", facecolor="#eef0f3")
+    handles = [mpl.patches.Patch(color=KIND_COLORS[kind], label=LEGEND[kind]) for kind in KIND_COLORS]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    axes[-1].set_xlabel("time, one forward pass of a micro-batch through a stage = 1")
+    return figure
+
+
+def main(names: Sequence[str]) -> None:
+    """Write the pictures of these names, or all."""
+    for name in names or PICTURES:
+        figure = PICTURES[name]()
+        figure.savefig(FOLDER / name, dpi=110, metadata={"Date": None} if name.endswith(".svg") else None)
+        plt.close(figure)
+        print(f"{name}: {(FOLDER / name).stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
