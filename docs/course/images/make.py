@@ -8,15 +8,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.model_state import model_state_bytes
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.report.drawing.schedule import LEGEND, executed_spans
 from phalanx.schedule.registry import build_schedule
-from phalanx.schedule.simulate import simulate
+from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
 
 FOLDER = Path(__file__).parent
 BLUE, TEAL, GREEN, ORANGE, RED, GRAY = "#4c78c8", "#2f9e8f", "#3f9b4f", "#d98a2b", "#c5504b", "#8a8f98"
@@ -45,13 +51,53 @@ def picture(name: str) -> Callable[[Callable[[], Figure]], Callable[[], Figure]]
     return register
 
 
+SMALL = {
+    "model": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "ffn_hidden_size": 192,
+        "max_seq_len": 128,
+    },
+    "data": {"train": ["text.txt"], "tokenizer": "bytes", "mask_documents": False},
+    "training": {"seq_len": 128, "tokens_per_step": 1024, "precision": "fp32"},
+}
+"""The model that most chapters train."""
+
+
+def label(axis: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], color: str, **style: Any):
+    """Write `text` next to a point of the data."""
+    axis.annotate(text, point, offset, textcoords="offset points", color=color, **style)
+
+
+@picture("01-memory.svg")
+def memory() -> Figure:
+    """Draw the memory of the small model over the micro-batch, with and without recomputation."""
+    spec = RunSpec.model_validate(SMALL)
+    state = model_state_bytes(count_parameters(spec.model), "adamw", "fp32").total
+    sizes = range(1, 17)
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    for checkpointing, color in (("none", RED), ("full", TEAL)):
+        layout = Layout(activation_checkpointing=checkpointing)
+        total = [state + activation_bytes(spec.model, size, 128, "fp32", layout).peak for size in sizes]
+        axis.plot(sizes, [value / 1e6 for value in total], "o-", markersize=3, color=color)
+        label(axis, f"recompute {checkpointing}", (12, total[11] / 1e6), (-8, 6), color, ha="right")
+    axis.fill_between(sizes, state / 1e6, color=BLUE, alpha=0.25)
+    label(axis, "model state: 16 bytes per parameter", (15.8, 0), (0, 2), BLUE, ha="right")
+    axis.set(xlabel="sequences in a micro-batch, $b$", ylabel="MB on one rank", xlim=(1, 16), ylim=0)
+    return figure
+
+
 @picture("09-schedules.png")
 def schedules() -> Figure:
     """Draw five schedules of four stages and eight micro-batches on one time axis."""
     names = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"]
     figure, axes = plt.subplots(len(names), 1, figsize=(8, 6.2), sharex=True, layout="constrained")
     for axis, name in zip(axes, names, strict=True):
-        timeline = simulate(build_schedule(name, 4, 8))
+        schedule = build_schedule(name, 4, 8)
+        part = schedule.ranks / schedule.stages  # of a rank's layers in one stage
+        timeline = simulate(schedule, ActionTimes(part, part, part))
         for rank, action, start, end in executed_spans(timeline):
             style = {"color": KIND_COLORS[action.kind], "edgecolor": "white", "linewidth": 0.4}
             axis.broken_barh([(start, end - start)], (rank - 0.42, 0.84), alpha=0.6 if action.stage > 3 else 1, **style)
