@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from phalanx.cost.exact.activation_memory import activation_bytes
-from phalanx.cost.exact.model_state import model_state_bytes
+from phalanx.cost.exact.model_state import model_state_bytes, sharded_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.report.drawing.schedule import LEGEND, executed_spans
 from phalanx.schedule.registry import build_schedule
@@ -108,6 +108,24 @@ def schedules() -> Figure:
     handles = [mpl.patches.Patch(color=KIND_COLORS[kind], label=LEGEND[kind]) for kind in KIND_COLORS]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     axes[-1].set_xlabel("time, one forward pass of a micro-batch through a stage = 1")
+    return figure
+
+
+@picture("06-zero.svg")
+def zero() -> Figure:
+    """Draw the bytes of model state per parameter over the number of ranks."""
+    ranks = [1, 2, 4, 8, 16, 32, 64]
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    parameters = 64 * 10**6
+    for strategy, color in (("ddp", RED), ("zero1", ORANGE), ("zero2", BLUE), ("zero3", TEAL)):
+        owned = [parameters // (1 if strategy == "ddp" else n) for n in ranks]
+        states = [sharded_state_bytes(strategy, "bf16", parameters, count, 2 * count) for count in owned]
+        per_parameter = [state.total / parameters for state in states]
+        axis.plot(ranks, per_parameter, "o-", color=color, markersize=4)
+        label(axis, f"{strategy}  {per_parameter[-1]:.4g}", (64, per_parameter[-1]), (6, -3), color)
+    axis.set_xscale("log", base=2)
+    axis.set(xlabel="data-parallel ranks, $N$", ylabel="bytes per parameter and rank", ylim=0, yticks=range(0, 17, 2))
+    axis.set_xticks(ranks, [str(n) for n in ranks])
     return figure
 
 
