@@ -5,7 +5,9 @@ Every number comes from Phalanx's own formulas, but for the measurements of chap
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,12 +131,32 @@ def zero() -> Figure:
     return figure
 
 
+LLAMA_RUN = """
+name = "llama"
+model.preset = "llama3-70b"
+training = { seq_len = 8192, tokens_per_step = 4194304 }
+"""
+COMMANDS = {"11-step.svg": "plan run.toml --machine h100 --nodes 16 --top 5 --explain 1 --picture"}
+"""Pictures that a command of Phalanx draws, for `LLAMA_RUN`."""
+
+
+def run_command(name: str) -> None:
+    """Write a picture of `COMMANDS`."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "run.toml").write_text(LLAMA_RUN)
+        command = [sys.executable, "-m", "phalanx", *COMMANDS[name].split(), str(FOLDER / name)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
 def main(names: Sequence[str]) -> None:
     """Write the pictures of these names, or all."""
-    for name in names or PICTURES:
-        figure = PICTURES[name]()
-        figure.savefig(FOLDER / name, dpi=110, metadata={"Date": None} if name.endswith(".svg") else None)
-        plt.close(figure)
+    for name in names or [*PICTURES, *COMMANDS]:
+        if name in COMMANDS:
+            run_command(name)
+        else:
+            figure = PICTURES[name]()
+            figure.savefig(FOLDER / name, dpi=110, metadata={"Date": None} if name.endswith(".svg") else None)
+            plt.close(figure)
         print(f"{name}: {(FOLDER / name).stat().st_size:,} bytes")
 
 
