@@ -20,11 +20,15 @@ from matplotlib.figure import Figure
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.model_state import model_state_bytes, sharded_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.swarm import node_share, round_bytes, round_time
+from phalanx.cost.formulas.reliability import LLAMA3, goodput, mtbf_seconds, young_interval_seconds
 from phalanx.report.drawing.schedule import LEGEND, executed_spans
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.files.load import load_model
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
+from phalanx.spec.swarm import Codec, Method
 
 FOLDER = Path(__file__).parent
 BLUE, TEAL, GREEN, ORANGE, RED, GRAY = "#4c78c8", "#2f9e8f", "#3f9b4f", "#d98a2b", "#c5504b", "#8a8f98"
@@ -39,6 +43,7 @@ mpl.rcParams |= {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "legend.frameon": False,
+    "svg.fonttype": "none",
     "svg.hashsalt": "phalanx",
 }
 
@@ -146,6 +151,39 @@ def run_command(name: str) -> None:
         (Path(folder) / "run.toml").write_text(LLAMA_RUN)
         command = [sys.executable, "-m", "phalanx", *COMMANDS[name].split(), str(FOLDER / name)]
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+@picture("12-surviving.svg")
+def surviving() -> Figure:
+    """Draw the goodput over the checkpoint interval, and the learning part of a node's time over its link's speed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
+    mtbf = mtbf_seconds(LLAMA3.per_device_hour, 16_384)
+    minutes = [0.5 * 1.1**i for i in range(50)]
+    for write, color in ((2.435, TEAL), (24.35, RED)):
+        parts = [goodput(60 * interval, write, mtbf, 600) for interval in minutes]
+        left.plot(minutes, [100 * part for part in parts], color=color, label=f"a checkpoint takes {write:.3g} s")
+        young = young_interval_seconds(write, mtbf)
+        left.plot(young / 60, 100 * goodput(young, write, mtbf, 600), "o", color=color)
+    left.set(xscale="log", xlabel="minutes between checkpoints (dot: Young)", ylabel="goodput, %", ylim=(70, 95))
+    left.minorticks_off()
+    left.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    left.legend(loc="lower right")
+    model = load_model("spes-7b")
+    speeds = [10 * 1.2**i for i in range(39)]
+    kinds: list[tuple[Method, Codec, int, str]] = [
+        ("ddp", "fp32", 0, GRAY),
+        ("diloco", "fp32", 0, RED),
+        ("spes", "fp32", 8, BLUE),
+        ("spes+", "int8", 8, TEAL),
+    ]
+    for method, codec, owned, color in kinds:
+        traffic = round_bytes(node_share(model, method, owned), method, codec)
+        steps = 1 if method == "ddp" else 100
+        times = [round_time(traffic, speed * 125e3, speed * 125e3, steps, 20.0) for speed in speeds]
+        right.plot(speeds, [100 * time.utilisation for time in times], color=color, label=f"{method}, {codec}")
+    right.set(xscale="log", xlabel="link of a node, Mbit/s", ylabel="part of its time that a node learns, %", ylim=(0, 100))
+    right.legend(loc="upper left")
+    return figure
 
 
 def main(names: Sequence[str]) -> None:
