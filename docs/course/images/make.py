@@ -186,6 +186,136 @@ def surviving() -> Figure:
     return figure
 
 
+def box(axis: Axes, center: tuple[float, float], size: tuple[float, float], text: str, color: str) -> None:
+    """Draw a box with a text in it."""
+    (x, y), (width, height) = center, size
+    corner = (x - width / 2, y - height / 2)
+    axis.add_patch(mpl.patches.Rectangle(corner, width, height, facecolor=color, alpha=0.25, edgecolor=color))
+    axis.text(x, y, text, ha="center", va="center", color="#222222")
+
+
+def arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float], color: str = GRAY, **style: Any) -> None:
+    """Draw an arrow."""
+    axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color, "linewidth": 1.3, **style})
+
+
+def canvas(width: float, height: float, unit: float = 0.7) -> tuple[Figure, Axes]:
+    """Return an empty figure whose coordinates reach from 0 to `width` and `height`."""
+    figure, axis = plt.subplots(figsize=(width * unit, height * unit), layout="constrained")
+    axis.set(xlim=(0, width), ylim=(0, height))
+    axis.axis("off")
+    return figure, axis
+
+
+@picture("07-tensor-parallel.svg")
+def tensor_parallel() -> Figure:
+    """Draw Megatron's pair of products on two ranks, and where sequence parallelism splits tokens."""
+    figure, axis = canvas(12, 5)
+    for row, rank in ((3.3, 0), (1.2, 1)):
+        axis.text(0.1, row, f"rank {rank}", va="center")
+        box(axis, (1.9, row), (1.3, 1.0), f"norm\ntokens {rank}", GREEN)
+        box(axis, (5.0, row), (1.5, 1.3), f"$X A_{rank + 1}$\ncolumns", BLUE)
+        box(axis, (7.0, row), (1.2, 1.3), "$\\phi$", BLUE)
+        box(axis, (9.0, row), (1.5, 1.3), f"$\\cdot\, B_{rank + 1}$\nrows", BLUE)
+        box(axis, (11.3, row), (1.2, 1.0), f"tokens {rank}", GREEN)
+        for start, end in ((2.6, 4.2), (5.8, 6.35), (7.65, 8.2), (9.8, 10.65)):
+            arrow(axis, (start, row), (end, row))
+    for x, text in ((3.4, "all-gather"), (10.2, "reduce-scatter")):
+        axis.plot([x, x], [0.4, 4.1], color=ORANGE, linewidth=2)
+        axis.text(x, 4.35, text, color=ORANGE, ha="center")
+    axis.text(6.9, 4.35, "all tokens, a part of the width", color=BLUE, ha="center")
+    axis.text(6.9, 0.15, "no communication between the two products", color=GRAY, ha="center")
+    return figure
+
+
+@picture("08-context-parallel.svg")
+def context_parallel() -> Figure:
+    """Draw the bytes that a rank sends per layer over the number of context-parallel ranks."""
+    ranks = [2, 4, 8, 16, 32]
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    tokens, width = 131_072, 4096
+    for name, kv_width, line in (("32 key/value heads", 4096, "--"), ("8 key/value heads", 1024, "-")):
+        blocks = [2 * tokens / c * kv_width for c in ranks]
+        ring = [(2 * (c - 1) * 2 + c * 4) * block for c, block in zip(ranks, blocks, strict=True)]
+        heads = [2 * (2 * width + 2 * kv_width) * tokens / c * 2 * (c - 1) / c for c in ranks]
+        for method, sent, color in (("ring", ring, BLUE), ("Ulysses", heads, ORANGE)):
+            axis.plot(ranks, [size / 1e9 for size in sent], line, marker="o", markersize=4, color=color)
+            label(axis, f"{method}, {name}", (ranks[-1], sent[-1] / 1e9), (6, -3), color)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ranks, [str(c) for c in ranks])
+    axis.set(xlabel="ranks that share a sequence of 131,072 tokens, $c$", ylabel="GB sent per rank and layer", yscale="log")
+    axis.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
+    axis.minorticks_off()
+    return figure
+
+
+@picture("02-data-parallel.svg")
+def data_parallel() -> Figure:
+    """Draw the exchanges of a parameter server and of an all-reduce."""
+    figure, axis = canvas(12, 4.6)
+    axis.text(2.9, 4.3, "parameter server", ha="center", weight="bold")
+    box(axis, (2.9, 3.4), (3.4, 0.9), "server: weights, moments", ORANGE)
+    for index in range(3):
+        x = 0.9 + 2.0 * index
+        box(axis, (x, 0.8), (1.6, 1.1), f"worker {index}\nbatch / 3", BLUE)
+        arrow(axis, (2.5 + 0.3 * index, 2.9), (x - 0.15, 1.45), TEAL)
+        arrow(axis, (x + 0.15, 1.45), (2.8 + 0.3 * index, 2.9), RED)
+    axis.text(0.0, 2.3, "weights", color=TEAL)
+    axis.text(4.75, 2.3, "gradients", color=RED)
+    axis.text(9.3, 4.3, "all-reduce", ha="center", weight="bold")
+    spots = [(9.3, 3.3), (11.0, 0.9), (7.6, 0.9)]
+    for index, spot in enumerate(spots):
+        box(axis, spot, (1.9, 1.1), f"rank {index}\nbatch / 3", BLUE)
+    for start, end in (((10.0, 2.7), (10.8, 1.5)), ((9.95, 0.9), (8.65, 0.9)), ((7.8, 1.5), (8.6, 2.7))):
+        arrow(axis, start, end, RED)
+    axis.text(9.3, 1.75, "sums of\ngradients", color=RED, ha="center", va="center")
+    return figure
+
+
+@picture("04-overlap.svg")
+def overlap() -> Figure:
+    """Draw when buckets of gradients are ready, and when their all-reduces end, for three bucket sizes."""
+    layers, layer_seconds, latency, layer_transfer = 12, 1.0, 0.7, 0.6
+    figure, axes = plt.subplots(3, 1, figsize=(8, 3.9), sharex=True, layout="constrained")
+    for axis, size in zip(axes, (12, 3, 1), strict=True):
+        end = 0.0
+        for bucket in range(layers // size):
+            for layer in range(bucket * size, (bucket + 1) * size):
+                axis.broken_barh([(layer * layer_seconds, layer_seconds)], (1, 0.8), color=TEAL, edgecolor="white")
+            start = max(end, (bucket + 1) * size * layer_seconds)
+            end = start + latency + size * layer_transfer
+            axis.broken_barh([(start, latency)], (0, 0.8), color=RED, edgecolor="white")
+            axis.broken_barh([(start + latency, size * layer_transfer)], (0, 0.8), color=ORANGE, edgecolor="white")
+        axis.axvline(layers * layer_seconds, color=GRAY, linestyle=":")
+        text = f"{size} layers in a bucket: {end - layers * layer_seconds:.1f} exposed"
+        axis.set_title(text, loc="left", fontsize=9)
+        axis.set_yticks([0.4, 1.4], ["all-reduce", "backward"])
+    handles = [mpl.patches.Patch(color=color, label=text) for color, text in (
+        (TEAL, "backward pass of a layer"), (RED, "latency"), (ORANGE, "transfer"))]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    axes[-1].set_xlabel("time, backward pass of one layer = 1")
+    return figure
+
+
+@picture("05-batch-size.svg")
+def batch_size() -> Figure:
+    """Draw the steps and tokens that a run needs, relative to the fewest, over the batch size."""
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    ratios = [0.05 * 1.1**i for i in range(64)]
+    axis.plot(ratios, [1 + 1 / ratio for ratio in ratios], color=BLUE)
+    axis.plot(ratios, [1 + ratio for ratio in ratios], color=ORANGE)
+    label(axis, "steps", (0.13, 1 + 1 / 0.13), (6, 2), BLUE)
+    label(axis, "tokens", (7.5, 8.5), (-6, 2), ORANGE, ha="right")
+    axis.plot(1, 2, "o", color=RED)
+    label(axis, "twice the fewest of both", (1, 2), (0, -16), RED, ha="center")
+    axis.set(xscale="log", yscale="log", xlabel=r"batch, $B\,/\,B_\mathrm{noise}$", ylabel="relative to the fewest")
+    axis.set(ylim=(1, 20), xlim=(0.05, 20))
+    axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axis.minorticks_off()
+    return figure
+
+
 def main(names: Sequence[str]) -> None:
     """Write the pictures of these names, or all."""
     for name in names or [*PICTURES, *COMMANDS]:
