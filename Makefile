@@ -1,5 +1,5 @@
 # The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
-# `make test-all` has more of each kind: every layout for 20 steps, every dry run, Slurm, networks, browsers (docs/testing.md).
+# `make test-all` has more of each kind: every layout for 20 steps, every dry run, Slurm, networks, browsers (docs/contributing/tests.md).
 # Tests run in two processes, a file's in one of them: ranks that wait for each other, and tests without ranks, leave a
 # core idle. Those that measure how long something takes run after them, alone.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all test-exports test-null-gpu gpu install lint
+.PHONY: demo test test-all test-exports test-null-gpu gpu docs install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -24,16 +24,20 @@ test-all: .venv/dev
 test-exports: .venv-exports/installed
 	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
 
-# The CUDA path over the real ProcessGroupNCCL, on a GPU that computes nothing (docs/testing.md). Needs a C compiler, and 5 GB
+# The CUDA path over the real ProcessGroupNCCL, on a GPU that computes nothing (docs/contributing/tests.md). Needs a C compiler, and 5 GB
 # for PyTorch's CUDA build.
 NULL_GPU := $(CURDIR)/.venv-null-gpu/lib-null-gpu/lib
 test-null-gpu: .venv-null-gpu/installed
 	.venv-null-gpu/bin/python tests/null_gpu/build.py .venv-null-gpu/lib-null-gpu
 	LD_LIBRARY_PATH=$(NULL_GPU) LD_PRELOAD=$(NULL_GPU)/libnullgpu.so .venv-null-gpu/bin/python -m pytest -n 2 tests/null_gpu
 
-# What can only be seen on a GPU, one part after the other (docs/benchmarks/gpu.md).
+# What can only be seen on a GPU, one part after the other (docs/results/benchmarks/gpu.md).
 gpu: .venv/dev
 	$(BIN)/python -m benchmarks.gpu
+
+# The documentation in site/. Every warning is an error.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 lint: .venv/dev
 	$(BIN)/ruff check
@@ -63,6 +67,11 @@ install: .venv/installed
 	DS_BUILD_OPS=0 .venv-exports/bin/pip install --quiet --no-deps --no-build-isolation -r tests/plan/export/requirements.txt
 	.venv-exports/bin/pip install --quiet --no-deps --ignore-requires-python --target .venv-exports/megatron \
 	  --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
+	touch $@
+
+.venv-docs/installed: pyproject.toml
+	[ -d .venv-docs ] || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet '.[docs]'
 	touch $@
 
 .venv-null-gpu/installed: pyproject.toml tests/null_gpu/requirements.txt

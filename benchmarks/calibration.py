@@ -1,7 +1,7 @@
 """Predicted beside measured on this machine, of layouts that the planner was not calibrated on.
 
-    python -m benchmarks.calibration           # trains, prints the tables and writes docs/benchmarks/calibration.md,
-                                               # and the section of docs/accuracy.md on before and after
+    python -m benchmarks.calibration           # prints the tables and writes docs/results/benchmarks/calibration.md,
+                                               # and the section of docs/results/accuracy.md on before and after
 
 Short runs of `phalanx train` with 2 and 4 processes, a dense model and one with experts. The first of them go to
 `phalanx calibrate`; the others are predicted, then looked at. Runs that are done are kept (--work), so that one that
@@ -40,7 +40,7 @@ from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import GIB
 
 MIB = 2**20
-LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"
+LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
 LOOP_HEADING = "Before and after calibrate"
 LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan
 that knows this machine's peak alone, against the plan after `phalanx calibrate` of {fitted} others, of which two steps
@@ -52,7 +52,7 @@ changes them.
 """
 BUBBLE = "bubble of a pipeline"
 SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "calibration.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "calibration.md"
 STEPS, CLOSELY = 14, "5:6"
 """Two do not count, one is measured from inside, and two are looked at closely, of which that is the first."""
 TIME_GOAL, MEMORY_GOAL = 0.10, 0.05
@@ -412,7 +412,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where the runs lie")
     parser.add_argument("--machine", help="as of phalanx calibrate")
-    parser.add_argument("--few", action="store_true", help="fewer runs, and only the section of docs/accuracy.md")
+    parser.add_argument(
+        "--few", action="store_true", help="fewer runs, and only the section of docs/results/accuracy.md"
+    )
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     made: dict[Short, MeasuredRun] = {}

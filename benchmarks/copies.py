@@ -1,6 +1,6 @@
 """Copies in memory: what a rank that is killed at a random step costs, and what the copies cost.
 
-    python -m benchmarks.copies       # some minutes; prints the table and writes docs/benchmarks/copies.md
+    python -m benchmarks.copies       # some minutes; prints the table and writes docs/results/benchmarks/copies.md
 
 Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one
 is killed at a random moment. Steps lost are those that both had finished and that were done again."""
@@ -26,7 +26,7 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import rank_pids, wait_until
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "copies.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "copies.md"
 MODEL = {
     "vocab_size": 2048,
     "hidden_size": 192,

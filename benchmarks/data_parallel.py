@@ -1,6 +1,6 @@
 """Every way of data parallelism: speed, memory and traffic, beside DeepSpeed and plain PyTorch.
 
-    python -m benchmarks.data_parallel        # prints the table and writes docs/benchmarks/data_parallel.md
+    python -m benchmarks.data_parallel        # prints the table and writes docs/results/benchmarks/data_parallel.md
 
 Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and they
 take turns: a few steps of one, a few of the next.
@@ -30,7 +30,7 @@ DEEPSPEED = "deepspeed_zero"
 STAGES = {"ddp": "ZeRO-0", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "ZeRO-3"}
 """Layouts that the others have too, and DeepSpeed's name for them."""
 GOAL = 1.0
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "data_parallel.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "data_parallel.md"
 
 
 @dataclass(frozen=True)

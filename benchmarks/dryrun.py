@@ -1,6 +1,6 @@
 """Runs that no machine here could hold, traced on this one and held against the plan.
 
-    python -m benchmarks.dryrun                    # prints the table and writes docs/benchmarks/dryrun.md
+    python -m benchmarks.dryrun                    # prints the table and writes docs/results/benchmarks/dryrun.md
     python -m benchmarks.dryrun qwen3-30b-a3b      # one of its models, printed only
 
 Each is laid out by the planner; the first and last ranks of every axis are traced, two at a time.
@@ -26,7 +26,7 @@ SEQUENCE = 8192
 NPROC = 8
 RUNS = {"llama3-70b": (1024, 2**23), "llama3-405b": (16_384, 2**24), "qwen3-30b-a3b": (16_384, 2**27)}
 """Ranks, and tokens of an optimizer update."""
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "dryrun.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "dryrun.md"
 HEADER = (
     "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state | peak memory, traced / planned "
     "| FLOPs, traced / planned | seconds | process |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"

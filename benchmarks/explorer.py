@@ -18,7 +18,7 @@ from pathlib import Path
 from phalanx.cli.commands.plan_explorer import PlanArguments, write_page
 from tests.helpers.browser import CHROMIUM, Browser
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "explorer.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "explorer.md"
 RUN = '[model]\npreset = "llama3-405b"\n[training]\nseq_len = 8192\ntokens_per_step = 16777216\n'
 """Llama 3's own step: 16 Mi tokens in sequences of 8,192."""
 NODES = 2048

@@ -1,6 +1,6 @@
 """What breaks a run, how soon that is noticed, how soon it trains again, and what is lost.
 
-    python -m benchmarks.faults       # a quarter of an hour; prints the table and writes docs/benchmarks/faults.md
+    python -m benchmarks.faults       # a quarter of an hour; prints the table; writes docs/results/benchmarks/faults.md
 
 Real runs of `phalanx train`: two ranks on one machine, or one rank on each of two hosts (network namespaces of this
 machine, which takes root). Each is broken on purpose while it trains, and held against one process that never failed.
@@ -48,7 +48,7 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 from tests.helpers.faulty_rank import ALL_RANK_FAULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "faults.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "faults.md"
 NODES, PORT = ("first", "second"), 29_400
 SAME = 1e-10
 """Relative difference of losses, in fp64, of ranks that sum in another order."""

@@ -1,6 +1,6 @@
 """How much of its time a run keeps whose ranks are killed again and again, beside what the planner says of that.
 
-    python -m benchmarks.goodput       # 35 minutes; prints the table and writes docs/benchmarks/goodput.md
+    python -m benchmarks.goodput       # 35 minutes; prints the table and writes docs/results/benchmarks/goodput.md
 
 Two ranks train a small model on the Python library's source by `phalanx train`. A rank, drawn by chance, is killed by
 SIGKILL at exponentially distributed times, at any time: while the run starts again, too. The same run, neither killed
@@ -38,7 +38,7 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import rank_pids, wait_until
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "goodput.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "goodput.md"
 RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
 LOOK_SECONDS = 0.05
 BEHIND = 5

@@ -1,6 +1,6 @@
 """What the plan says that a rank on a GPU allocates and reserves, against PyTorch's own allocator on a null GPU.
 
-    python -m benchmarks.gpu_memory --python PYTHON --null OUT    # measures all rows, and writes docs/accuracy.md
+    python -m benchmarks.gpu_memory --python PYTHON --null OUT    # measures all rows; writes docs/results/accuracy.md
     python -m benchmarks.gpu_memory                               # the same from the rows that were recorded
 
 A null GPU computes nothing, but PyTorch's CUDA build runs on it: the caching allocator, autograd, FSDP2 and
@@ -94,7 +94,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def section(rows: list[Row]) -> str:
-    """The section of docs/accuracy.md."""
+    """The section of docs/results/accuracy.md."""
     groups = rows[: -len(OTHER_RUNS)], rows[-len(OTHER_RUNS) :]
     lines = []
     for text, group in zip((TEXT, OTHER_TEXT), groups, strict=True):

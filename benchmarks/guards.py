@@ -1,6 +1,6 @@
 """What the guards cost in their default setting: the flight recorder, and the thread that looks whether anything moves.
 
-    python -m benchmarks.guards        # prints the table and writes docs/benchmarks/guards.md
+    python -m benchmarks.guards        # prints the table and writes docs/results/benchmarks/guards.md
 
 Whether collectives are recorded is settled when a process makes its first group. So two pairs of ranks train the same
 run, one with the guards and one without, and take steps in turn: while one pair does a step the other waits. Steps
@@ -37,7 +37,7 @@ from phalanx.train.guards.watchdog import MAX_POLL_SECONDS, Watchdog
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "guards.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "guards.md"
 GOAL = 1.01
 ROUNDS, STARTS, CALLS = 30, 4, 5000
 TINY = {**SMALL, "hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128}

@@ -1,6 +1,6 @@
 """What the demo learns, beside what counting knows: held-out bits per byte and the seconds they took.
 
-python -m benchmarks.learning        # runs the demo, prints the table and writes docs/benchmarks/learning.md
+python -m benchmarks.learning        # runs the demo, prints the table and writes docs/results/benchmarks/learning.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEMO = ROOT / "examples" / "demo.toml"
 CONTEXTS = (3, 5)
 GOALS = {"bf16": 1.62, "fp32": 1.918}
 """Bits per byte with AVX-512, where bf16 is faster, and without: there those of five bytes of context."""
-PAGE = ROOT / "docs" / "benchmarks" / "learning.md"
+PAGE = ROOT / "docs" / "results" / "benchmarks" / "learning.md"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How fast the loader makes batches on one core, beside the least that any loader has to do.
 
-    python -m benchmarks.loader        # prints the table and writes docs/benchmarks/loader.md
+    python -m benchmarks.loader        # prints the table and writes docs/results/benchmarks/loader.md
 
 The text is the Python library as byte tokens, in its own documents and in documents of about 200 tokens. The
 limit is a copy of as many tokens, already in order, from the same file into the same two int64 arrays.
@@ -30,7 +30,7 @@ TOKENS_PER_STEP = (16_384, 131_072)
 TOKENS_PER_ROUND = 4_000_000
 ROUNDS = 7
 SHORT_DOCUMENT = 200
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "loader.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "loader.md"
 
 
 @dataclass(frozen=True)

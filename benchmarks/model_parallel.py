@@ -1,6 +1,6 @@
 """A model split over two ranks: tensor, pipeline and context parallelism beside plain PyTorch and OLMo-core.
 
-    python -m benchmarks.model_parallel        # prints the table and writes docs/benchmarks/model_parallel.md
+    python -m benchmarks.model_parallel        # prints the table and writes docs/results/benchmarks/model_parallel.md
 
 Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and they
 take turns: a few steps of one, a few of the next. Data parallelism of the same batch runs among them, as the limit.
@@ -34,7 +34,7 @@ LAYOUTS = {
 }
 """Who runs: a layout by its name in `shapes.py`, and a trainer; the first is held against the others."""
 LIMIT = ("ddp", OURS)
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "model_parallel.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "model_parallel.md"
 
 Entry = tuple[str, str]
 

@@ -1,6 +1,6 @@
 """Optimizer state on a local disk, four times as large as the memory that the run may use.
 
-    python -m benchmarks.offload        # prints the table and writes docs/benchmarks/offload.md
+    python -m benchmarks.offload        # prints the table and writes docs/results/benchmarks/offload.md
 
 The same run of `phalanx train` twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup whose
 limit is a quarter of the optimizer state. One rests (SIGSTOP) while the other does a step, in turn, so that whoever
@@ -39,7 +39,7 @@ SHARE = 4
 """State as a multiple of the limit."""
 GOAL = 0.5
 TRAIN = "from phalanx.cli.main import main; main()"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "offload.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "offload.md"
 
 
 @dataclass(frozen=True)

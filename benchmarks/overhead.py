@@ -1,6 +1,6 @@
 """What Phalanx costs over a plain PyTorch loop, and how fast other trainers are.
 
-    python -m benchmarks.overhead        # prints the tables and writes docs/benchmarks/overhead.md
+    python -m benchmarks.overhead        # prints the tables and writes docs/results/benchmarks/overhead.md
 
 Two ranks with one thread each train the shapes of `shapes.py` in fp32, first Phalanx and the plain loop in the same
 two processes, a few steps of one and a few of the other in turn; then every trainer in its own two processes, in turn.
@@ -29,7 +29,7 @@ OURS, PLAIN = "phalanx_trainer", "plain"
 NAMES = {OURS: "Phalanx", PLAIN: "plain loop", "deepspeed_zero": "DeepSpeed", "olmo_core": "OLMo-core"}
 WARM_UP = 2
 SPEED_GOAL, MEMORY_GOAL = 0.98, 1.05
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "overhead.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "overhead.md"
 
 Round = list[Block]
 """A few steps of one trainer, by rank."""

@@ -1,6 +1,6 @@
 """Bubbles as they are simulated and as they are measured, of every pipeline schedule.
 
-    python -m benchmarks.pipeline       # prints the tables and writes docs/benchmarks/pipeline.md
+    python -m benchmarks.pipeline       # prints the tables and writes docs/results/benchmarks/pipeline.md
 
 Two ranks train a model; with more ranks than cores each stage's computation is a wait of stated length, so that nothing
 but the schedule and its messages is left. The bubble is the idle share of all ranks between the first start and the
@@ -25,7 +25,7 @@ from phalanx.schedule.simulate import ActionTimes, Span, Timeline, simulate
 from phalanx.spec.run import DataSpec
 from phalanx.testing import rank_pool
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "pipeline.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "pipeline.md"
 UNIT_SECONDS = 0.03
 """What a rank waits for the forward pass of a micro-batch, and for each half of its backward pass."""
 

@@ -1,4 +1,4 @@
-"""Hold the planner against published runs, source by source, and write docs/accuracy.md.
+"""Hold the planner against published runs, source by source, and write docs/results/accuracy.md.
 
     python -m benchmarks.planner ../shared/published/runs.csv              # a minute
     python -m benchmarks.planner ../shared/published/runs.csv --left-out   # each source also predicted without its rows
@@ -32,7 +32,7 @@ from phalanx.spec.files.load import run_from_table
 
 FOUND = Path(__file__).with_name("found.md")
 """What dry runs found wrong in the plan."""
-REPORT = Path(__file__).parents[1] / "docs" / "accuracy.md"
+REPORT = Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
 PEERS = {
     "hage flash": 10.0,
     "hage torch/fused": 20.1,

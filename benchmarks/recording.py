@@ -1,6 +1,6 @@
 """What it costs to record a run: steps without notes, with what every rank always notes, and looked at closely.
 
-    python -m benchmarks.recording        # prints the table and writes docs/benchmarks/recording.md
+    python -m benchmarks.recording        # prints the table and writes docs/results/benchmarks/recording.md
 
 Two ranks with one thread each, in the same processes: a step of each kind in turn. Steps take longer and shorter by
 more than notes cost, so the cost of these is also timed alone: the calls of one step, many times over."""
@@ -29,7 +29,7 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 from phalanx.train.worker import open_step_records
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "recording.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "recording.md"
 GOAL = 1.01
 ROUNDS, CALLS = 60, 1000
 SMALL = {

@@ -1,6 +1,6 @@
 """How soon ranks train: after one of them is killed, and after the command.
 
-    python -m benchmarks.restart       # two minutes, alone on the machine; writes docs/benchmarks/restart.md
+    python -m benchmarks.restart       # two minutes, alone on the machine; writes docs/results/benchmarks/restart.md
 
 Two ranks train a tiny model. A rank is killed (SIGKILL), and the time to the next step is taken; then the warm process
 of the launcher is killed first, so that ranks are started anew. The first step of `phalanx train` is taken beside that
@@ -25,7 +25,7 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import rank_pids, wait_until, warm_process_pid
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "restart.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "restart.md"
 KILLS, STARTS = 10, 5
 SETTLE_SECONDS = 4.0
 """Of steady training before each kill: the warm process has done all its imports."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.swarm                                   # everything: about an hour and a half on 2 cores
     python -m benchmarks.swarm --ways spes diloco --seeds 0      # some; the page shows all that was ever measured
-    python -m benchmarks.swarm --page                            # only writes docs/benchmarks/swarm.md again
+    python -m benchmarks.swarm --page                            # only writes docs/results/benchmarks/swarm.md again
 
 Four nodes and a coordinator are `phalanx swarm join` and `serve`, each in a network namespace of its own, on links
 that the kernel shapes (`phalanx.testing.network_namespaces`: root and iproute2 are needed), with mutual TLS. They
@@ -39,7 +39,7 @@ from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.testing.network_namespaces import StarNetwork, star_network
 from phalanx.testing.swarm_processes import swarm_processes
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "swarm.md"
 ROWS = PAGE.with_suffix(".jsonl")
 NODES, SPEEDS, SEEDS = ("ann", "bob", "cid", "dee"), (20, 100), (0, 1, 2)
 SECONDS = 1800
@@ -104,7 +104,7 @@ NOTES = (
     "- Seconds: from the second round's opening to the last one's end; \"learning\": the part of them in which nodes",
     "  train, without the first round; the formula has the measured time of a step, and the bytes above at the link's",
     "  speed. Rows are of several days: beside other work on these cores seconds are more, losses and bytes are not.",
-    f"- Written by `python -m benchmarks.swarm` from docs/benchmarks/swarm.jsonl; {platform.machine()}, torch "
+    f"- Written by `python -m benchmarks.swarm` from docs/results/benchmarks/swarm.jsonl; {platform.machine()}, torch "
     f"{torch.__version__}.",
 )
 

@@ -1,6 +1,6 @@
 """A round of a swarm on one machine: what it costs beside learning, what the coordinator holds, how fast a link is.
 
-    python -m benchmarks.swarm_round           # prints the table and writes docs/benchmarks/swarm_round.md
+    python -m benchmarks.swarm_round           # prints the table and writes docs/results/benchmarks/swarm_round.md
 
 The coordinator is `phalanx swarm serve`; four processes tell and hear as nodes do, without learning, over loopback with
 mutual TLS. The model has 0.27 GB in fp32, half of it experts. Beside it: what the reference implementation of SPES took
@@ -41,7 +41,7 @@ from phalanx.swarm.rpc.protocol import CHUNK_BYTES, OPTIONS
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Feedback, decode_piece, write_update
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm_round.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "swarm_round.md"
 NODES, ROUNDS = ("ann", "bob", "cid", "dee"), 8
 GOAL_SECONDS, GOAL_UP, GOAL_DOWN = 5.0, 0.6e9, 0.4e9
 REFERENCE_SECONDS, REFERENCE_MODELS = 46.7, 10.8

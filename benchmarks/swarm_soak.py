@@ -1,6 +1,6 @@
 """Two hundred rounds of a swarm with a fault every few of them, beside the same without: what that costs in loss.
 
-    python -m benchmarks.swarm_soak       # about an hour; prints the table and writes docs/benchmarks/swarm_soak.md
+    python -m benchmarks.swarm_soak       # an hour; prints the table; writes docs/results/benchmarks/swarm_soak.md
 
 Four nodes and a coordinator as in benchmarks/swarm.py, on links of 100 Mbit/s. A fault is one of: a node is killed and
 started again, a node stands still for some seconds, the coordinator is killed and started again, a link is cut and

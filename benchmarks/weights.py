@@ -1,6 +1,6 @@
 """How long a rank draws its initial weights: rank 0 of many, alone on this CPU.
 
-    python -m benchmarks.weights        # prints the table and writes docs/benchmarks/weights.md
+    python -m benchmarks.weights        # prints the table and writes docs/results/benchmarks/weights.md
 
 Before this, each rank drew all weights, whatever it trained; that is timed on one block, embedding and head."""
 
@@ -27,7 +27,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.train.training_data import await_checkpoint
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "weights.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "weights.md"
 
 
 def whole_seconds(spec: ModelSpec) -> float:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "phalanx"
-NOT_MIRRORED = {"integration", "parity", "benchmarks", "helpers", "null_gpu"}
-"""Tests of several packages together, of layouts against one process, of benchmarks/, of the CUDA path (make
+NOT_MIRRORED = {"integration", "parity", "benchmarks", "docs", "helpers", "null_gpu"}
+"""Tests of several packages together, of layouts against one process, of benchmarks/ and docs/, of the CUDA path (make
 test-null-gpu); and what tests share."""
 
 

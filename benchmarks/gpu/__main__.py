@@ -1,6 +1,6 @@
 """What can only be seen on a GPU, in parts of at most eight minutes on one card.
 
-Each part prints one table, and writes it to docs/benchmarks/gpu-PART.md. On the GPU that computes nothing
+Each part prints one table, and writes it to docs/results/benchmarks/gpu-PART.md. On the GPU that computes nothing
 (tests/null_gpu) every part runs in small, compares nothing and writes nothing.
 """
 
@@ -27,7 +27,7 @@ PARTS = {
     "fp8": "matrix products in fp8 beside bf16",
 }
 """Modules of this package, and what each measures."""
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
+DOCS = Path(__file__).parents[2] / "docs" / "results" / "benchmarks"
 
 
 class Part(Protocol):
@@ -49,7 +49,7 @@ def main() -> int:
         "benchmarks.gpu", description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="by default all")
-    parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to (docs/benchmarks)")
+    parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to (docs/results/benchmarks)")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one card
 

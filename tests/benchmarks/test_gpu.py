@@ -52,7 +52,7 @@ def test_gpu_part_has_title_columns_and_notes(name: str) -> None:
 
 
 def test_gpu_index_lists_parts() -> None:
-    index = (ROOT / "docs/benchmarks/gpu.md").read_text()
+    index = (ROOT / "docs/results/benchmarks/gpu.md").read_text()
     assert all(f"--part {name}`" in index for name in PARTS)
 
 

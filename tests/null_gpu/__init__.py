@@ -1,4 +1,4 @@
-"""The CUDA path on a GPU that computes nothing: docs/testing.md."""
+"""The CUDA path on a GPU that computes nothing: docs/contributing/tests.md."""
 
 import os
 

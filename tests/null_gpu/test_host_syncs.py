@@ -1,4 +1,4 @@
-"""A step waits for its device where docs/benchmarks/host-syncs.md says, and nowhere else."""
+"""A step waits for its device where docs/results/benchmarks/host-syncs.md says, and nowhere else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.null_gpu.layouts import BF16, PIPELINES, SINGLE_AXES
 from tests.null_gpu.rank import HOST_SYNCS_FILE
 from tests.null_gpu.ranks import describe_failures, run_ranks
 
-TABLE = Path(__file__).parents[2] / "docs/benchmarks/host-syncs.md"
+TABLE = Path(__file__).parents[2] / "docs/results/benchmarks/host-syncs.md"
 CLOCK = "device_clock.py:resolve"
 """Waits at most once a step, and not at all where the device has come to its moments."""
 STEPS = 12

@@ -202,7 +202,7 @@ def test_doctor_does_not_import_torch() -> None:
 
 
 def test_doctor_docs_contain_current_rule_table() -> None:
-    page = (ROOT / "docs/doctor.md").read_text()
+    page = (ROOT / "docs/reference/doctor-rules.md").read_text()
     assert page.endswith(rule_table.markdown_table().rstrip() + "\n"), "python -m phalanx.doctor.rule_table"
     listed = [rule.id for each in rule_table.rule_sections().values() for rule in each]
     assert len(listed) == len(set(listed))

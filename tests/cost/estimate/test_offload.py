@@ -52,7 +52,7 @@ def test_offload_seconds_to_files_are_limited_by_disk_bandwidth():
 
 
 def test_disk_offload_traffic_matches_measured_reads_and_writes():
-    """docs/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read and 13.0 GB written."""
+    """docs/results/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read, 13.0 GB written."""
     assert 463e6 * offload._disk_bytes(make_offload_table(2, OffloadTarget.FILES))[0] == pytest.approx(
         14.9e9 + 13.0e9, rel=0.01
     )

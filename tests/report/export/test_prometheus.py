@@ -239,6 +239,6 @@ def test_example_alerts_use_exported_metrics_and_are_documented() -> None:
         assert len(rule["annotations"]["do"].strip().splitlines()) == 1
         assert rule["labels"]["severity"] in ("page", "ticket")
     assert len(named) > 10
-    text = (ROOT / "docs" / "watching.md").read_text()
+    text = (ROOT / "docs" / "guides" / "reports-and-monitoring.md").read_text()
     for name in [*FAMILIES, *(rule["alert"] for rule in load_alert_rules())]:
         assert f"`{name}`" in text

@@ -1,0 +1,105 @@
+"""Commands of README.md and of the guides run, in the order of the page, with the `phalanx` of this checkout.
+
+Training commands are short: few steps of little text in fp32 (`SHORT_RUN`), unless the command itself has other values.
+Pages whose commands take long are for `make test-all` (tests/thorough.tsv). `pytest -s` prints how many commands
+of each page ran, and why others did not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.doc_commands import FencedBlock, fenced_blocks, lines_outside_fences
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES = [page for page in PAGES if page.name != "log.md"]
+RUN_SECONDS = 600
+PAGE_SECONDS = 1800
+"""Limits for a hang; a page takes 10 to 90 s of processor time."""
+SHORT_RUN = {
+    "PHALANX_TRAINING__STEPS": "6",
+    "PHALANX_TRAINING__TOKENS_PER_STEP": "4096",
+    "PHALANX_TRAINING__PRECISION": "fp32",
+    "PHALANX_EVALUATION__TOKENS": "512",
+    "PHALANX_DATA__TRAIN": json.dumps([str(Path(json.__file__).parent)]),
+}
+"""Values of the run file of commands that train: the environment is stronger than the file, and weaker than --set."""
+TRAINS = re.compile(r"phalanx (train|bench) ")
+PROGRAM = re.compile(r"(\$ )?(phalanx|make|torchrun|python -m|pip|kubectl|sbatch|srun|sky) ")
+
+
+def page_id(page: Path) -> str:
+    """Return the name of a page below docs/."""
+    return str(page.relative_to(ROOT)).removeprefix("docs/")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment whose `phalanx` and `python` are those of this checkout, with a home of its own."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in (("phalanx", "-m phalanx"), ("python", "")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        program.chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return os.environ | {"PATH": path, "PYTHONPATH": python_path, "HOME": str(tmp_path), "COLUMNS": "120"}
+
+
+@pytest.mark.timeout(PAGE_SECONDS)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_of_page_succeed(page: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    run, left_out = 0, []
+    for block in fenced_blocks(page.read_text()):
+        if block.title:
+            (folder / block.title).write_text("\n".join(block.body) + "\n")
+        if block.not_run:
+            left_out.append(f"{len(block.commands)} (line {block.line}): {block.not_run}")
+            continue
+        for command in block.commands:
+            _run(command, block, folder, environment)
+            run += 1
+    print(f"\n{page_id(page)}: {run} commands ran; not run: {'; '.join(left_out) or 'none'}")
+
+
+def _run(command: str, block: FencedBlock, folder: Path, environment: dict[str, str]) -> None:
+    variables = environment | (SHORT_RUN if TRAINS.search(command) else {})
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    done = subprocess.run(
+        words, cwd=folder, env=variables, timeout=RUN_SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"block of line {block.line}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_of_page_stand_in_console_blocks(page: Path) -> None:
+    text = page.read_text()
+    outside = [f"line {number}: {line}" for number, line in lines_outside_fences(text) if PROGRAM.match(line.lstrip())]
+    for block in fenced_blocks(text):
+        if block.language == "console":
+            assert block.commands, f"line {block.line}: a console block without a line that starts with `$ `"
+        elif block.language in ("", "bash", "sh", "shell"):
+            outside += [f"line {block.line}: {line}" for line in block.body if PROGRAM.match(line)]
+    assert outside == []
+
+
+def test_blocks_have_commands_with_continuation_lines() -> None:
+    page = '```toml title="a.toml"\nx = 1\n```\n<!-- not run: a GPU -->\n```console\n$ a \\\n    b\nout\n$ c\n```\n'
+    file, commands = fenced_blocks(page)
+    assert (file.title, file.body, file.commands) == ("a.toml", ("x = 1",), [])
+    assert (commands.not_run, commands.commands) == ("a GPU", ["a \\\n    b", "c"])
+
+
+def test_block_without_end_is_an_error() -> None:
+    with pytest.raises(ValueError, match="line 2: the fenced block does not end"):
+        list(fenced_blocks("text\n```console\n$ a\n"))

@@ -1,0 +1,70 @@
+"""Read the commands of a Markdown page.
+
+A fenced block of `console` has commands: lines that start with `$ `, and lines after a line that ends with a backslash.
+Other lines are output. A fenced block with a `title="FILE"` is a file that the commands after it read. A line
+`<!-- not run: REASON -->` right before a block of commands says why the test of the page leaves the block out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+FENCE = re.compile(r"```(\w*)(?: title=\"([^\"]+)\")?$")
+
+
+@dataclass(frozen=True)
+class FencedBlock:
+    """A fenced block of a page."""
+
+    line: int
+    """Number of its first line, the fence."""
+    language: str
+    title: str
+    """The name of the file that the block is; "" if none."""
+    not_run: str
+    """The reason why its commands are not run; "" if they are."""
+    body: tuple[str, ...]
+
+    @property
+    def commands(self) -> list[str]:
+        """Commands of a console block, each with its continuation lines."""
+        commands: list[str] = []
+        continued = False
+        for line in self.body if self.language == "console" else ():
+            if continued:
+                commands[-1] += "\n" + line
+            elif line.startswith("$ "):
+                commands.append(line.removeprefix("$ "))
+            else:
+                continue
+            continued = line.endswith("\\")
+        return commands
+
+
+def fenced_blocks(page: str) -> Iterator[FencedBlock]:
+    """Yield the fenced blocks of a page in their order. Raises ValueError for a block that does not end."""
+    lines = page.splitlines()
+    at = 0
+    while at < len(lines):
+        fence = FENCE.match(lines[at])
+        if not fence:
+            at += 1
+            continue
+        try:
+            end = lines.index("```", at + 1)
+        except ValueError:
+            raise ValueError(f"line {at + 1}: the fenced block does not end") from None
+        reason = NOT_RUN.match(lines[at - 1]) if at else None
+        body = tuple(lines[at + 1 : end])
+        yield FencedBlock(at + 1, fence[1], fence[2] or "", reason[1] if reason else "", body)
+        at = end + 1
+
+
+def lines_outside_fences(page: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a page that are not in a fenced block, with their numbers."""
+    lines = page.splitlines()
+    blocks = list(fenced_blocks(page))
+    fenced = {number for block in blocks for number in range(block.line, block.line + len(block.body) + 2)}
+    yield from ((number, line) for number, line in enumerate(lines, 1) if number not in fenced)
