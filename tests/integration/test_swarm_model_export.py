@@ -84,5 +84,5 @@ def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(coordina
     (coordinator_directory / "run.toml").write_text(
         (coordinator_directory / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64")
     )
-    with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] there, and \[257, 64\] in the model"):
+    with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] in the file, but \[257, 64\] in the model"):
         load_trained_model(coordinator_directory)

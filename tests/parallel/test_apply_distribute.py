@@ -268,7 +268,9 @@ def assert_step_rejects_optimizer(name: str, data: str) -> None:
     before = gather_full_parameters(strategy.trainable_parameters)
     with strategy.accumulate(last=True):
         strategy.model(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(UserError, match=f"optimizer = '{name}': .* cannot train what ZeRO splits over ranks"):
+    with pytest.raises(
+        UserError, match=f"optimizer = '{name}': .* cannot train parameters that ZeRO shards over ranks"
+    ):
         strategy.update([optimizer])
     assert_parameters_close(gather_full_parameters(strategy.trainable_parameters), before)
 

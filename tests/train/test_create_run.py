@@ -143,7 +143,7 @@ def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
     claim_run_directory(run_directory(run))
     (run_directory(run) / RUN_FILE).write_text(to_toml(with_decided_steps(run, 60)))
     assert decide_choices(run, resume=True).training.steps == 60
-    assert "this one has 60 steps since it began" in capsys.readouterr().err
+    assert "this run has had 60 steps since its start" in capsys.readouterr().err
     assert not decide_choices(run, resume=False).training.has_decided_steps
 
 

@@ -80,8 +80,8 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
 def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:
     """Return a stack of copies of one matrix of an MLP, each partly reinitialized.
 
-    In each copy, the same part of the inner units in all matrices of the layer is drawn again, with the mean and
-    deviation of the replaced values (arXiv 2502.19261).
+    In each copy, the same part of the inner units in all matrices of the layer is drawn again. The new values have the
+    mean and deviation of the replaced ones (arXiv 2502.19261).
 
     Args:
         dense: Matrix of the MLP.

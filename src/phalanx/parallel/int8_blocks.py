@@ -1,7 +1,7 @@
 """Quantization in blocks of 256 numbers that share a scale.
 
-In a block with the largest absolute value a, x is stored as the integer nearest to x Q / a, from -Q to Q (Dettmers et
-al., arXiv 2110.02861, section 2.1, with uniform steps)."""
+In a block with the largest absolute value a, x is stored as the integer nearest to x Q / a, from -Q to Q. Source:
+Dettmers et al., arXiv 2110.02861, section 2.1, with uniform steps."""
 
 from __future__ import annotations
 

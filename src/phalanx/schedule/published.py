@@ -68,8 +68,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 def zb_h1(p: int, m: int) -> Schedule:
     """Return ZB-H1: 1F1B with deferred weight halves (arXiv 2401.10241, section 2.2).
 
-    Stage s runs the weight half of micro-batch i - s after the input half of i, so that the input halves do not wait
-    for weight halves. At most p micro-batches are in flight on every rank."""
+    Stage s runs the weight half of micro-batch i - s after the input half of i. Input halves thus do not wait for
+    weight halves. At most p micro-batches are in flight on every rank."""
 
     def order(s: int) -> Iterator[ScheduleStep]:
         forward = deque(_stage_actions(s, "F", m))

@@ -35,8 +35,8 @@ def shape_only_tensors() -> Iterator[None]:
 class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors, with two exceptions.
 
-    These are tensors on the meta device, which have no values anyway, and small integer tensors that depend on no
-    others, such as the ranks of a mesh, or the order of DDP's buckets."""
+    Tensors on the meta device have no values anyway. Small integer tensors that depend on no others keep their values,
+    such as the ranks of a mesh, or the order of DDP's buckets."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -102,13 +102,13 @@ def test_disk_offload_raises_user_error_at_open_file_limit(tmp_path: Path, monke
         kept = DiskOffload(tmp_path)  # takes what it may
         assert len([kept.to_host(torch.ones(MIN_OFFLOAD_BYTES)) for _ in range(300)]) == 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        with pytest.raises(UserError, match="more open files than this process may have"):
+        with pytest.raises(UserError, match="more open files than the limit of this process"):
             kept.to_host(torch.ones(MIN_OFFLOAD_BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "has no space"), (errno.EACCES, "cannot be written")])
 def test_mapped_file_raises_user_error_when_disk_is_full_or_not_writable(
     code: int, message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:

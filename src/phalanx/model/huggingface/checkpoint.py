@@ -44,9 +44,9 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         spec: The model to initialize with these weights.
 
     Raises:
-        UserError: At once, if there are no safetensors of a known model type, if an unknown field of config.json may
-            change the model's computation, if a tensor is missing, or if a tensor in the files is not one of the
-            model's. When the function is called, if the tensor has another shape.
+        UserError: At once, if there are no safetensors of a known model type, or if a tensor is missing or not one of
+            the model's. At once also if an unknown field of config.json may change the model's computation. When the
+            function is called, if the tensor has another shape.
     """
     config_file = hf_config_file(str(directory))
     directory = config_file.parent

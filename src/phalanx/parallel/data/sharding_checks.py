@@ -38,10 +38,10 @@ def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[n
         raise UserError("blocks", type(module).__name__, "is the module itself", fix="pass its submodules, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
-            problem = f"cannot shard {name}, which is a scalar and has no rows"
+            problem = f"{name} is a scalar and has no rows to shard"
             fix = "give it the shape [1]"
         elif not parameter.is_contiguous():
-            problem = f"cannot shard {name}, whose rows are not contiguous in memory"
+            problem = f"the rows of {name} are not contiguous in memory"
             fix = "make it contiguous()"
         else:
             continue

@@ -46,7 +46,10 @@ from phalanx.spec.layout import Layout
 
 
 class ZeRO(Strategy):
-    """ZeRO stage 1 or 2; trains this rank's rows as DTensors (full parameters on a single rank)."""
+    """ZeRO stage 1 or 2; trains this rank's rows as DTensors (full parameters on a single rank).
+
+    `offload` stores the trained rows and their state. `model_sharding` has the shards of the model itself, if ranks
+    share it."""
 
     def __init__(
         self,
@@ -62,8 +65,7 @@ class ZeRO(Strategy):
     ) -> None:
         """Shard a module over `mesh`, which has one axis (None: a single rank).
 
-        The model computes in `compute_dtype` (None: unchanged). `offload` stores trained rows and their state.
-        `expert_mesh` shards `expert_parameters`. `model_sharding` has the model's shards, if any."""
+        The model computes in `compute_dtype` (None: unchanged). `expert_mesh` shards `expert_parameters`."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
         shardings = {

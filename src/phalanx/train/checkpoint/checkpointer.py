@@ -121,7 +121,7 @@ class Checkpointer:
                 write_synced(path / "manifest.json", json.dumps(manifest, indent=1))
                 ranks = sorted(path.glob("rank-*.json"))
                 if len(ranks) != self.world_size:
-                    raise OSError(f"{self.world_size} ranks wrote their parts, but only {len(ranks)} parts exist")
+                    raise OSError(f"{self.world_size} ranks wrote their parts, but the number of parts is {len(ranks)}")
                 checksums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
                 for file in ranks:
                     checksums |= json.loads(file.read_text())["sha256"]
