@@ -222,7 +222,10 @@ def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
     failures = {1: {"rank": 1, "reason": "was killed by SIGABRT and wrote no failure record", "time": 2.0}}
     found = diagnose_hang({0: lost, 1: aborted}, failures, sizes).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert found.summary == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the other ranks lost the connection to it"
+    assert (
+        found.summary
+        == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the other ranks lost the connection to it"
+    )
     # NCCL's watchdog aborts who waited too long.
     waited, late = make_dump(0, sizes, [make_call(1)], BUSY, why=ABORTED), make_dump(1, sizes, [], BUSY)
     found = diagnose_hang({0: waited, 1: late}, {}, sizes).verdict

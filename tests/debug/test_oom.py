@@ -62,7 +62,8 @@ def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
         "was killed by SIGKILL, by the kernel's OOM killer"
     )
     assert (
-        oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", oom_kills=1) == "was killed by SIGSEGV and wrote no failure record"
+        oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", oom_kills=1)
+        == "was killed by SIGSEGV and wrote no failure record"
     )
 
 

@@ -293,7 +293,10 @@ def test_counter_findings_skip_counter_without_first_reading(h100: Path) -> None
         each.id: each
         for each in error_counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
     }
-    assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "the machine has no such counters")
+    assert (found["counters.link"].severity, found["counters.link"].measured) == (
+        "SKIP",
+        "the machine has no such counters",
+    )
 
 
 def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:

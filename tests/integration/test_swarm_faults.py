@@ -69,7 +69,10 @@ INVALID_UPDATES: dict[str, tuple[str, Callable[[LocalSwarm, Path], Path]]] = {
     "too large": ("oversized", lambda swarm, path: _write_raw_file(path, b"x" * 2**25)),
     "nothing": ("malformed", lambda swarm, path: _write_raw_file(path, b"")),
     "one piece": ("malformed: .* is missing", lambda swarm, path: _write_single_piece(path)),
-    "pickle": ("malformed: .*not a valid safetensors", lambda swarm, path: _write_raw_file(path, b"\x80\x04\x95" + b"0" * 100)),
+    "pickle": (
+        "malformed: .*not a valid safetensors",
+        lambda swarm, path: _write_raw_file(path, b"\x80\x04\x95" + b"0" * 100),
+    ),
 }
 
 

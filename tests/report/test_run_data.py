@@ -205,7 +205,12 @@ def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     (directory / "failures").mkdir()
     lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
-    killed = {"rank": 1, "time": 2.0, "reason": "was killed by SIGKILL and wrote no failure record; possible cause: out of memory", "code": 1}
+    killed = {
+        "rank": 1,
+        "time": 2.0,
+        "reason": "was killed by SIGKILL and wrote no failure record; possible cause: out of memory",
+        "code": 1,
+    }
     for word in (lost, killed):
         (directory / "failures" / f"rank-0000{word['rank']}.json").write_text(json.dumps(word))
     said = read_run(directory).problems
