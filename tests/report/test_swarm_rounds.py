@@ -264,7 +264,7 @@ def test_report_of_swarm_coordinator_lists_updates_per_round(swarm_run, tmp_path
     (found,) = command_json("report", directory)["runs"]
     assert [each["refused"] for each in found["swarm"]["told"]] == [{}, {"bob": 1}, {}]
     assert [each["seconds"] is None for each in found["swarm"]["told"]] == [False, False, True]
-    assert found["problems"][0].startswith("step 6 of 12: it ")
+    assert found["problems"][0].startswith("step 6 of 12: the run ")
     assert "; refused 1 x: bob" in command_output("report", directory, width=160)
 
 
