@@ -1,1 +1,1 @@
-"""Processes and nodes: start, failure detection, restart."""
+"""Processes and nodes: start, failure detection and restart."""

@@ -1,4 +1,4 @@
-"""The ranks of one node under torchrun's agent: told which ranks failed, somebody decides whether they start again."""
+"""Agent of one node's ranks, based on torchrun's, with a callback that decides about restarts."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.formatting import plural
 
 STOP_SECONDS = 600
-"""Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL for an orderly stop of ranks: time for a step and a checkpoint."""
 FAILURE_GRACE_SECONDS = 3.0
-"""For ranks to say why they failed too, once one has."""
+"""Seconds for other ranks to report their own failure after the first one."""
 MONITOR_SECONDS = 0.05
 MIN_CONNECTED_SECONDS = 30.0
-"""Who was so long in touch with the place where nodes meet had met others there."""
+"""Seconds of contact with the rendezvous host after which a node counts as having joined other nodes."""
 COMMAND_KEY = "phalanx/words"
 COMMAND_TIMEOUT_SECONDS = 300
-"""Where the first node says what all start, and how long that may take."""
+"""Store key of the command that the first node sets for all nodes, and the timeout in seconds."""
 
 WorkerCommand = Callable[[int], Sequence[str]]
-"""The module to run as so many ranks, and its arguments."""
+"""Command for a number of ranks: the module to run and its arguments."""
 ProcessFailures = Mapping[int, ProcessFailure]
-"""Those of this node's ranks that did not end well, by rank."""
+"""Failures of this node's ranks, by rank."""
 
 
 class FailureAction(Enum):
-    """What follows a failure on this node."""
+    """Action after a failure on this node."""
 
     RESTART = "ranks are started again"
     LEAVE = "this node goes, and the others may go on without it"
@@ -68,7 +68,7 @@ class FailureAction(Enum):
 
 
 FailureHandler = Callable[[ProcessFailures, int], FailureAction]
-"""Given what failed, and how many processes of our group the kernel killed for want of memory since ranks started."""
+"""Callback, given the failures and the number of processes that the kernel's OOM killer ended since ranks started."""
 
 
 class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
@@ -76,7 +76,7 @@ class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
+    """torchrun's agent with a callback after failures. It kills ranks that wait for a failed one."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class ElasticAgent(LocalElasticAgent):
         self.failure_action = FailureAction.STOP
         self._oom_kills_at_start = 0
         self._killed_pids: set[int] = set()
-        """Processes that did not end by themselves, which is not their failure."""
+        """Processes that the agent killed, which do not count as failures."""
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
-        """Meet, and start ranks. Where a node is lost before it has said what it must, the others meet once more."""
+        """Perform the rendezvous and start the ranks; if a node is lost during it, repeat the rendezvous."""
         while True:
             try:
                 return super()._initialize_workers(worker_group)
@@ -116,7 +116,7 @@ class ElasticAgent(LocalElasticAgent):
         return started
 
     def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
-        """What all nodes start: the first of them says so, for a layout may be chosen by what the moment shows."""
+        """Return the first node's command, for all nodes: a layout may depend on conditions at the start."""
         world_size = group.workers[0].world_size
         if group.group_world_size == 1:
             return self._worker_command(world_size)
@@ -150,11 +150,11 @@ class ElasticAgent(LocalElasticAgent):
         return result
 
     def _has_failed(self) -> bool:
-        """Whether a rank has ended otherwise than well."""
+        """Return whether a rank has exited with an error."""
         return any(status not in (None, 0) for status in map(_exit_status, self._pids()))
 
     def _kill_remaining(self) -> None:
-        """Ranks that wait for one that is gone fail too, and say so; one that is stopped never would."""
+        """Let ranks that wait for a lost one fail and report it; kill those that are stopped."""
         deadline = time.monotonic() + FAILURE_GRACE_SECONDS
         while (
             running_pids := [pid for pid in self._pids() if _exit_status(pid) is None]
@@ -172,8 +172,7 @@ class ElasticAgent(LocalElasticAgent):
         super()._shutdown(signal.SIGKILL)
 
     def _stop(self, death_sig: signal.Signals) -> None:
-        """Have ranks end in order. Where one was not ready to, and ended by the signal itself, the others may wait for
-        it in vain: they have only a few seconds then."""
+        """Stop ranks in order. If the signal itself ended one, the others have `FAILURE_GRACE_SECONDS` left."""
         for pid in self._pids():
             if _exit_status(pid) is None:
                 os.kill(pid, death_sig)
@@ -186,8 +185,7 @@ class ElasticAgent(LocalElasticAgent):
 
 
 def _exit_status(pid: int) -> int | None:
-    """How one of our processes ended, which is left for torchrun to find; None of one that runs. Of one that torchrun
-    has found already nothing is known but that it ended: 0."""
+    """Return a child's exit status, left for torchrun to collect; None if it runs, 0 if collected already."""
     try:
         exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -197,9 +195,9 @@ def _exit_status(pid: int) -> int | None:
 
 @contextmanager
 def stop_signals_as_exit() -> Iterator[None]:
-    """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
+    """Turn stop signals into an exit with `EXIT_INTERRUPTED` or `EXIT_STOPPED`, even without ranks.
 
-    Raises SystemExit after one: `EXIT_INTERRUPTED` or `EXIT_STOPPED`.
+    torchrun handles signals only while ranks run. Raises SystemExit after a signal.
     """
 
     def handle_signal(number: int, _: object) -> None:
@@ -223,10 +221,10 @@ def run_until_done(
     rendezvous: Rendezvous = SINGLE_NODE,
     rank_starter: RankStarter | None = None,
 ) -> bool:
-    """Run local ranks, together with other nodes' where there are any, until all have ended well, or `on_failure`
-    decides not to start them again; returns whether all went well.
+    """Run local ranks, with those of other nodes; return whether all succeeded.
 
-    Raises UserError where nodes cannot meet, RendezvousError where they do not.
+    Returns when all have succeeded, or `on_failure` decides against a restart. Raises UserError if nodes cannot
+    perform a rendezvous, RendezvousError if it fails.
     """
     if rendezvous.max_nodes > 1:
         nodes_text = plural(rendezvous.max_nodes, "node")
@@ -257,7 +255,7 @@ def run_until_done(
                 fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
                 problem = f"nodes cannot meet here: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
-            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to start again
+            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"nodes cannot meet there: {error}"
@@ -290,13 +288,13 @@ def _run_once(
     agent = ElasticAgent(spec, worker_command, on_failure, num_nodes=rendezvous.max_nodes, rank_starter=rank_starter)
     result = agent.run()
     if agent.failure_action is not FailureAction.LEAVE:
-        handler.shutdown()  # nobody can join any more
+        handler.shutdown()  # no node can join any more
     return result is not None and not result.is_failed()
 
 
 @contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Without torchrun's own words on failures, and with our process known to its ranks."""
+    """Silence torchrun's own failure messages, and pass our process id to the ranks."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -313,9 +311,11 @@ def launch_ranks(
     report: Callable[[ProcessFailures, int], int],
     started: WarmProcess | None = None,
 ) -> int:
-    """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
-    given what the agent knows of a failure, says why, and returns the code. `started` is a warm process that is there
-    already."""
+    """Run a module as local ranks, wait for them, and return the exit code.
+
+    `worker_args` are the module's name and its arguments. `report` receives the failures, prints the cause and returns
+    the code. `started` is a warm process that is already running.
+    """
     code = 0
 
     def on_failure(failures: ProcessFailures, kills: int) -> FailureAction:

@@ -26,7 +26,7 @@ FATAL_EXIT_CODES = {
 
 
 class StorageError(UserError):
-    """A disk or a file of this node that the next start would meet again."""
+    """An error of this node's disk or files that would recur at the next start."""
 
 
 STORAGE_FIXES = {
@@ -37,29 +37,39 @@ STORAGE_FIXES = {
     errno.EACCES: "check its permissions, and continue with --resume",
     errno.EPERM: "check its permissions, and continue with --resume",
 }
-"""Errors that the next start would meet again, and what helps."""
+"""Storage errors that would recur at the next start, with their fixes."""
 
 
 def as_user_error(error: BaseException, directory: Path) -> BaseException:
-    """Return an error of storage with what the user can do, any other as it is. `directory` is where the run writes,
-    for a full disk that does not say which file it was."""
+    """Convert a storage error to one with a fix; return any other error unchanged.
+
+    `directory` is where the run writes, for disk-full errors that do not name a file.
+    """
     if not isinstance(error, OSError) or error.errno not in STORAGE_FIXES:
         return error
     is_about_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    if error.filename is None and not is_about_disk:  # no file: a process, or a socket
+    if error.filename is None and not is_about_disk:  # no file name: the error is about a process or a socket
         return error
     field, path = ("file", error.filename) if error.filename else ("run directory", directory)
     return StorageError(field, str(path), os.strerror(error.errno), fix=STORAGE_FIXES[error.errno])
 
 
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
-    """Print which rank failed first, at which step and why; returns the exit code. `failures` is what the agent knows
-    of this node's ranks, `kills` how many the kernel killed for want of memory."""
+    """Print which rank failed first, at which step and why; return the exit code.
+
+    Args:
+        directory: The run directory.
+        failures: The agent's failures of this node's ranks.
+        kills: The number of ranks killed by the kernel's OOM killer.
+    """
     return print_final_failure(directory, find_first_failure(directory, failures, kills))
 
 
 def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
-    """The same of ranks whose directory will be gone: with the traceback, where it is not the user's to mend."""
+    """Report failures of ranks whose directory will be deleted; return the exit code.
+
+    The message contains the traceback unless the user can fix the error.
+    """
     first_failure = find_first_failure(directory, failures, kills)
     is_program_error = first_failure["code"] != 2
     prefix = f"rank {first_failure['rank']}: " if is_program_error else ""
@@ -69,7 +79,7 @@ def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: i
 
 
 def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
-    """Print why the rank that failed first did; returns the exit code."""
+    """Print the cause of the first failure; return the exit code."""
     if failure["code"] == 2:
         print(f"phalanx: {failure['reason']}", file=sys.stderr)
         return 2
@@ -82,7 +92,7 @@ def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
 
 
 def print_final_failure(directory: Path, failure: Mapping[str, Any]) -> int:
-    """The same where ranks are not started again, and how to go on."""
+    """Print a failure after which ranks are not restarted, and how to resume; return the exit code."""
     code = print_failure(directory, failure)
     if code != 2:
         print_resume_hint(directory)
@@ -90,7 +100,7 @@ def print_final_failure(directory: Path, failure: Mapping[str, Any]) -> int:
 
 
 def describe_failure(failure: Mapping[str, Any]) -> str:
-    """Which rank failed, when and why; or what all ranks found."""
+    """Return which rank failed, when and why, or the common finding of all ranks."""
     if "suspect_ranks" in failure:
         return str(failure["reason"])
     text = f"failed after step {failure['step']}: " if "step" in failure else ""
@@ -102,12 +112,20 @@ def describe_failure(failure: Mapping[str, Any]) -> str:
 def find_first_failure(
     directory: Path, failures: Mapping[int, Any], kills: int = 0, records: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
-    it only lost another rank that left no word, it says so: "lost_peer". `kills` are the kernel's for want of memory
-    since the ranks started, `records` the failure records that count, if not all that are there do."""
+    """Return the failure record of the rank that failed first (`write_failure`).
+
+    For a rank that had no time to write a record, the result describes its exit. If the rank only lost a peer without a
+    record, the result contains "lost_peer".
+
+    Args:
+        directory: The run directory.
+        failures: The agent's failures of this node's ranks.
+        kills: The number of OOM kills by the kernel since the ranks started.
+        records: The failure records to consider; by default all in the directory.
+    """
     records = read_failures(directory) if records is None else records
     root_causes = [failure for failure in records if not is_peer_loss(failure["reason"])]
-    # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
+    # A killed rank wrote no record; the records of others say that they lost it. NCCL aborts ranks that lost a peer.
     killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in FATAL_EXIT_CODES]
     killed.sort(key=lambda candidate: (candidate[1] == -signal.SIGABRT, float(failures[candidate[0]].timestamp)))
     if records and (not killed or (root_causes and all(code == -signal.SIGABRT for _, code in killed))):
@@ -122,21 +140,21 @@ def find_first_failure(
         record["out_of_memory"] = True
     try:
         hang_dumps.write_failure(directory, record)
-    except OSError as error:  # why it could leave no word; ranks that start again would not get further
+    except OSError as error:  # the reason for the missing record; restarted ranks would fail at the same point
         record["reason"] = f"{cause}, and {directory} cannot be written to: {error.strerror}; free space or check it"
         record |= {"code": 2, "storage": True}
     return record
 
 
 def print_resume_hint(directory: Path) -> None:
-    """Print what is there, and the command."""
+    """Print the latest checkpoint and the command that resumes from it."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     checkpoint_text = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
     print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume", file=sys.stderr)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:
-    """The words that ranks left."""
+    """Return the failure records of all ranks."""
     return list(hang_dumps.read_failures(directory).values())
 
 
@@ -148,8 +166,16 @@ def write_failure(
     memory: Mapping[str, Any] | None = None,
     final: bool = False,
 ) -> None:
-    """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
-    what it held where that was not enough (`train.guards.oom_report`); `final` says that it would fail again."""
+    """Write a failure record of this rank for its launcher.
+
+    Args:
+        directory: The run directory.
+        rank: This rank.
+        step: The last finished step.
+        error: The cause of the failure.
+        memory: The allocated memory, if it was insufficient (`train.guards.oom_report`).
+        final: Whether the failure would recur.
+    """
     is_user_error = isinstance(error, UserError)
     record = {
         "rank": rank,
@@ -166,5 +192,5 @@ def write_failure(
     }
     try:
         hang_dumps.write_failure(directory, record)
-    except OSError:  # the disk may be what failed
+    except OSError:  # the disk may be the cause of the failure
         print(f"phalanx: rank {rank} failed after step {step}: {record['reason']}", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""The warm process itself: it imports modules, and forks a process for each request of `phalanx.launch.warm_process`.
+"""Program of a warm process: it imports modules and forks a process per request.
+
+Requests come from `phalanx.launch.warm_process`.
 
 Usage: python -m phalanx.launch.fork_server SOCKET_FD MODULES PADDING
 """
@@ -31,27 +33,27 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-"""What is ignored of these is ignored by a process that is started, too, as of nohup."""
+"""Signals that a started process also ignores if they are ignored here, as under nohup."""
 MESSAGE_BYTES = 2**20
 MAX_FDS = 64
 FIRST_FREE_FD = 512
-"""File descriptors are moved out of the way of their targets to numbers from here on."""
+"""File descriptors are moved to numbers from here on, so that the target numbers are free."""
 FIRST_STEP_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "numpy.random")
-"""What ranks import until their first step: here once ranks run, for those that are started again."""
+"""Modules that ranks import during their first step. They are imported here once ranks run, for restarted ranks."""
 IDLE_SECONDS = 2.0
-"""Ranks that run for so long have done their imports."""
+"""Seconds after which running ranks have finished their imports."""
 _is_forked = False
-"""Whether this process was forked from a warm one."""
+"""True in a process that was forked from a warm process."""
 
 
 def can_fork_itself(modules: Sequence[str]) -> bool:
-    """Whether a fork of this process would be a warm one: it is itself forked from one, and has no threads."""
+    """Return whether a fork of this process would be warm: it was forked from one and has no threads."""
     has_modules = all(module in sys.modules for module in modules)
     return _is_forked and has_modules and len(os.listdir("/proc/self/task")) == 1
 
 
 def fork_server(server: socket.socket) -> int:
-    """Serve in a fork of this process, whose other files are closed; returns its process id."""
+    """Serve requests in a fork of this process, with its other files closed; return the process id."""
     pid = os.fork()
     if pid == 0:
         os.closerange(3, server.fileno())
@@ -61,9 +63,9 @@ def fork_server(server: socket.socket) -> int:
 
 
 def _serve(server: socket.socket) -> NoReturn:
-    """Fork for each request until nobody is left who could ask."""
+    """Fork for each request until no client is left."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the clients
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_process_title([argument for argument in sys.orig_argv if not argument.isspace()], "phalanx warm")
     gc.freeze()
@@ -86,7 +88,7 @@ def _serve(server: socket.socket) -> NoReturn:
 
 
 def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int]) -> str:
-    """Fork twice; returns the process id of the grandchild, or what went wrong."""
+    """Fork twice; return the process id of the grandchild, or an error message."""
     reading_end, writing_end = os.pipe()
     try:
         child = os.fork()
@@ -102,7 +104,7 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
             os._exit(1)
         if grandchild:
             os._exit(0)
-        while os.getppid() == parent:  # until it has ended, and the kernel has given us to who asked
+        while os.getppid() == parent:  # until it has exited and the kernel has reparented this process to the client
             time.sleep(0.001)
         server.close()
         os.close(reading_end)
@@ -122,7 +124,7 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
 
 
 def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
-    """Make this the process that was asked for, but for what it runs."""
+    """Set up this process as requested, except for the module to run."""
     global _is_forked
     _is_forked = True
     if request["new_session"]:
@@ -132,7 +134,7 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which OpenMP has read long ago
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # OpenMP has read the variable already
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
@@ -145,10 +147,10 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
 
 
 def _run_module(argv: Sequence[str]) -> NoReturn:
-    """Run `python -m MODULE ARGUMENTS` in this process, and end it."""
+    """Run `python -m MODULE ARGUMENTS` in this process and exit."""
     _, _, module, *arguments = argv
-    sys.argv = [module, *arguments]  # runpy puts the module's file in its first place
-    atexit._clear()  # what others are to do at their end; as multiprocessing does after a fork
+    sys.argv = [module, *arguments]  # runpy replaces the first element with the module's file
+    atexit._clear()  # exit handlers of the parent; multiprocessing also clears them after a fork
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
     code = 0
     try:
@@ -174,7 +176,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _move_fds(fds: Sequence[int]) -> list[int]:
-    """Move files out of the way of the numbers that others are to have."""
+    """Move file descriptors away from the numbers that are needed as targets."""
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for fd in fds]
     for fd in fds:
         os.close(fd)
@@ -182,7 +184,7 @@ def _move_fds(fds: Sequence[int]) -> list[int]:
 
 
 def _open_standard_streams() -> None:
-    """Open them as Python does when it starts (create_stdio in CPython's pylifecycle.c)."""
+    """Open the standard streams as Python does at start-up (create_stdio in CPython's pylifecycle.c)."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
@@ -193,7 +195,10 @@ def _open_standard_streams() -> None:
 
 
 def set_process_title(argv: Sequence[str], name: str) -> None:
-    """Have `ps` show a command line, as far as there is room, and `top` a name: as of a process started anew."""
+    """Set the command line that `ps` shows, as far as it fits, and the name that `top` shows.
+
+    They equal those of a newly started process.
+    """
     *_, arg_start, arg_end = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47]
     start = int(arg_start)
     room = int(arg_end) - int(arg_start)
@@ -205,7 +210,7 @@ def set_process_title(argv: Sequence[str], name: str) -> None:
 
 
 def main() -> NoReturn:
-    """Import, and serve."""
+    """Import the modules and serve requests."""
     server = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2].split(","):
         import_module(module)
@@ -213,6 +218,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    from phalanx.launch import fork_server as this_module  # what the processes that it forks will import
+    from phalanx.launch import fork_server as this_module  # the same module that forked processes import
 
     this_module.main()

@@ -1,4 +1,4 @@
-"""Checks of a run before any process is spawned: layout, disk, memory, loggers, and the run directory."""
+"""Checks of a run before any process is started: layout, disk, memory, loggers and the run directory."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_tokenizer_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
 
 MIN_SEQ_LEN = 16
-"""Below it no shorter sequence is offered."""
+"""Minimum sequence length that is suggested."""
 MAX_SEARCHED_LAYERS = 120
-"""A deeper model is searched for settings that fit with this many layers (a multiple of common pipeline sizes)."""
+"""Maximum number of layers in the search for settings that fit (a multiple of common pipeline sizes). Deeper models are
+searched with this number of layers."""
 
 
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
-    """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
+    """Raise UserError for errors that would stop this run later.
+
+    Data is checked by `prepare`. No files are changed.
+    """
     check_settings(run, world_size)
     _check_directory(run, resume)
-    # Ranks of other nodes notice that one was lost when a collective's time is over.
+    # Ranks of other nodes detect a lost rank when a collective times out.
     peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
     check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
 
 
 def check_settings(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for what would stop a run of these settings, wherever its directory is."""
+    """Raise UserError for settings that would stop a run, whatever its directory."""
     check_layout(run, world_size)
     check_torch_supports(run.layout)
     require_tokenizer_of_weights(run)
@@ -120,10 +124,16 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
 
 
 def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
-    """Check that `nproc` ranks of one machine have the memory that they are planned to hold at their peak:
-    `memory_bytes` each on a "cuda" device, together on a "cpu".
+    """Check that the ranks of one machine have their planned peak memory.
 
-    Raises UserError with what would make them fit.
+    Args:
+        run: The run.
+        nproc: The number of ranks on the machine.
+        memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
+        device: "cuda" or "cpu".
+
+    Raises:
+        UserError: The memory is insufficient. The message suggests settings that fit.
     """
     cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
     machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
@@ -148,8 +158,8 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
 def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
     """Return the run with settings that fit the memory; None if none are found.
 
-    A model deeper than `MAX_SEARCHED_LAYERS` is planned seldom: the search, which plans some 70 runs, takes a model of
-    fewer layers in proportionally less memory, and what it finds is planned once with all layers.
+    A model deeper than `MAX_SEARCHED_LAYERS` is planned rarely. The search, which plans about 70 runs, uses a model of
+    fewer layers in proportionally less memory. The result is planned once with all layers.
     """
     if run.model.num_layers <= MAX_SEARCHED_LAYERS:
         return _search_fitting_run(run, memory_bytes, device)
@@ -157,10 +167,10 @@ def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: 
 
     model = run.model.model_copy(update={"num_layers": MAX_SEARCHED_LAYERS})
     sample = run.model_copy(update={"model": model})
-    with suppress(UserError):  # such as a pipeline of more stages than the sample has layers
+    with suppress(UserError):  # for example, a pipeline with more stages than the sample has layers
         fraction = _planned_bytes(sample, device) / planned_bytes
         sharing_ranks = (run.cluster.nproc_per_node or 1) if device == "cpu" else 1
-        # What libraries take does not shrink with the model.
+        # The memory of libraries does not shrink with the model.
         library_bytes = process_bytes(run.cluster, 0) / enough_bytes(run.cluster, 1.0, SAFE_OOM_PROBABILITY)
         sample_bytes = fraction * memory_bytes + (1 - fraction) * sharing_ranks * library_bytes
         cluster = run.cluster.model_copy(update={"memory_bytes": round(sample_bytes)})
@@ -181,8 +191,11 @@ def _search_fitting_run(run: RunSpec, memory_bytes: float, device: str) -> RunSp
 
 
 def _planned_bytes(run: RunSpec, device: str) -> float:
-    """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", what
-    the fullest rank takes of its GPU, with the driver's context."""
+    """Return the planned memory in bytes on "cpu" or "cuda".
+
+    On "cpu" it is the sum over all ranks of this machine, with offloaded state. On "cuda" it is the maximum over ranks
+    of their GPU memory, with the driver's context.
+    """
     if device == "cuda":
         return CONTEXT_BYTES + max(memory.device for memory in worker_memories(run, run.cluster.ranks))
     rank_bytes = [memory.total + memory.host for memory in worker_memories(run, run.cluster.ranks)]
@@ -190,7 +203,7 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
 
 
 def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
-    """The run as it is, and with a half, a quarter, ... of its sequences, as far as these can be planned."""
+    """Yield the run, and the run with 1/2, 1/4, ... of its sequence length while a plan exists."""
     yield run
     seq_len = run.training.seq_len
     while (seq_len := seq_len // 2) >= MIN_SEQ_LEN:
@@ -238,10 +251,12 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
 
 
 def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
-    """Hold a run's directory for its launcher, from before it writes there until it has ended, also where it becomes
-    the rank itself (exec); None where the file system has no locks.
+    """Lock the directory of a run for its launcher; return None if the file system has no locks.
 
-    Raises UserError if another has it, or has trained there since the run was checked.
+    The lock is held from before the first write until the launcher exits, also if it becomes the rank itself (exec).
+
+    Raises:
+        UserError: Another launcher has the lock, or has trained in the directory since the run was checked.
     """
     directory = run_directory(run)
     claim_run_directory(directory)
@@ -258,5 +273,5 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
 def check_wandb(project: str) -> None:
     """Raise UserError if W&B is not installed."""
     module_spec = find_spec("wandb")
-    if module_spec is None or module_spec.origin is None:  # a mere directory of this name, such as W&B leaves behind
+    if module_spec is None or module_spec.origin is None:  # a mere directory of this name, which W&B creates
         raise missing_package("metrics.wandb", project, "wandb")

@@ -1,4 +1,4 @@
-"""What ranks find when they start, how they join and leave, and the word that they leave of a failure."""
+"""Environment, start and exit of rank processes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from phalanx.spec.run import RunSpec
 
 FORCE_EXIT_SECONDS = 5.0
 MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
-"""That mallopt(3) takes: an int."""
+"""Maximum value that mallopt(3) accepts: an int."""
 
 
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""PyTorch's names for the settings of the GPU's allocator: today's, and the one before it."""
+"""PyTorch's variables for the settings of the GPU allocator: the current name and the previous one."""
 
 
 LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
-"""Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""
+"""Variable with the process id of the launcher, which waits for ranks, reads failures/ and prints the first failure."""
 
 
 def select_device(run: RunSpec) -> str:
-    """ "cuda" or "cpu".
+    """Return the device, "cuda" or "cpu".
 
-    Raises UserError if the run asks for a GPU that is not there, or in a precision that it lacks.
+    Raises:
+        UserError: The run requires a GPU that is absent or does not support its precision.
     """
     requested = run.cluster.device
     if requested != "cpu":
@@ -53,9 +54,12 @@ def select_device(run: RunSpec) -> str:
 
 
 def select_nproc(run: RunSpec, requested: int | None = None) -> int:
-    """Ranks to start on this node: as asked, as the run file says, or one per GPU (one on a CPU).
+    """Return the number of ranks to start on this node.
 
-    Raises UserError if there are fewer GPUs than ranks.
+    It is the requested number, that of the run file, or one per GPU (one on a CPU).
+
+    Raises:
+        UserError: There are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
@@ -67,28 +71,28 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
 
 
 def set_worker_environment(nproc: int) -> None:
-    """What processes must find set when they start; what the user has set stays."""
+    """Set the environment variables that ranks need at start-up, except those that the user has set."""
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     for name, value in {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": threads}.items():
         os.environ.setdefault(name, value)
 
 
 def set_gpu_environment() -> None:
-    """Set what CUDA and PyTorch read when a process first looks for a GPU; what the user has set stays."""
+    """Set the variables that CUDA and PyTorch read at first GPU use, except those that the user has set."""
     # Streams that share a hardware queue (8 by default) wait for each other. A pipeline has a stream for each pair of
-    # ranks and direction: a send behind a receive whose sender waits for that send would never start. FSDP2 has four
-    # streams more, and is recommended 16 or 32 with tensor parallelism too (torchtitan, docs/composability.md).
-    # Megatron-LM sets 1, by which its tensor parallelism's communication starts before the products that hide it:
-    # whoever runs nothing but tensor parallelism may try that.
+    # ranks and direction: a send queued after a receive whose sender waits for that send would never start. FSDP2 has
+    # four more streams, and 16 or 32 are recommended with tensor parallelism too (torchtitan, docs/composability.md).
+    # Megatron-LM sets 1, so that tensor-parallel communication starts before the products that overlap with it. Users
+    # of tensor parallelism alone may try that value.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Blocks grow in place of new ones of other sizes, so that less memory is reserved and not used. It excludes handles
-    # of cudaIpcGetMemHandle and TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, of which Phalanx uses neither.
+    # Expandable segments instead of new blocks of other sizes reduce unused reserved memory. They exclude handles of
+    # cudaIpcGetMemHandle and TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK; Phalanx uses neither.
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def run_in_place(module: str, *arguments: str) -> NoReturn:
-    """Have this process go on as `python -m MODULE ARGUMENTS`, with what it has imported."""
+    """Continue this process as `python -m MODULE ARGUMENTS`, with the modules that it has imported."""
     keep_freed_memory()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -96,13 +100,13 @@ def run_in_place(module: str, *arguments: str) -> NoReturn:
 
 
 def keep_freed_memory() -> None:
-    """Set what WORKER_ENVIRONMENT sets of the allocator for a process that has begun without it."""
+    """Apply the allocator settings of WORKER_ENVIRONMENT to a process that started without them."""
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         tune_malloc(MAX_TRIM_THRESHOLD_BYTES, int(WORKER_ENVIRONMENT["MALLOC_MMAP_THRESHOLD_"]))
 
 
 def env_rank() -> int:
-    """As torchrun's environment has it, also before ranks have joined; 0 without one."""
+    """Return the rank in torchrun's environment, also before ranks have joined; 0 without one."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -130,44 +134,50 @@ def init_distributed(
     device = torch.device("cpu")
     if device_type == "cuda":
         set_gpu_environment()
-        # Slurm may show each rank only its own GPU.
+        # Slurm may expose to each rank only its own GPU.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Gloo has a socket for each other rank, in each group. TORCH_GLOO_LAZY_INIT=1 opens a third of them, but then
-        # two of three starts of 32 ranks hung in their first all-reduce (torch 2.13).
+        # Gloo has a socket for each other rank, in each group. TORCH_GLOO_LAZY_INIT=1 opens a third of them, but with
+        # it two of three starts of 32 ranks hung in their first all-reduce (torch 2.13).
         raise_open_files_limit()
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
-        # -1: as the environment says
+        # -1: from the environment
         rank, num_ranks = (-1, -1) if num_ranks is None else (int(os.environ["RANK"]), num_ranks)
         dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks)
-        # Groups that are made later, those of a mesh among them, take PyTorch's own timeouts: half an hour on gloo.
+        # Later groups, including those of a mesh, have PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return device
 
 
 def use_deterministic_kernels() -> None:
-    """Have PyTorch use only kernels that give the same bits each time, or raise RuntimeError; before a GPU is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition
+    """Make PyTorch use only bitwise reproducible kernels, or raise RuntimeError.
+
+    Call it before a GPU is used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def die_with_launcher() -> None:
-    """Where `launch_ranks` waits for this rank, end with it, by SIGKILL: torchrun's agent gives each rank a session of
-    its own, and one that outlived the agent would train on unseen, in the way of the run's next start."""
+    """Send SIGKILL to this rank when its launcher exits, if `launch_ranks` started it.
+
+    torchrun's agent starts each rank in its own session. A rank that outlived the agent would train on unnoticed and
+    block the next start of the run.
+    """
     launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it ended before the kernel was asked
+        if os.getppid() != launcher:  # the launcher exited before the request to the kernel
             os._exit(1)
 
 
 def exit_rank(exit_code: int) -> None:
-    """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
+    """End this process without interpreter shutdown, which occasionally aborts while gloo's threads run."""
     if dist.is_initialized() and exit_code in (0, EXIT_STOPPED):
         dist.barrier()
         dist.destroy_process_group()
@@ -178,16 +188,18 @@ def exit_rank(exit_code: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that end a run in order; SIGHUP unless nohup has it ignored."""
+    """Return the signals that stop a run in order; SIGHUP unless nohup ignores it."""
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
 def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` on SIGTERM (Slurm, torchrun), Ctrl-C and a closed terminal, so that the process can end in
-    order; one more, some seconds later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from
-    torchrun.)"""
+    """Call `on_signal` on SIGTERM (Slurm, torchrun), Ctrl-C and a closed terminal, for an orderly exit.
+
+    A second signal some seconds later ends the process at once. (A rank receives Ctrl-C twice: from the terminal and
+    from torchrun.)
+    """
     first_signal_at: float | None = None
 
     def handle_signal(number: int, _: object) -> None:
@@ -206,10 +218,13 @@ def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 
 def enable_flight_recorder() -> None:
-    """Have them remembered: before there is a process group. What the user has set stays."""
+    """Enable NCCL's flight recorder, before a process group exists.
+
+    Variables that the user has set are unchanged.
+    """
     os.environ.setdefault(BUFFER_VARIABLE, str(MAX_RECORDED_COLLECTIVES))
 
 
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 MAX_RECORDED_COLLECTIVES = 2000
-"""Collectives that a rank remembers."""
+"""Maximum number of collectives in a rank's flight recorder."""

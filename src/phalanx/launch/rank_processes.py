@@ -1,4 +1,4 @@
-"""The processes of a node's ranks: forked from a warm process while there is one, otherwise started anew."""
+"""Rank processes of a node: forked from a warm process if one is running, otherwise newly started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessE
 
 
 class RankStarter:
-    """Starts ranks of a launcher."""
+    """Starter of a launcher's ranks."""
 
     def __init__(self, warm_process: WarmProcess | None = None) -> None:
         self.warm_process = warm_process
@@ -37,18 +37,22 @@ class RankStarter:
 
 
 class InheritedOutput(LogsSpecs):
-    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
+    """Log destination that inherits our output.
+
+    torchrun's own creates a directory for log files, which a killed launcher leaves behind.
+    """
 
     root_log_dir = os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return a destination without log files."""
         empty_paths = dict.fromkeys(envs, "")
         return LogsDest(stdouts=empty_paths, stderrs=empty_paths, error_files=empty_paths)
 
 
 @dataclass
 class _Handler:
-    """A rank's process, as torchrun's context ends it."""
+    """Rank process with the interface by which torchrun's context ends it."""
 
     proc: subprocess.Popen[Any]
 
@@ -57,7 +61,7 @@ class _Handler:
 
 
 class RankProcesses(SubprocessContext):
-    """torchrun's context of subprocesses, started by a RankStarter."""
+    """torchrun's subprocess context, with processes started by a RankStarter."""
 
     def __init__(
         self, args: Sequence[str], environments: Mapping[int, dict[str, str]], rank_starter: RankStarter
@@ -73,7 +77,10 @@ class RankProcesses(SubprocessContext):
 
 
 def rank_environments(group: WorkerGroup) -> dict[int, dict[str, str]]:
-    """What torchrun tells each local rank in its environment (torchrun's documentation, "Environment Variables")."""
+    """Return the environment variables of torchrun for each local rank.
+
+    Source: torchrun's documentation, "Environment Variables".
+    """
     handler = group.spec.rdzv_handler
     common = {
         "GROUP_RANK": group.group_rank,

@@ -1,4 +1,4 @@
-"""Where the nodes of a run meet: who waits there, what answers, and by which address others reach this node."""
+"""Rendezvous of the nodes of a run: host detection, store probe, and the address of this node."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from phalanx.spec.errors import LocalNodeError, UserError
 
 KEEP_ALIVE_SECONDS = 2
 KEEP_ALIVE_ATTEMPTS = 5
-"""Of nodes to the place where they meet; one that is silent for all of them is gone."""
+"""Keep-alive attempts of nodes to the rendezvous host. A node that misses all of them counts as lost."""
 RETRY_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
-"""For the store to answer."""
+"""Timeout in seconds for an answer of the store."""
 PROBE_ADDRESS = "198.51.100.1"
-"""An address that is nobody's (RFC 5737)."""
+"""An unassigned address (RFC 5737)."""
 SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the nodes of a run meet, and how many there are."""
+    """Rendezvous address of a run, and its numbers of nodes."""
 
     name: str
-    """Of the run: nodes of others do not join."""
+    """Name of the run. Nodes of other runs do not join."""
     host: str
     port: int
     min_nodes: int
@@ -46,11 +46,12 @@ class Rendezvous:
 
     @property
     def endpoint(self) -> str:
+        """Address as HOST:PORT."""
         return f"{self.host}:{self.port}"
 
     @property
     def is_host(self) -> bool:
-        """Whether this node is the one where they meet: its address can be bound."""
+        """True if this node hosts the rendezvous: its address can be bound."""
         with socket.socket() as probe:
             try:
                 probe.bind((self.host, 0))
@@ -60,15 +61,18 @@ class Rendezvous:
 
 
 SINGLE_NODE = Rendezvous("", "localhost", 0, min_nodes=1, max_nodes=1, join_seconds=60, last_call_seconds=1)
-"""A node by itself."""
+"""Rendezvous of a single node."""
 
 
 class RendezvousError(LocalNodeError):
-    """Too few nodes came in time; they may the next time."""
+    """Too few nodes joined in time; a retry may succeed."""
 
 
 def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
-    """Until the place where nodes meet answers. (PyTorch's store waits too, and prints its stack meanwhile.)"""
+    """Wait until the rendezvous host answers.
+
+    PyTorch's store can wait too, but prints its stack while waiting.
+    """
     while not rendezvous.is_host:
         reached = False
         with suppress(OSError), socket.create_connection((rendezvous.host, rendezvous.port), timeout=RETRY_SECONDS):
@@ -87,8 +91,11 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
 
 
 def _is_store(rendezvous: Rendezvous) -> bool:
-    """Whether what answers is a store of PyTorch's. Its client waits for good for the word of one that says nothing,
-    and hears no signal meanwhile: so another thread asks."""
+    """Return whether the service at the address is a PyTorch store.
+
+    The store's client waits indefinitely for a silent service and handles no signals meanwhile. Another thread
+    therefore makes the request.
+    """
     answered = Event()
 
     def connect() -> None:
@@ -104,7 +111,7 @@ def _is_store(rendezvous: Rendezvous) -> bool:
 
 
 def make_rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
-    """torchrun's way to meet there."""
+    """Return torchrun's rendezvous handler."""
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
@@ -124,8 +131,11 @@ def make_rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
 
 
 def local_address(rendezvous: Rendezvous) -> str:
-    """That of this node by which it reaches the others: names of nodes often do not resolve, or to another network, and
-    a machine's own often to its loopback (Debian), where nobody else reaches it."""
+    """Return the address of this node on the network of the other nodes.
+
+    Host names of nodes often do not resolve or belong to another network. A machine's own name often resolves to its
+    loopback (Debian), which others cannot reach.
+    """
     address = _address_towards(rendezvous.host)
     if rendezvous is not SINGLE_NODE and ip_address(address).is_loopback:
         with suppress(OSError):
@@ -135,15 +145,15 @@ def local_address(rendezvous: Rendezvous) -> str:
 
 def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
+        probe.connect((host, 1))  # sends no packet
         return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address."""
+    """Return the network interface that has an address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
+            with suppress(OSError):  # it has no address
                 reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name

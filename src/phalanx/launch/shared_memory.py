@@ -1,5 +1,8 @@
-"""Places for copies of ranks' states, in memory of the launcher that started them. It has no name and belongs to the
-launcher (memfd_create): it is gone when that has ended, however it ends."""
+"""Memory slots for copies of ranks' states, in the launcher that started the ranks.
+
+The memory is anonymous and belongs to the launcher (memfd_create). It is freed when the launcher exits, for whatever
+reason.
+"""
 
 from __future__ import annotations
 
@@ -14,61 +17,64 @@ import torch
 from torch import Tensor
 
 SLOTS_ENV = "PHALANX_COPIES"
-"""Names to ranks the launcher's process, and its memory: four places of each of its ranks, one rank after the other."""
+"""Variable with the launcher's process id and its memory file: four slots per rank, one rank after the other."""
 LOCAL_SLOTS = (0, 1)
 NEIGHBOR_SLOTS = (2, 3)
-"""Two places of each kind, in turn: while one is written the other is whole."""
+"""Two slots of each kind, used alternately: while one is written the other is complete."""
 HEADER = struct.Struct("<qqq")
-"""The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""
+"""Step (-1 while the copy is incomplete), rank of the copied state, and length of the metadata."""
 
 
 def allocate_slots(num_ranks: int) -> None:
-    """Give the ranks that this process is about to start places for their copies. They take memory when written."""
+    """Allocate slots for the copies of the ranks that this process is about to start.
+
+    They occupy memory only once written.
+    """
     fds = [os.memfd_create(f"phalanx-copy-{index}") for index in range(len(LOCAL_SLOTS + NEIGHBOR_SLOTS) * num_ranks)]
     os.environ[SLOTS_ENV] = f"{os.getpid()}:{','.join(map(str, fds))}"
 
 
 class SharedMemorySlot:
-    """A copy in memory of the launcher."""
+    """A slot for one copy in the launcher's memory."""
 
     def __init__(self, path: Path, mapping: type[mmap.mmap] = mmap.mmap) -> None:
-        """`mapping` is the kind of memory that the file is mapped as."""
+        """Open the slot; `mapping` is the kind of memory map."""
         self._file = path.open("r+b", buffering=0)
         self._mapping = mapping
         self._map: mmap.mmap | None = None
 
     def ensure_size(self, size: int) -> None:
-        """Have room for so many bytes."""
+        """Grow the file to at least `size` bytes."""
         if os.fstat(self._file.fileno()).st_size < size:
             self._map = None
             self._file.truncate(size)
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of it."""
+        """Memory map of the full slot."""
         if self._map is None:
             self._map = self._mapping(self._file.fileno(), 0)
         return self._map
 
     @property
     def header(self) -> tuple[int, int, int]:
-        """The step, the rank and the length of the description of a whole copy; a step of -1 where there is none."""
+        """Step, rank and metadata length of a complete copy; the step is -1 if there is none."""
         empty = os.fstat(self._file.fileno()).st_size < HEADER.size
         return (-1, 0, 0) if empty else HEADER.unpack_from(self.memory)
 
     def invalidate(self) -> None:
-        """Say that what is here is not whole."""
+        """Mark the copy as incomplete."""
         self.ensure_size(HEADER.size)
         HEADER.pack_into(self.memory, 0, -1, 0, 0)
 
     def commit(self, step: int, rank: int, metadata_length: int) -> None:
-        """Say that it is."""
+        """Mark the copy as complete."""
         HEADER.pack_into(self.memory, 0, step, rank, metadata_length)
 
     def bytes(self) -> Tensor:
-        """Of the copy, behind its header, as a tensor of the same memory."""
+        """Return the content of the copy, after its header, as a tensor that shares the memory."""
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER.size)
 
     def metadata(self, length: int) -> dict[str, Any]:
-        """What the copy says of itself."""
+        """Return the metadata of the copy."""
         return dict(json.loads(self.memory[HEADER.size : HEADER.size + length]))

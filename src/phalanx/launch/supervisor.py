@@ -1,4 +1,4 @@
-"""Training through failures: a launcher starts its ranks again, with as many as there are, as long as it gets on."""
+"""Supervision of training: restarts of failed ranks, fewer if necessary, while the run makes progress."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec
 
 LayoutChooser = Callable[[int], Layout]
-"""The layout of a run for so many ranks. Raises UserError where none fits."""
+"""Function that returns the layout of a run for a number of ranks. It raises UserError if none fits."""
 UNKNOWN_RANK = -1
 
 
@@ -55,15 +55,25 @@ def supervise_training(
     rendezvous: Rendezvous = SINGLE_NODE,
     warm_process: WarmProcess | None = None,
 ) -> int:
-    """Train the run of a directory with `nproc` ranks on this node, and others' where nodes meet; returns the exit
-    code, after saying what failed. `options` are those of phalanx.train. One rank alone that is not to be started again
-    is this process.
+    """Train the run of a directory, restart after failures, and return the exit code.
 
-    Raises RendezvousError where nodes do not meet, UserError where they cannot, or where too few are left for any
-    layout.
+    Prints the cause of failures. A single rank that is not to be restarted runs in this process.
+
+    Args:
+        directory: The run directory.
+        run: The run.
+        nproc: The number of ranks on this node.
+        choose_layout: Returns the layout for a number of ranks.
+        options: Options of phalanx.train.
+        rendezvous: The rendezvous with other nodes.
+        warm_process: A warm process, from which ranks are forked.
+
+    Raises:
+        RendezvousError: The rendezvous failed.
+        UserError: Nodes cannot perform a rendezvous, or too few ranks are left for any layout.
     """
-    options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
-    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # it prints its failure itself
+    options = ["--device", select_device(run), *options]  # a lost GPU must not turn into a CPU
+    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # prints its failure itself
         if warm_process is not None:
             warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
@@ -101,7 +111,7 @@ def supervise_training(
             print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
         new_records = policy.new_failure_records()
-        if new_records:  # it was not stopped in order, unless ranks just lost each other by it
+        if new_records:  # the stop was not orderly, unless ranks only lost each other through it
             first_failure = find_first_failure(directory, {}, records=new_records)
             if "lost_peer" not in first_failure:
                 return print_final_failure(directory, first_failure)
@@ -112,10 +122,12 @@ def supervise_training(
 
 
 def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: LayoutChooser) -> Sequence[str]:
-    """The layout of as many of these ranks as one fits, `ranks_per_node` of a node, as options of phalanx.train;
-    the rest stand by.
+    """Return the layout of the maximum number of usable ranks, as options of phalanx.train.
 
-    Raises UserError where none fits any.
+    The number is `ranks` minus a multiple of `ranks_per_node`; the remaining ranks stand by.
+
+    Raises:
+        UserError: No layout fits any number.
     """
     first_error: UserError | None = None
     for num_used in range(ranks, 0, -ranks_per_node):
@@ -132,10 +144,10 @@ def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: Layout
 
 
 class FailurePolicy:
-    """A launcher's account of the failures on its node.
+    """Failure counters and restart decisions of a node's launcher.
 
-    Failures in a row are those without a step won in between: one that always comes at the same step ends the run,
-    and those of a long run that goes on never add up.
+    Consecutive failures are those without a completed step between them. A failure that always occurs at the same step
+    ends the run; failures of a long run that makes progress never accumulate.
     """
 
     def __init__(self, directory: Path, spec: RecoverySpec, rendezvous: Rendezvous) -> None:
@@ -144,40 +156,43 @@ class FailurePolicy:
         self.has_memory_copies = spec.in_memory_checkpoint_every > 0
         self.nodes = rendezvous.max_nodes
         self.is_essential = rendezvous.max_nodes == 1 or rendezvous.is_host
-        """Whether the others cannot go on without this node: there are none, or they meet here."""
+        """True if the others cannot continue without this node: it is the only one, or hosts the rendezvous."""
         self._seen_failures = {_failure_id(record) for record in read_failures(directory)}
         self.last_step_reached = -1
-        """The last step that was finished before a failure."""
+        """Last finished step before a failure."""
         self.last_out_of_memory_step = -1
-        """The last step that was finished before memory was too little."""
+        """Last finished step before an out-of-memory failure."""
         self.consecutive_failures = 0
-        """Failures that began on this node."""
+        """Consecutive failures that started on this node."""
         self.consecutive_remote_failures = 0
-        """Failures in a row that began on other nodes."""
+        """Consecutive failures that started on other nodes."""
         self.suspect_ranks: set[int] = set()
-        """The ranks by which those of this node began; NOBODY where that is not known."""
+        """Ranks in which this node's failures started; UNKNOWN_RANK if unknown."""
         self.code = 1
-        """Of the last failure."""
+        """Exit code of the last failure."""
         self.is_permanent = False
-        """Whether whoever failed last would fail again."""
+        """True if the last failure would recur."""
         self.last_drop_step = -1
-        """`last_step_reached` when a rank was last left out."""
+        """`last_step_reached` when a rank was last dropped."""
 
     def decide(self, failures: ProcessFailures, kills: int = 0) -> FailureAction:
-        """What follows these failures of ranks of this node, of which the kernel killed some for want of memory; says
-        on stderr what happened, and notes it."""
+        """Decide the action after failures of this node's ranks.
+
+        Prints the cause to stderr and appends an event. `kills` is the number of ranks killed by the kernel's OOM
+        killer.
+        """
         if all(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
             self.code = EXIT_STOPPED
-            # Where one was told to stop, or has come, others go on.
+            # If one node was stopped, or has joined, the others continue.
             return FailureAction.STOP if self.nodes == 1 else FailureAction.RESTART
         records = self.new_failure_records()
         first_failure = find_first_failure(self.directory, failures, kills, records=records)
-        self._seen_failures.add(_failure_id(first_failure))  # of one without a word it was written down just now
+        self._seen_failures.add(_failure_id(first_failure))  # the record of a rank that wrote none was created just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         start_steps = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
         record_steps = [record.get("step", 0) for record in records]
         step = max([*record_steps, *map(step_of, saved[:1]), *start_steps[-1:]], default=0)
-        # NCCL aborts those whose peers are gone.
+        # NCCL aborts ranks whose peers are lost.
         lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
         is_local = self.nodes == 1 or (first_failure["rank"] in failures and not lost_peer)
         suspects = suspect_ranks(self.directory) if lost_peer else {first_failure["rank"]}
@@ -187,7 +202,7 @@ class FailurePolicy:
         self._count_failure(step, is_local, suspects or {UNKNOWN_RANK})
         self.code = 2 if is_out_of_memory_again else int(first_failure["code"])
         headline = failure_headline(self.directory)
-        # A node that is gone notes nothing.
+        # A lost node records nothing.
         reason = first_failure["reason"] if is_local or not lost_peer else "lost ranks of another node"
         rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
@@ -212,15 +227,21 @@ class FailurePolicy:
         return FailureAction.RESTART
 
     def _is_same_step_again(self, step: int, start_steps: Sequence[int], records: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether memory would be too little again: it was too little for the very first step, or twice for one
-        step. (After a restart others may still have held it.)"""
+        """Return whether memory would be insufficient again.
+
+        It was insufficient in the very first step, or twice in one step. (After a restart, other processes may still
+        have occupied it.)
+        """
         is_first_start = self.last_step_reached < 0
         failed_in_first_step = is_first_start and any(record.get("step") in start_steps[-1:] for record in records)
         last_step, self.last_out_of_memory_step = self.last_out_of_memory_step, step
         return failed_in_first_step or step == last_step
 
     def _count_failure(self, step: int, is_local: bool, suspects: set[int]) -> None:
-        """Count a failure in a row; a run that came further than at the last one begins anew."""
+        """Count a consecutive failure.
+
+        If the run got further than at the last failure, the counters restart.
+        """
         if step > self.last_step_reached:
             self.last_step_reached = step
             self.consecutive_failures = self.consecutive_remote_failures = 0
@@ -236,7 +257,7 @@ class FailurePolicy:
         return self.consecutive_failures > self.restart_limit or self.consecutive_remote_failures > allowed_remote
 
     def _resume_source(self, saved: list[Path], step: int) -> str:
-        """Where the ranks start again, in words."""
+        """Return a phrase for the point from which the ranks restart."""
         source = saved[0].name if saved else "the beginning"
         if self.has_memory_copies:
             return source + ", or copies that are newer"
@@ -244,14 +265,20 @@ class FailurePolicy:
         return source + (f", {steps_back} steps before" if steps_back > 0 else "")
 
     def new_failure_records(self) -> list[dict[str, Any]]:
-        """What ranks left word of since this was asked before. (Not by their clocks, which may differ.)"""
+        """Return the failure records that are new since the last call.
+
+        Clocks are not compared, because they may differ between ranks.
+        """
         records = [record for record in read_failures(self.directory) if _failure_id(record) not in self._seen_failures]
         self._seen_failures |= {_failure_id(record) for record in records}
         return records
 
     def drop_failing_rank(self, nproc: int, choose_layout: LayoutChooser) -> int | None:
-        """So many ranks to go on with, where it was always the same that was to blame and fewer can train; None where
-        that cannot help, or did not the last time. On a GPU, the device of that rank is left out."""
+        """Drop a rank that is the cause of repeated failures; return the remaining number of ranks.
+
+        On GPUs, the device of that rank is hidden. The result is None if different ranks failed, fewer ranks cannot
+        train, or a drop did not help the last time.
+        """
         fails_repeatedly = len(self.suspect_ranks) == 1 and self.consecutive_failures > self.restart_limit > 0
         if (
             self.is_permanent
@@ -284,7 +311,7 @@ def _failure_id(record: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def hide_gpu(rank: int) -> None:
-    """Hide the GPU of a local rank from those that are started from now on."""
+    """Hide the GPU of a local rank from ranks that are started later."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = (
         visible_devices.split(",") if visible_devices else [str(index) for index in range(torch.cuda.device_count())]

@@ -1,7 +1,7 @@
-"""A warm process: it has imported PyTorch and Phalanx, and forks processes on request, which start without imports.
+"""A warm process: it has imported PyTorch and Phalanx, and forks processes on request.
 
-It forks before it has a device, a process group or a thread. What it forks are children of the process that asked:
-each is forked twice, and the kernel gives the orphan to its nearest ancestor that asked for orphans
+It forks before it has a device, a process group or a thread. Forked processes become children of the client process:
+each is forked twice, and the kernel reparents the orphan to its nearest ancestor that adopts orphans
 (PR_SET_CHILD_SUBREAPER, prctl(2)). Linux only.
 """
 
@@ -26,35 +26,35 @@ from phalanx.launch.fork_server import MESSAGE_BYTES, SIGNALS, can_fork_itself, 
 PR_SET_CHILD_SUBREAPER = 36
 SERVER = "phalanx.launch.fork_server"
 TITLE_BYTES = 4000
-"""Room for the command line of a forked process, as `ps` shows it."""
+"""Bytes for the command line of a forked process, as `ps` shows it."""
 IMPORT_SECONDS = 120.0
 FORK_SECONDS = 10.0
-"""A warm process that has not imported, or not forked, in this time is given up."""
+"""Timeout in seconds of a warm process for its imports and for a fork."""
 RANK_MODULES = ("phalanx.train.worker", "phalanx.train.standby")
-"""What `python -m phalanx.train` imports."""
+"""Modules that `python -m phalanx.train` imports."""
 RANK_NAME = re.compile(r"rank (\d+)\n")
 RANK_VARIABLE = re.compile(r"(?:^|\0)RANK=(\d+)\0")
-"""By which a rank's process is known: its name, if it was forked from a warm process, or its first environment."""
+"""Pattern that identifies a rank's process: its name, if forked from a warm process, or its initial environment."""
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
-# allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
+# allocates and frees the same large tensors repeatedly, and page faults cost up to a tenth of its time. (Not in
 # huge pages: PyTorch's aligned blocks leave gaps between them that cost a sixth to two fifths of the peak.)
 WORKER_ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store whose server is gone warns with its whole stack
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store without its server prints a warning with its full stack
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    # As libgomp itself has it where there are more threads than cores. By default a thread that waits for others spins
-    # 300 times as long: beside one busy neighbour steps of a small model on two cores took 3.8 s instead of 0.42, and
-    # alone 0.21 s instead of 0.23.
+    # Default of libgomp with more threads than cores. Otherwise a waiting thread spins 300 times as long: next to one
+    # busy neighbor, steps of a small model on two cores took 3.8 s instead of 0.42, and without a neighbor 0.21 s
+    # instead of 0.23.
     "GOMP_SPINCOUNT": "1000",
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # it would take SIGHUP from nohup
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # SIGHUP excluded: torchelastic would override nohup
 }
 
 
 SERVER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # no pool of numpy's
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked without touching it
+    "OMP_NUM_THREADS": "1",  # no thread pool in numpy
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for a GPU without initializing it
 }
 
 
@@ -63,7 +63,7 @@ class WarmProcessError(Exception):
 
 
 class WarmProcess:
-    """The side of the process that asks."""
+    """Client of a warm process."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         """Start a process that imports modules; a process that was itself forked from a warm one forks itself."""
@@ -81,9 +81,10 @@ class WarmProcess:
                 ).pid
 
     def fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
-        """Have a process forked for a request of `ForkedProcess`; returns its process id.
+        """Fork a process for a request of `ForkedProcess`; return its process id.
 
-        Raises WarmProcessError if the warm process is gone, does not answer in time, or has no memory for it.
+        Raises:
+            WarmProcessError: The warm process has exited, does not answer in time, or has insufficient memory.
         """
         try:
             if not self._is_ready:
@@ -98,7 +99,7 @@ class WarmProcess:
         return int(answer)
 
     def close(self) -> None:
-        """End the warm process; those that it forked stay."""
+        """End the warm process; processes forked from it keep running."""
         if not self._is_closed:
             self._socket.close()
             with suppress(ChildProcessError, ProcessLookupError):
@@ -116,12 +117,13 @@ class WarmProcess:
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """`python -m MODULE ARGUMENTS` as `subprocess.Popen` starts it, forked from a warm process."""
+    """Process `python -m MODULE ARGUMENTS`, forked from a warm process, with subprocess.Popen's interface."""
 
     def __init__(self, warm_process: WarmProcess, args: Sequence[str], name: str = "", **options: Any) -> None:
-        """Start a process; `name` is what `top` shows of it.
+        """Start a process; `name` is the name that `top` shows.
 
-        Raises WarmProcessError if the warm process cannot fork.
+        Raises:
+            WarmProcessError: The warm process cannot fork.
         """
         self._warm_process = warm_process
         self._name = name
@@ -173,13 +175,16 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 def start_warm_process(modules: Sequence[str] = RANK_MODULES) -> WarmProcess | None:
-    """Have a process import what ranks need, while this one goes on; None where the system cannot adopt processes."""
+    """Start a warm process with the imports of ranks; return None if the system cannot adopt orphans.
+
+    The call does not wait for the imports.
+    """
     return WarmProcess(modules) if sys.platform == "linux" else None
 
 
 @contextmanager
 def warm_process(modules: Sequence[str] = RANK_MODULES) -> Iterator[WarmProcess | None]:
-    """Have one for a while."""
+    """Provide a warm process within the context, and close it afterwards."""
     started = start_warm_process(modules)
     try:
         yield started
@@ -189,19 +194,21 @@ def warm_process(modules: Sequence[str] = RANK_MODULES) -> Iterator[WarmProcess 
 
 
 def process_state(folder: Path) -> tuple[str, int]:
-    """Return the state of a process (a letter) and its parent, from its folder in /proc.
+    """Return the state of a process (a letter) and its parent, from its directory in /proc.
 
-    Raises OSError of one that has ended.
+    Raises:
+        OSError: The process has exited.
     """
-    # pid (name) state parent ...; the name may hold anything, brackets too
+    # pid (name) state parent ...; the name may contain any characters, parentheses too
     state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
     return state, int(parent)
 
 
 def rank_of_process(folder: Path) -> int | None:
-    """Return the rank that a process is, from its folder in /proc; None of one that is none.
+    """Return the rank of a process, from its directory in /proc; None if it is not a rank.
 
-    Raises OSError of one that has ended, or is another user's.
+    Raises:
+        OSError: The process has exited, or belongs to another user.
     """
     match = RANK_NAME.fullmatch((folder / "comm").read_text())
     match = match or RANK_VARIABLE.search((folder / "environ").read_bytes().decode(errors="replace"))

@@ -1,0 +1,1 @@
+"""Descriptions of runs, models, layouts and machines."""

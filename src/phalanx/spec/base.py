@@ -1,4 +1,4 @@
-"""What every description has in common: frozen, strict, and with errors that a person can act on."""
+"""Base class of all descriptions: frozen, strict, and with errors that name the fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ELSEWHERE = {
     "expert": "ep",
     "zero": "data_parallel",
 }
-"""How words begin that others, and we once, use for fields of ours."""
+"""Names that users or earlier versions use, by the prefix of their words, and the fields they mean."""
 
 
 class Spec(BaseModel):
@@ -41,17 +41,20 @@ class Spec(BaseModel):
     )
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with some fields changed."""
+        """Return a validated copy with some fields changed."""
         return parse_table(type(self), {**self.model_dump(mode="json"), **changes})
 
 
 def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
-    """Validate a table (as read from TOML or JSON) into a description; `path_prefix` precedes field names of errors.
+    """Validate a table into a description.
 
-    Raises UserErrorGroup that names every wrong field, its value, and what is allowed.
+    `table` is as read from TOML or JSON; `path_prefix` precedes the field names of errors.
+
+    Raises:
+        UserErrorGroup: Some fields are wrong. The message names every field, its value and the allowed values.
     """
     try:
-        # JSON mode is strict about types and still takes a list for a tuple, which is what TOML gives.
+        # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
         return spec_class.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise UserErrorGroup(
@@ -60,7 +63,7 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
 
 
 PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal["
-"""How places begin that pydantic names inside a field."""
+"""Prefixes of the location parts that pydantic adds inside a field."""
 
 
 def _validation_error(
@@ -89,7 +92,7 @@ def _validation_error(
 
 
 def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:
-    """What to do about a mistake of a pydantic error type in the field `name`."""
+    """Return the fix for a pydantic error of a given type in the field `name`."""
     if error_type == "literal_error":
         return did_you_mean(str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of them")
     return {
@@ -113,7 +116,7 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
 
 
 def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
-    """The field names of the table at `path` inside a description."""
+    """Return the field names of the table at `path` inside a description."""
     for part in path:
         annotation = spec_class.model_fields[part].annotation if part in spec_class.model_fields else None
         nested = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Spec)]
@@ -124,8 +127,11 @@ def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
 
 
 def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
-    """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `fallback`, or
-    a list of them all."""
+    """Return a sentence that suggests the nearest known word.
+
+    Letter case and suffixes after a dash are ignored. If no word is near, the result is `fallback`, or else a list of
+    all known words.
+    """
     query = word.lower()
     matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]
     matches = matches or [name for name in known if name.lower().startswith(f"{query}-")]
@@ -142,6 +148,9 @@ def require(ok: bool, field: str, value: object, problem: str, fix: str = "") ->
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, rising: what a message offers in place of one that does not divide."""
+    """Return all divisors of a positive number in ascending order.
+
+    Error messages suggest these in place of a number that does not divide.
+    """
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

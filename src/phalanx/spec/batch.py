@@ -1,4 +1,4 @@
-"""Plan a global batch: sequences per rank, micro-batches, and the scale of the learning rate."""
+"""Plan of a global batch: sequences per rank, micro-batches, and the scale of the learning rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
-# A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
+# Default micro-batch: large enough to keep a device busy, with logits that leave memory for everything else.
 MICRO_BATCH_TOKENS = 16_384
 
 
@@ -16,34 +16,36 @@ LOGITS_BYTES = 2**31
 
 
 MIN_MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches of a step for each rank of a pipeline, by default: 1F1B idles for a fifth of it then."""
+"""Default minimum of micro-batches per step for each pipeline rank. With it, 1F1B is idle for a fifth of the step."""
 
 
 STRATEGIES_WITH_UNEVEN_BATCHES = ("ddp", "zero1", "parameter_server")
-"""Ways of data parallelism whose ranks need not do the same number of forward passes."""
+"""Data-parallel strategies whose ranks may run different numbers of forward passes."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer update is cut: sequences = micro_batch x dp x accumulation."""
+    """Division of one optimizer update: sequences = micro_batch x dp x accumulation."""
 
     global_batch_size: int
     """Sequences in one optimizer update, over all ranks."""
     dp_size: int
     """Ranks that read different data."""
     micro_batch_size: int
-    """Sequences per rank in one forward pass, at most."""
+    """Maximum number of sequences per rank in one forward pass."""
     gradient_accumulation_steps: int
-    """Forward passes per rank in one optimizer update, at most."""
+    """Maximum number of forward passes per rank in one optimizer update."""
     learning_rate_scale: float = 1.0
-    """What learning rates are multiplied by."""
+    """Factor applied to all learning rates."""
 
 
 def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
-    """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
+    """Divide the tokens of a step among the ranks: global batch = micro-batch x ranks x accumulation.
 
-    Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be cut, or
-    the layout cannot run it so.
+    Ranks that reduce gradients once per step may have uneven shares.
+
+    Raises:
+        UserError: The batch cannot be divided, or the layout does not support the division.
     """
     dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training
@@ -88,11 +90,11 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
 
 
 def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even: bool) -> int:
-    """Return the sequences of a micro-batch: those of the layout, or as many as the logits of one may take."""
+    """Return the micro-batch size in sequences: the layout's, or the maximum that logits memory permits."""
     training = run.training
     micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
     max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
-    if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
+    if run.layout.pp > 1:  # a pipeline needs several micro-batches per rank to stay busy
         max_micro_batch = max(
             1, min(max_micro_batch, sequences_per_rank // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp))
         )

@@ -1,4 +1,4 @@
-"""Split tensors into chunks of limited size, in the same way in the plan and in the program."""
+"""Division of tensors into chunks of limited size, shared by planner and trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def chunk_by_bytes(items: Iterable[T], limit: int, nbytes: Callable[[T], int] = attrgetter("nbytes")) -> list[list[T]]:
-    """Split `items` into chunks of neighbors of at most `limit` bytes; a larger item is a chunk of its own.
+    """Split `items` into chunks of adjacent items of at most `limit` bytes.
 
     `nbytes` returns the size of an item in bytes.
     """

@@ -1,4 +1,4 @@
-"""The machines of a run."""
+"""Description of the machines of a run."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from phalanx.spec.base import Spec
 
 
 class CalibrationSpec(Spec):
-    """What runs on a machine showed, in place of what published runs did."""
+    """Results of runs on a machine, which replace those of published runs."""
 
     runs: int = Field(gt=0)
-    """How many."""
+    """Number of runs."""
     precision: Literal["bf16", "fp32", "fp64"]
-    """In which they computed: of others it says nothing."""
+    """Precision of the runs. The calibration applies to this precision only."""
     time_constants: dict[str, float]
     """Constants of step times (`phalanx.cost.estimate.constants`) that differ from those of published runs."""
     identified_constants: list[str]
-    """Of these, the ones that the runs decide; the others stand where published runs, or guesses, put them."""
+    """The constants in `time_constants` that the runs determine. The others keep the values of published runs, or
+    assumed values."""
     log_half_width: float = Field(gt=0)
-    """Of the interval that holds 80 of 100 step times, as a logarithm: as far as each run was off when the others
-    predicted it."""
+    """Half-width, as a logarithm, of the interval that contains 80 of 100 step times. It is the error of each run's
+    prediction from the other runs."""
     baseline_process_bytes: int = Field(ge=0)
-    """Of a rank's memory, what is there whatever it trains."""
+    """Part of a rank's memory that does not depend on the trained model."""
     bytes_per_counted_byte: float = Field(gt=0)
-    """Bytes of memory for each that is counted of a run's tensors."""
+    """Measured bytes of memory per counted byte of a run's tensors."""
     buffer_overhead: float = Field(0.0, ge=0)
-    """Of each byte of buffers of communication, how many more count as a tensor's: what libraries hold beside them."""
+    """Additional bytes that communication libraries allocate per byte of communication buffers."""
 
 
 class ClusterSpec(Spec):
-    """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed.
+    """Nodes, their devices, and their speeds. Unknown speeds are measured or left out, never guessed.
 
     Example:
         >>> cluster = phalanx.load_machine("h100").replace(nodes=4, nproc_per_node=8)
@@ -41,65 +42,70 @@ class ClusterSpec(Spec):
     """
 
     preset: str | None = Field(None, examples=["h100"])
-    """A known machine (`phalanx info --list`), or the file of one (`phalanx calibrate` writes it), whose values the
+    """A known machine (`phalanx info --list`), or a machine file (written by `phalanx calibrate`), whose values the
     other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What computes: auto takes the GPU that is there, else the CPU."""
+    """Device for computation. "auto" uses a GPU if one is available, else the CPU."""
     nodes: int = Field(1, gt=0)
-    """Machines of the run, each with as many ranks; phalanx train starts on each of them."""
+    """Machines of the run, each with the same number of ranks. Start `phalanx train` on each of them."""
     nproc_per_node: int | None = Field(None, gt=0, examples=[2])
-    """Ranks per node; by default one per GPU, and on a CPU one. `--nproc` overrides it."""
+    """Ranks per node. By default one per GPU, or one on a CPU. `--nproc` overrides it."""
     peak_flops: float | None = Field(None, gt=0, examples=[1e12])
     """Peak dense matrix-product speed of one rank's device in FLOP/s at the training precision, for MFU. By default the
-    preset's, or on a CPU what a short matrix product reaches at start-up."""
+    preset's; on a CPU, the speed of a short matrix product at start-up."""
     matmul_flops: float | None = Field(None, gt=0, examples=[794e12])
-    """The most that a matrix product in 16 bits was measured to reach (stas00/ml-engineering's MAMF). By default what
-    devices of its generation reach."""
+    """Maximum measured speed of a 16-bit matrix product in FLOP/s (MAMF of stas00/ml-engineering). By default the speed
+    that devices of this generation reach."""
     matmul_flops_8bit: float | None = Field(None, gt=0, examples=[1400e12])
-    """The same in 8 bits. By default as much faster as its peak."""
+    """Maximum measured speed of an 8-bit matrix product in FLOP/s. By default scaled from `matmul_flops` by the ratio
+    of the peaks."""
     num_sms: int | None = Field(None, gt=0, examples=[132])
-    """Of one device: what the tiles of a product are dealt to. By default products run as fast at any shape."""
+    """Streaming multiprocessors of one device, to which the tiles of a product are assigned. By default products run
+    equally fast at any shape."""
     generation: int = Field(0, ge=0, le=2)
-    """Of the device, and of the kernels and libraries made for it: 0 Ampere and older, 1 Hopper, 2 Blackwell, and what
-    is of their age from others."""
+    """Generation of the device and of its kernels and libraries: 0 Ampere and older, 1 Hopper, 2 Blackwell, and devices
+    of the same age from other vendors."""
     cores: int | None = Field(None, gt=0, examples=[2])
-    """Of a node where CPUs compute, whose ranks share them: speeds are then those of one core."""
+    """CPU cores of a node whose ranks compute on CPUs and share the cores. Speeds are then those of one core."""
     memory_bytes: int | None = Field(None, gt=0, examples=[16_000_000_000])
-    """Memory of one device; where CPUs compute, of a node."""
+    """Memory of one device; for CPU ranks, of a node."""
     hbm_bytes_per_second: float | None = Field(None, gt=0, examples=[3350e9])
     """Bandwidth of one device's memory."""
     fast_link_domain: int | None = Field(None, gt=0, examples=[8])
-    """Devices joined by the fast links (an NVLink domain), which may be fewer than a node has, or those of several
-    nodes. By default the preset's, else the ranks of a node."""
+    """Devices joined by fast links (an NVLink domain): possibly fewer than a node has, or those of several nodes. By
+    default the preset's, else the ranks of a node."""
     link_bytes_per_second: float | None = Field(None, gt=0, examples=[450e9])
-    """What one device's fast links carry together in one direction: NVLink or xGMI, or PCIe where there is neither."""
+    """Total bandwidth of one device's fast links in one direction: NVLink or xGMI, or PCIe without either."""
     network_bytes_per_second: float | None = Field(None, gt=0, examples=[50e9])
     """One device's share of its node's network cards, in one direction. A plan for several nodes needs it."""
     oversubscription: float = Field(1.0, ge=1)
-    """Of the fabric above the leaf switches: bandwidth of the network cards divided by what the spine carries."""
+    """Oversubscription of the fabric above the leaf switches: bandwidth of the network cards divided by that of the
+    spine."""
     host_link_bytes_per_second: float | None = Field(None, gt=0, examples=[32e9])
-    """Of what joins one device with CPU memory, in one direction. By default PCIe of its generation, 16 lanes."""
+    """Bandwidth between one device and CPU memory in one direction. By default that of a PCIe link of its generation
+    with 16 lanes."""
     host_bytes_per_second: float | None = Field(None, gt=0, examples=[51.2e9])
-    """One device's share of the bandwidth of its node's CPU memory. By default two channels of its generation's."""
+    """One device's share of the bandwidth of its node's CPU memory. By default that of two memory channels of its
+    generation."""
     host_memory_bytes: int | None = Field(None, gt=0, examples=[128_000_000_000])
-    """One device's share of its node's CPU memory, for what is offloaded. By default 256 GiB."""
+    """One device's share of its node's CPU memory, for offloading. By default 256 GiB."""
     disk_bytes_per_second: float | None = Field(None, gt=0, examples=[5e9])
-    """One device's share of its node's local disk, read and written, for `layout.offload = "nvme"`. By default one NVMe
-    drive on four lanes."""
+    """One device's share of the bandwidth of its node's local disk, for reads and writes of `layout.offload = "nvme"`.
+    By default that of one NVMe drive on four lanes."""
     watts_per_device: float | None = Field(None, gt=0, examples=[700])
-    """Power of one device, for energy."""
+    """Power of one device in watts, to compute energy."""
     price_per_device_hour: float | None = Field(None, gt=0, examples=[2.5])
-    """Price of one device for an hour, in a currency of your choice."""
+    """Price of one device per hour, in a currency of your choice."""
     price_per_kwh: float | None = Field(None, gt=0, examples=[0.1])
-    """Price of electricity, in that currency."""
+    """Price of a kWh of electricity, in the same currency."""
     storage_bytes_per_second: float | None = Field(None, gt=0, examples=[20e9])
-    """At which all nodes together write checkpoints."""
+    """Total bandwidth with which all nodes together write checkpoints."""
     failures_per_device_hour: float | None = Field(None, gt=0, examples=[2e-5])
-    """How often a device, or what belongs to it, stops the run. By default as often as in Llama 3's 405B run."""
+    """Failures that stop the run, per device and hour. By default the rate of Llama 3's 405B run."""
     restart_seconds: float = Field(600, ge=0)
-    """From a failure to the first step after it."""
+    """Seconds from a failure to the first step after it."""
     calibration: CalibrationSpec | None = None
-    """What runs on this machine showed: `phalanx calibrate` writes it."""
+    """Calibration from runs on this machine, written by `phalanx calibrate`."""
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda", "tpu"]:
@@ -117,7 +123,7 @@ class ClusterSpec(Spec):
 
     @property
     def uses_cuda(self) -> bool:
-        """True if ranks are planned on GPUs: with CUDA's kernels, its allocator and NCCL."""
+        """True if ranks are planned on GPUs, with CUDA kernels, the CUDA allocator and NCCL."""
         return self.planned_device == "cuda"
 
     @property
@@ -127,21 +133,21 @@ class ClusterSpec(Spec):
 
     @property
     def ranks_per_core(self) -> float:
-        """Ranks that share one core, of a node where CPUs compute: below 1 where a rank has several."""
+        """Ranks per CPU core of a node; below 1 if a rank has several cores."""
         return (self.nproc_per_node or 1) / self.cores if self.cores else 1.0
 
     @property
     def rank_memory_bytes(self) -> int | None:
-        """Memory that one rank may fill."""
+        """Memory available to one rank."""
         sharing_ranks = (self.nproc_per_node or 1) if self.cores else 1
         return self.memory_bytes and self.memory_bytes // sharing_ranks
 
     @property
     def fast_link_domain_size(self) -> int:
-        """Devices that fast links join: those of a node, where nothing else is said."""
+        """Number of devices joined by fast links; by default the ranks of a node."""
         return self.fast_link_domain or self.nproc_per_node or 1
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes, of which each has one where `nproc_per_node` is not set."""
+        """Total number of ranks over all nodes. A node has one rank if `nproc_per_node` is not set."""
         return (self.nproc_per_node or 1) * self.nodes

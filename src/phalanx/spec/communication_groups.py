@@ -1,4 +1,4 @@
-"""The ranks that exchange data with each other, for each purpose of communication."""
+"""Process groups for each purpose of communication."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ GroupKind = Literal[
     "losses",
     "servers",
 ]
-"""Kinds of groups of ranks.
-
-data: ranks that share a copy of all parameters but the experts (with ddp, ranks that have a copy each); replicas: ranks
-with the same shard of different copies; same_experts, expert_replicas: the same two for experts under expert
-parallelism; tp, cp, ep, pp: the axes; copies: tensor-parallel neighbors with the same key/value heads; parts:
-tensor-parallel ranks with different ones; ends: the first and the last stage; losses: ranks whose losses are terms of
-one sum; servers: servers and workers."""
+"""Kinds of process groups. data: ranks that share one copy of all non-expert parameters (with ddp, ranks with one copy
+each). replicas: ranks with the same shard of different copies. same_experts, expert_replicas: the equivalents of these
+two for experts under expert parallelism. tp, cp, ep, pp: the mesh axes. copies: tensor-parallel neighbors with the same
+key/value heads. parts: tensor-parallel ranks with different key/value heads. ends: the first and the last stage.
+losses: ranks whose losses are terms of one sum. servers: servers and workers."""
 MAX_PIPELINE_CHANNELS = 4
-"""Channels, each a block on an SM, with which NCCL sends a pipeline's messages: receives are posted ahead, and what
-waits for a message keeps its SMs. By default they are up to 32 in each direction."""
+"""NCCL channels for pipeline messages; a channel is a block on an SM. Receives are posted ahead, and a channel that
+waits for a message occupies its SMs. NCCL's default is up to 32 channels in each direction."""
 Group = tuple[int, ...]
 """Ranks in ascending order."""
 
 
 def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> list[Group]:
-    """Return all groups of a kind. Every rank is in exactly one; servers are in none.
+    """Return all groups of a kind.
 
-    Only groups of kind `pp`, `ends` and `losses` span pipeline stages; `ends` are returned as whole pipelines.
+    Every rank is in exactly one group; servers are in none. Only groups of kind `pp`, `ends` and `losses` span pipeline
+    stages; `ends` are returned as full pipelines.
     """
     is_hybrid = run.layout.data_parallel == "hsdp"
     match kind:
@@ -78,5 +77,5 @@ def _stage_copies(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
 
 
 def group_ranks(run: RunSpec, dims: ParallelDims, kind: GroupKind, rank: int) -> Group:
-    """Return the ranks of the group of a kind that `rank` is in."""
+    """Return the ranks of the group of a kind that contains `rank`."""
     return next(ranks for ranks in communication_groups(run, dims, kind) if rank in ranks)

@@ -1,10 +1,10 @@
-"""The one error that is meant for people."""
+"""Errors for users, and exit codes."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something the user can mend: which field, which value, what is wrong, what to do.
+    """An error that the user can fix: the field, its value, the problem and the fix.
 
     It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and
     exits with 2. It is raised before any process is spawned.
@@ -34,12 +34,14 @@ class UserError(ValueError):
 
 
 class LocalNodeError(UserError):
-    """Something of this one machine, which another has not, or this one the next time. As one of several nodes it ends
-    `phalanx train` with 1: the run is not to be ended for it."""
+    """An error of this machine only, which need not occur on other nodes or on the next start.
+
+    On a run with several nodes, `phalanx train` then exits with 1 instead of ending the run.
+    """
 
 
 class UserErrorGroup(UserError):  # noqa: N818
-    """Several mistakes in one file, reported together."""
+    """Several errors in one file, reported together."""
 
     def __init__(self, errors: list[UserError]) -> None:
         self.errors = errors
@@ -53,8 +55,8 @@ class UserErrorGroup(UserError):  # noqa: N818
 
 
 EXIT_STOPPED = 75
-"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
+"""Exit code of a run that a signal stopped before its last step, with a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 
 EXIT_INTERRUPTED = 130
-"""That of one that Ctrl-C ended so, as shells have it."""
+"""Exit code of a run that Ctrl-C stopped in this way, as in shells."""

@@ -1,4 +1,4 @@
-"""Packages that only parts of Phalanx need: the optional dependencies of pyproject.toml."""
+"""Packages required by parts of Phalanx only: the optional dependencies of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ EXTRA_OF_PACKAGE = {
 
 
 def missing_package(field: str, value: object, package: str, instead: str = "") -> UserError:
-    """Return the error of a package that is not installed, with the command that installs it, from a checkout or a
-    wheel alike; `instead` is another way out."""
+    """Return the error for a package that is not installed.
+
+    The fix is the command that installs the package, from a checkout or a wheel; `instead` is an alternative fix.
+    """
     fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
     return UserError(field, value, f"needs {package}, which is not installed", fix=fix)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 MIB = 2**20
 WRITTEN_BY = "Written by: phalanx"
-"""At the head of files that commands write under a name of the user's, by which they know what they may replace."""
+"""Header of files that commands write to a path chosen by the user. It marks files that they may overwrite."""
 GIB = 2**30
 GB = 1e9
 SI_PREFIXES = ("", "k", "M", "G", "T", "P")
@@ -57,7 +57,7 @@ def format_count(value: int) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """Format a duration with three digits: "12.3 ms"; from two minutes on as on a clock: "1:02:03"."""
+    """Format a duration with three digits: "12.3 ms"; from two minutes on in clock format: "1:02:03"."""
     if value >= 120:
         minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)
@@ -78,7 +78,7 @@ def format_seconds_change(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a long duration in its largest unit of which it has two: "2.5 hours"."""
+    """Format a long duration in the largest unit of which it has at least two: "2.5 hours"."""
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"
@@ -86,7 +86,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """Format how many times as much a measurement is: "1.03x"."""
+    """Format the ratio of a measurement to its reference: "1.03x"."""
     return UNKNOWN if ratio is None else f"{format_digits(ratio)}x"
 
 
@@ -101,12 +101,12 @@ def plural(count: int, noun: str, one: str = "1") -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as in a sentence: "a, b and c"."""
+    """Join words in a list: "a, b and c"."""
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _split_prefix(number: float, prefixes: Sequence[str]) -> tuple[float, str]:
-    """Divide a number by 1000 until three digits precede its point; return it with the prefix."""
+    """Divide a number by 1000 until three digits precede its decimal point; return it with the prefix."""
     power = 0
     while number >= 999.5 and power < len(prefixes) - 1:
         number, power = number / 1000, power + 1

@@ -1,4 +1,4 @@
-"""How the work is laid over ranks: the parallel degrees and choices, and their arithmetic."""
+"""Parallel layout of a run: degrees, options and their constraints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RankOrder = Literal["data_outer", "pipeline_outer"]
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_IMPLEMENTED = "is described, but does not run yet"
 MAX_BF16_SUMS = 8
-"""Gradients of more micro-batches ZeRO-1 and 2 add up in fp32. The error of a sum in bf16, relative to it, is 3e-3 at
-8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
+"""Maximum number of micro-batches whose gradients ZeRO-1 and 2 accumulate in bf16; beyond it they use fp32. The
+relative error of a bf16 sum is 3e-3 at 8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
 SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
 VALID_DATA_STRATEGIES = {
     "bucket_mb": ("ddp", "zero1", "zero2"),
@@ -33,13 +33,13 @@ VALID_DATA_STRATEGIES = {
     "num_servers": ("parameter_server",),
     "max_staleness": ("parameter_server",),
 }
-"""Choices that mean something only with these values of `data_parallel`."""
+"""Options that apply only to these values of `data_parallel`."""
 REQUIRES_DEGREE = {
     **dict.fromkeys(("rank_order", "schedule", "schedule_file", "virtual_stages"), "pp"),
     **dict.fromkeys(("sequence_parallel", "tp_attention"), "tp"),
     "cp_method": "cp",
 }
-"""Choices that mean something only where this degree is above 1."""
+"""Options that apply only if this degree is above 1."""
 INVALID_IN_PIPELINE = (
     "gradient_compression",
     "first_bucket_mb",
@@ -47,11 +47,16 @@ INVALID_IN_PIPELINE = (
     "ddp_find_unused_parameters",
     "reshard_after_forward",
 )
-"""Choices of DDP, which a pipeline does not use, and of ZeRO-3, which in one keeps parameters gathered for the step."""
+"""Options that do not apply in a pipeline: those of DDP, and those of ZeRO-3, which keeps parameters gathered for the
+step in a pipeline."""
 
 
 class Layout(Spec):
-    """The parallel degrees and choices of a run.
+    """Parallel degrees and options of a run.
+
+    The data-parallel degree is the number of ranks divided by the product of the other degrees.
+
+    Example:
 
     The data-parallel degree is what the other degrees leave of the ranks.
 
@@ -62,13 +67,14 @@ class Layout(Spec):
     """
 
     data_parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
-    """How data-parallel ranks share model state: replicated (ddp); optimizer state sharded (zero1), and gradients
-    (zero2), and parameters (zero3 = FSDP); zero3 within groups and replicated between them (hsdp); or owned by ranks
-    that only serve them (parameter_server)."""
+    """Data-parallel strategy. ddp: replicated model state. zero1: sharded optimizer state. zero2: also sharded
+    gradients. zero3 (FSDP): also sharded parameters. hsdp: zero3 within groups, replicated between them.
+    parameter_server: model state owned by ranks that only serve it."""
     num_servers: int = Field(1, gt=0)
-    """Ranks that are servers, the first of all; the others are workers (parameter_server)."""
+    """Number of servers, which are the first ranks. The others are workers (parameter_server)."""
     max_staleness: int | None = Field(None, ge=0, examples=[2])
-    """Updates that a worker's weights may lack (parameter_server). By default workers wait for every update."""
+    """Maximum number of updates that a worker's weights may lag behind (parameter_server). By default workers wait for
+    every update."""
     dp_shard: int | None = Field(None, gt=0, examples=[8])
     """Ranks that share one sharded copy (hsdp). Must divide the data-parallel degree."""
     tp: int = Field(1, gt=0)
@@ -76,64 +82,67 @@ class Layout(Spec):
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
     rank_order: RankOrder = "data_outer"
-    """Which ranks are furthest apart: those with different data, which meet once per step (data_outer), so that a
-    pipeline's are neighbours; or a pipeline's stages, which send little (pipeline_outer), so that a stage's are, and
-    with them its experts."""
+    """Order of the ranks. data_outer: ranks with different data, which communicate once per step, are furthest apart,
+    and the ranks of a pipeline are neighbors. pipeline_outer: the stages of a pipeline, which send little, are furthest
+    apart, and the ranks of a stage, with its experts, are neighbors."""
     sequence_parallel: bool = True
-    """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
+    """Shard the tokens between pairs of matrix products over tensor-parallel ranks: less memory at equal traffic."""
     tp_attention: Literal["split", "gathered"] = "split"
-    """How tensor-parallel ranks share attention: each has some heads; or, for heads that they cannot divide, queries
-    and keys are gathered and each has some columns of the values, which needs as many key/value heads as heads."""
+    """Division of attention between tensor-parallel ranks. split: each rank has some heads. gathered: for a number of
+    heads that the degree does not divide; queries and keys are gathered, each rank has some columns of the values, and
+    there must be one key/value head per head."""
     cp: int = Field(1, gt=0)
     """Context-parallel degree: ranks that share the tokens of every sequence."""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """How context-parallel ranks attend to each other's tokens: keys and values go round (ring), or ranks exchange
-    tokens for heads (ulysses), of which there must be enough."""
+    """Context-parallel attention. ring: keys and values circulate. ulysses: ranks exchange tokens for heads, of which
+    there must be enough."""
     ep: int = Field(1, gt=0)
-    """Expert-parallel degree: ranks with different experts. They are data-, context- and tensor-parallel ranks to the
-    rest of the model, neighbours first."""
+    """Expert-parallel degree: ranks with different experts. For the rest of the model they are data-, context- and
+    tensor-parallel ranks, neighbors first."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     schedule_file: str | None = Field(None, examples=["searched.csv"])
-    """A schedule of one's own in place of `schedule`: a CSV file that `phalanx pipeline show --out`, or PyTorch, wrote.
-    A step has as many micro-batches as it has."""
+    """A custom schedule in place of `schedule`: a CSV file written by `phalanx pipeline show --out` or PyTorch. It sets
+    the number of micro-batches of a step."""
     virtual_stages: int = Field(1, gt=0)
     """Pipeline stages on each rank (interleaved)."""
     micro_batch_size: int | None = Field(None, gt=0, examples=[4])
-    """Sequences per rank in one forward pass. By default the largest that divides the rank's share of a step and
-    holds at most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
+    """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
+    most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none; attention only (selective); whole blocks (full)."""
+    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full)."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer state rests, with zero1 and zero2 beside it the numbers that it trains (this rank's share of the
-    parameters, once more), with zero2 gradients, with zero3 all parameters and gradients: on the device, in CPU memory,
-    or the state in files. Needs zero1, zero2, zero3 or hsdp; a single rank offloads too."""
+    """Location of optimizer state: on the device (none), in CPU memory (cpu), or in files (nvme). Also moved off the
+    device: with zero1 and zero2 the trained copy of the parameters (this rank's share), with zero2 gradients, with
+    zero3 all parameters and gradients. Needs zero1, zero2, zero3 or hsdp; a single rank can offload too."""
     offload_directory: str | None = Field(None, examples=["/local/scratch"])
-    """Where the files of `offload = "nvme"` lie: a local disk. They are unnamed and vanish with the run."""
+    """Directory on a local disk for the files of `offload = "nvme"`. They are unnamed and vanish with the run."""
     bucket_mb: float = Field(25.0, gt=0)
-    """Parameters whose gradients are sent at once, in MiB (ddp, zero1, zero2)."""
+    """Size of a gradient bucket in MiB: parameters whose gradients are sent together (ddp, zero1, zero2)."""
     first_bucket_mb: float | None = Field(None, gt=0, examples=[1.0])
-    """The first bucket to be sent, in MiB: a small one starts early (ddp)."""
+    """Size of the first bucket to be sent, in MiB. A small one starts early (ddp)."""
     gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
-    """Gradients on the wire (ddp): as they are; in half of fp32's bytes; or as products of thin matrices with error
-    feedback (PowerSGD, arXiv 1905.13727), which is not exact, and whose feedback a checkpoint does not keep."""
+    """Compression of gradients for communication (ddp). none: unchanged. bf16: half the bytes of fp32. powersgd:
+    products of low-rank matrices with error feedback (PowerSGD, arXiv 1905.13727); it is not exact, and checkpoints do
+    not contain the feedback."""
     powersgd_rank: int = Field(4, gt=0)
     """Rank of PowerSGD's matrices."""
     ddp_static_graph: bool = False
-    """Tell DDP that every step uses the same parameters; not with accumulation."""
+    """Declare to DDP that every step uses the same parameters; not with gradient accumulation."""
     ddp_find_unused_parameters: bool = False
-    """Let DDP look for parameters that a step did not use, which otherwise stop it."""
+    """Let DDP search for parameters that a step did not use. Without it such parameters stop the run."""
     reshard_after_forward: bool = True
-    """Give a block's gathered parameters back after the forward pass and gather them again in the backward pass: less
-    memory, half as much traffic more (zero3, hsdp). In a pipeline they stay for the step: its micro-batches overlap."""
+    """Free a block's gathered parameters after the forward pass and gather them again in the backward pass: less
+    memory, half as much traffic more (zero3, hsdp). In a pipeline they stay for the step, because its micro-batches
+    overlap."""
     fsdp_unit: Literal["model", "block", "sublayer"] = "block"
-    """What is gathered at once (zero3, hsdp): the whole model, a block, or a block's attention and MLP each."""
+    """Unit of one all-gather (zero3, hsdp): the full model, a block, or a block's attention and MLP separately."""
     fsdp_prefetch: int = Field(1, ge=0)
-    """Gathers that run ahead of the one that is needed (zero3, hsdp)."""
+    """Number of all-gathers that are started ahead of the required one (zero3, hsdp)."""
 
 
 def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
-    """Which server owns which parameter: the largest first, each to the server that has least so far."""
+    """Map each parameter to its server: largest first, each to the server with the least so far."""
     load = [0] * num_servers
     owner = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -143,7 +152,7 @@ def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> 
 
 
 def check_inapplicable_options(layout: Layout) -> None:
-    """Raise UserError for a choice that means nothing in this layout."""
+    """Raise UserError for an option that does not apply to this layout."""
     for field, axis in REQUIRES_DEGREE.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
@@ -186,7 +195,7 @@ def check_inapplicable_options(layout: Layout) -> None:
 
 
 def check_supported(layout: Layout) -> None:
-    """Raise UserError for a value that training cannot run yet."""
+    """Raise UserError for a value that training does not support yet."""
     if layout.pp > 1 and layout.data_parallel not in PIPELINE_DATA_STRATEGIES:
         fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.pp = 1"
         raise UserError(

@@ -1,4 +1,4 @@
-"""What glibc's heap keeps of memory that was freed; with another C library nothing happens."""
+"""Limits on the freed memory that glibc's heap retains. No-op with another C library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ M_ARENA_MAX = -8
 
 
 def tune_malloc(trim_threshold_bytes: int, mmap_threshold_bytes: int, max_arenas: int | None = None) -> None:
-    """Keep at most `trim_threshold_bytes` of free memory at the heap's end, and only allocations below
-    `mmap_threshold_bytes` in the heap: larger ones come from the system and go back there. At most `max_arenas` arenas:
-    by default glibc has eight per core, so that threads do not wait."""
+    """Limit the free memory and the arenas of glibc's heap.
+
+    The heap retains at most `trim_threshold_bytes` of free memory at its end. Only allocations below
+    `mmap_threshold_bytes` are in the heap; larger ones are mapped from the system and returned to it. glibc has at most
+    `max_arenas` arenas: by default eight per core, so that threads do not wait.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

@@ -1,4 +1,4 @@
-"""A transformer language model, described: GPT-2/3, Llama 2/3, Qwen3 and their mixtures of experts."""
+"""Description of a transformer: GPT-2/3, Llama 2/3, Qwen3 and their mixtures of experts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class RopeSpec(Spec):
-    """Rotary position embedding (RoFormer, arXiv 2104.09864) and the published ways of stretching it."""
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) and its published context extensions."""
 
     theta: float = Field(10_000.0, gt=0)
     """Base of the rotation frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """linear: position interpolation (arXiv 2306.15595); llama3: Llama 3.1's; yarn: arXiv 2309.00071."""
     factor: float = Field(1.0, ge=1)
-    """How many times longer the context is than in the first training."""
+    """Ratio of the context length to that of the first training."""
     original_context: int = Field(8192, gt=0)
-    """Context of the first training, in tokens (llama3, yarn)."""
+    """Context length of the first training, in tokens (llama3, yarn)."""
     low_freq_factor: float = 1.0
-    """Frequencies that turn less often than this within the original context are stretched whole (llama3)."""
+    """Frequencies with fewer rotations than this within the original context are fully scaled (llama3)."""
     high_freq_factor: float = 4.0
-    """Frequencies that turn more often than this within the original context are kept (llama3)."""
+    """Frequencies with more rotations than this within the original context are unchanged (llama3)."""
     beta_fast: float = 32.0
-    """Turns within the original context from which on a frequency is kept (yarn)."""
+    """Minimum rotations within the original context of an unchanged frequency (yarn)."""
     beta_slow: float = 1.0
-    """Turns within the original context below which a frequency is stretched whole (yarn)."""
+    """Rotations within the original context below which a frequency is fully scaled (yarn)."""
 
 
 class MoESpec(Spec):
@@ -38,7 +38,7 @@ class MoESpec(Spec):
     num_experts: int = Field(gt=1, examples=[8])
     """Routed experts per layer (E)."""
     top_k: int = Field(gt=0, examples=[2])
-    """Experts that each token is sent to."""
+    """Experts per token."""
     expert_ffn_size: int = Field(gt=0, examples=[256])
     """Inner width of one expert."""
     num_shared_experts: int = Field(0, ge=0)
@@ -48,17 +48,17 @@ class MoESpec(Spec):
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Router score: softmax over experts, or sigmoid per expert (DeepSeek-V3)."""
     normalize_top_k: bool = True
-    """Whether the chosen experts' weights are scaled to sum to one."""
+    """Normalize the weights of the selected experts to sum to one."""
     balance_loss_coef: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4)."""
     balance_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
-    """Tokens over which the balance is measured. "sequence" gives the same loss in every layout; "micro_batch"
-    is the paper's, and depends on how the batch is cut."""
+    """Tokens over which the balance is measured. "sequence" gives the same loss in every layout; "micro_batch" is the
+    paper's, and depends on how the batch is split."""
     z_loss_coef: float = Field(0.001, ge=0)
     """Weight of the router z-loss (ST-MoE, arXiv 2202.08906, eq. 5)."""
     capacity_factor: float | None = Field(None, gt=0, examples=[1.25])
-    """Choices of an expert in a sequence beyond this many times an even share of them are dropped: the latest tokens
-    lose (GShard, arXiv 2006.16668, section 2.2). By default none is."""
+    """Capacity of an expert per sequence, as a multiple of an even share of the routed tokens. Beyond it, the latest
+    tokens are dropped (GShard, arXiv 2006.16668, section 2.2). By default no token is dropped."""
     bias_update_rate: float = Field(0.0, ge=0)
     """Step of the auxiliary-loss-free balancing by a bias on the router (arXiv 2408.15664); 0 is off."""
 
@@ -88,11 +88,11 @@ class ModelSpec(Spec):
     preset: str | None = Field(None, examples=["tiny"])
     """A known model (`phalanx info --list`) whose values the other fields override."""
     from_hf: str | None = Field(None, examples=["path/to/model"])
-    """A directory with a Hugging Face config.json and safetensors: the shape, and the weights training starts from.
-    With model.moe over a dense model every expert begins as its MLP (sparse upcycling, arXiv 2212.05055): at first it
-    says the same with normalize_top_k; without, each such layer says that times the sum of the chosen scores."""
+    """Directory with a Hugging Face config.json and safetensors: the shape and the initial weights. With model.moe over
+    a dense model, every expert starts as its MLP (sparse upcycling, arXiv 2212.05055). With normalize_top_k the initial
+    output equals the dense model's; without it, each MoE layer scales its output by the sum of the selected scores."""
     upcycle_reinit_fraction: float = Field(0.0, ge=0, le=1)
-    """Of a dense from_hf: the part of each expert's inner width that is drawn anew, so that experts differ
+    """Share of each expert's inner width that is reinitialized when `from_hf` is dense, so that experts differ
     (Drop-Upcycling, arXiv 2502.19261); 0 copies."""
     vocab_size: int = Field(gt=1)
     """Rows of the embedding (V); at least the tokenizer's vocabulary."""
@@ -103,39 +103,39 @@ class ModelSpec(Spec):
     num_heads: int = Field(gt=0)
     """Query heads (H)."""
     num_kv_heads: int = Field(0, ge=0)
-    """Key/value heads (grouped-query attention); 0 means as many as query heads."""
+    """Key/value heads (grouped-query attention); 0 means the number of query heads."""
     head_dim: int = Field(0, ge=0)
     """Width of one head; 0 means width / heads."""
     ffn_hidden_size: int = Field(gt=0)
     """Inner width of the MLP (F)."""
     max_seq_len: int = Field(gt=0)
-    """Longest sequence the model is made for, in tokens."""
+    """Maximum sequence length of the model, in tokens."""
     sliding_window: int | None = Field(None, gt=0, examples=[4096])
-    """Tokens that attention looks back over in layers with a window (Mistral). There is no windowed attention yet:
+    """Attention window in tokens of the layers that have one (Mistral). Windowed attention is not implemented yet:
     longer sequences cannot be trained."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Before attention, before the MLP, and before the head."""
+    """Normalization before attention, before the MLP, and before the head."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance that a norm divides by."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    """Of the MLP: gated (swiglu: three matrices), or plain GELU, exact or by tanh (GPT-2)."""
+    """Activation of the MLP: gated (swiglu: three matrices), or plain GELU, exact or with tanh (GPT-2)."""
     position_embedding: Literal["rope", "learned"] = "rope"
-    """Rotary (rope), or an embedding learned for each of `max_seq_len` positions (GPT-2)."""
+    """Rotary embedding (rope), or a learned embedding for each of `max_seq_len` positions (GPT-2)."""
     rope: RopeSpec = RopeSpec()
-    """The rotary embedding's numbers."""
+    """Parameters of the rotary embedding."""
     bias: bool = False
     """Biases in every linear layer but the head (GPT-2); not with SwiGLU."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
     tie_embeddings: bool = False
-    """Whether the head uses the embedding's matrix."""
+    """Share one matrix between embedding and head."""
     moe: MoESpec | None = None
-    """Experts in place of the MLP; without this table there are none."""
+    """Experts in place of the MLP; without this table the model is dense."""
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, table: object) -> object:
-        """Fill kv_heads and head_dim, so that every reader sees their true values."""
+        """Fill in kv_heads and head_dim with their effective values."""
         if not isinstance(table, dict):
             return table
         table = dict(table)
@@ -197,11 +197,13 @@ class ModelSpec(Spec):
         return self
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether this layer (from 0) has experts in place of an MLP."""
+        """Return whether this layer (from 0) has experts in place of an MLP."""
         return self.moe is not None and layer >= self.moe.num_leading_dense_layers
 
 
 def is_flash_head_dim(head_dim: int) -> bool:
-    """Return whether flash attention on GPUs takes heads of this size (PyTorch's
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """Return whether flash attention on GPUs supports this head size.
+
+    Source: PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
     return head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM

@@ -1,4 +1,4 @@
-"""How many files and sockets a process may have open."""
+"""Limit on the files and sockets that a process may have open."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import resource
 
 
 def raise_open_files_limit() -> None:
-    """Let this process open as many files and sockets as its hard limit allows; the usual soft limit is 1,024."""
+    """Raise the limit on open files and sockets of this process to its hard limit.
+
+    The usual soft limit is 1,024.
+    """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

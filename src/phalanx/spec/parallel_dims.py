@@ -1,4 +1,4 @@
-"""Parallel degrees of a layout, and the process groups that follow from them."""
+"""Parallel degrees of a layout, and the resulting process groups."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from phalanx.spec.layout import Layout, check_inapplicable_options
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The size of every mesh axis; their product is the world size. Tensor-parallel ranks, which meet in every layer,
-    sit next to each other; data-parallel ranks, which meet once per step, or pipelines, may be far apart."""
+    """The size of every mesh axis; their product is the world size.
+
+    Tensor-parallel ranks, which communicate in every layer, are adjacent. Data-parallel ranks, which communicate once
+    per step, or pipelines, may be far apart.
+    """
 
     dp_replicate: int
-    """Copies of the model (its shards together count as one)."""
+    """Copies of the model (all its shards count as one)."""
     dp_shard: int
     """Ranks that share one sharded copy."""
     pp: int
-    """Ranks that a batch passes one after another."""
+    """Pipeline stages."""
     cp: int
     """Ranks that share one sequence."""
     tp: int
     """Ranks that share one matrix product."""
     servers: int = 0
-    """Ranks that own parameters and compute nothing; they come first."""
+    """Ranks that own parameters and do not compute; they are the first ranks."""
     ep: int = 1
-    """Of the ranks of a stage, those that have different experts; no axis of its own."""
+    """Ranks of a stage that have different experts; not a separate axis."""
     pipeline_outermost: bool = False
-    """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
+    """True if the stages of a pipeline are furthest apart, instead of data-parallel ranks."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Outermost first."""
+        """Mesh axes, outermost first."""
         return ("pp", "dp_replicate", "dp_shard", "cp", "tp") if self.pipeline_outermost else AXES
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on every axis; a server is at none, but is given one."""
+        """Return the index of a rank on every axis; a server is on none, but is given one."""
         coordinates = {}
         remaining = rank - self.servers
         for axis in reversed(self.axes):
@@ -47,7 +50,7 @@ class ParallelDims:
         return coordinates
 
     def expert_rank(self, rank: int) -> int:
-        """Which of `ep` runs of a layer's experts a rank has."""
+        """Return which of the `ep` ranges of a layer's experts a rank has."""
         index = 0
         coordinates = self.coordinates(rank)
         for axis in STAGE_AXES:
@@ -56,25 +59,29 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different data."""
+        """Number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
     def with_cp_as_data_parallel(self, sharded: bool) -> ParallelDims:
-        """The same, with context parallelism as what it is to whoever keeps or sums what is trained: more ranks with
-        the same model and other data; they share one copy where copies are `sharded`."""
+        """Return these dimensions with context-parallel ranks counted as data-parallel.
+
+        For storing and reducing model state they are more ranks with the same model and other data. They share one copy
+        if copies are `sharded`.
+        """
         replicate, shard = (1, self.cp) if sharded else (self.cp, 1)
         return replace(self, cp=1, dp_replicate=self.dp_replicate * replicate, dp_shard=self.dp_shard * shard)
 
     @property
     def world_size(self) -> int:
-        """All ranks of the run."""
+        """Number of ranks of the run."""
         return self.servers + self.pp * self.dp_size * self.cp * self.tp
 
 
 def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
-    """The mesh axes of `layout` on `world_size` ranks.
+    """Return the mesh axes of `layout` on `world_size` ranks.
 
-    Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
+    Raises:
+        UserError: The ranks cannot be divided in this way, or an option does not apply to this layout.
     """
     check_inapplicable_options(layout)
     servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
@@ -128,11 +135,11 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""By default from outside to inside (`ParallelDims.axes`)."""
+"""Default order of the axes, outermost first (`ParallelDims.axes`)."""
 
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Of the ranks of a stage."""
+"""Axes of the ranks of a stage."""
 
 
 MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
@@ -140,12 +147,15 @@ MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
 
 
 def uses_model_parallelism(layout: Layout) -> bool:
-    """Whether ranks share a model or a sequence."""
+    """Return whether ranks share a model or a sequence."""
     return any(getattr(layout, axis) > 1 for axis in MODEL_PARALLEL_AXES)
 
 
 def process_groups(dims: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
-    """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
+    """Return the ranks of every group over these axes.
+
+    The ranks of a group differ in these axes only. Servers are in none.
+    """
     sizes = [getattr(dims, axis) for axis in dims.axes]
     strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
 
@@ -162,12 +172,12 @@ def process_groups(dims: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
 
 
 def pipeline_stage_groups(dims: ParallelDims) -> list[tuple[int, ...]]:
-    """The ranks at every place of the pipeline."""
+    """Return the ranks at every index of the pipeline."""
     return process_groups(dims, *STAGE_AXES)
 
 
 def expert_parallel_groups(dims: ParallelDims) -> list[tuple[int, ...]]:
-    """The ranks of every group that have different experts: neighbours among those of a stage."""
+    """Return the ranks of every expert-parallel group: neighbors within a stage."""
     if dims.ep == 1:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Training over slow links, described: who trains what, and how nodes put together what they learned."""
+"""Description of training over slow links: which node trains what, and how updates are combined."""
 
 from __future__ import annotations
 
@@ -12,124 +12,127 @@ if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
 
 Codec = Literal["fp32", "bf16", "int8", "int4"]
-"""How numbers are written: whole, in 16 bits, or in 8 or 4 with a scale (fp32) for each block of them."""
+"""Encoding of numbers: fp32, 16 bits, or 8 or 4 bits with an fp32 scale for each block."""
 Method = Literal["ddp", "fedavg", "diloco", "spes", "spes+"]
 CODEC_BLOCK_SIZE = 256
-"""Numbers that share a scale."""
+"""Numbers per scale."""
 EXPERT_SPLIT_METHODS: tuple[Method, ...] = ("spes", "spes+")
 """Methods in which a node trains some of the experts."""
 
 
 class OuterOptimizerSpec(Spec):
-    """The outer optimizer: what becomes of the mean of what nodes learned (DiLoCo, arXiv 2311.08105)."""
+    """Outer optimizer, applied to the mean update of the nodes (DiLoCo, arXiv 2311.08105)."""
 
     learning_rate: float = Field(1.0, gt=0)
-    """Of pseudo-gradients; 1 without momentum takes the mean as it is."""
+    """Learning rate for pseudo-gradients; 1 without momentum applies the mean unchanged."""
     momentum: float = Field(0.0, ge=0, lt=1)
-    """Nesterov's."""
+    """Nesterov momentum."""
 
 
 class ExpertMergeSpec(Spec):
-    """The expert-merging warm-up of SPES (arXiv 2602.11543): each expert moves towards those most like it."""
+    """Expert-merging warm-up of SPES (arXiv 2602.11543): each expert moves towards its most similar ones."""
 
     every: int = Field(0, ge=0)
-    """Steps between two mergings, a multiple of swarm.every; 0 merges never."""
+    """Steps between mergings, a multiple of swarm.every; 0 disables merging."""
     alpha: float = Field(0.05, ge=0, le=1)
-    """How much of the way it moves at first; less and less, in a line."""
+    """Initial fraction of the distance by which an expert moves; it decreases linearly."""
     steps: int = Field(10_000, gt=0)
-    """After which it moves no more."""
+    """Step after which experts are not merged any more."""
     nearest: int = Field(4, gt=0)
-    """Experts that it moves towards."""
+    """Number of similar experts that an expert moves towards."""
 
 
 class BalanceSpec(Spec):
-    """The decayed auxiliary loss of SPES (its authors' code; off in their runs): at first a node's router may use the
-    experts more that the node trains."""
+    """Decayed auxiliary loss of SPES (in its authors' code; off in their runs).
+
+    At first, the router of a node may prefer the experts that the node trains.
+    """
 
     local_expert_weight: float = Field(1.0, ge=0, le=1)
-    """What a token that chose one of these counts for in the balance loss at first (theirs: 0.7); 1 is off."""
+    """Initial weight in the balance loss of a token that selected an expert of this node (SPES: 0.7); 1 is off."""
     fraction: float = Field(0.2, gt=0, le=1)
-    """The part of the steps in which that rises to 1, in a line."""
+    """Share of the steps in which the weight rises linearly to 1."""
 
     def ratio(self, step: int, steps: int) -> float:
-        """What it counts for in the step after `step` of so many."""
+        """Return the weight in the step after `step` of `steps` steps."""
         return 1 - (1 - self.local_expert_weight) * max(0.0, 1 - step / (self.fraction * steps))
 
 
 class RoundSpec(Spec):
-    """How long a round waits for nodes."""
+    """Time limits of a round."""
 
     quorum: float = Field(0.5, gt=0, le=1)
-    """The part of the nodes without whose updates it is not closed."""
+    """Minimum share of nodes whose updates are required to close a round."""
     timeout_multiplier: float = Field(3.0, ge=0)
-    """With a quorum it closes at the median of when updates come, and so many times their median deviation later,"""
+    """Delay of closing after the median arrival with a quorum, as a multiple of the arrivals' median deviation."""
     grace_seconds: float = Field(20.0, ge=0)
-    """or this, whichever is more."""
+    """Minimum of this delay after the median arrival, in seconds."""
     lease_seconds: float = Field(60.0, gt=0)
-    """A node that is not heard of for so long is taken for gone: its experts are given to others."""
+    """Seconds without contact after which a node counts as lost. Its experts are reassigned."""
 
 
 class SwarmSpec(Spec):
-    """How nodes that slow links join learn one model together."""
+    """Joint training of one model by nodes that slow links join."""
 
     method: Method = "spes+"
-    """fedavg: weights, averaged (arXiv 1602.05629). diloco: with an outer optimizer (arXiv 2311.08105). spes: of a
-    mixture of experts each node trains some (arXiv 2602.11543), as its authors' code does it. spes+: the same, but
-    nodes tell what changed, in few bits, and receive only what they do not have. ddp: gradients, averaged at every step
-    by a coordinator that steps the run's optimizer, which nodes so do not hold."""
+    """Method. fedavg: averaged weights (arXiv 1602.05629). diloco: averaged updates with an outer optimizer (arXiv
+    2311.08105). spes: each node trains some experts of a mixture of experts (arXiv 2602.11543), as in its authors'
+    code. spes+: as spes, but nodes send compressed changes and receive only the parts they lack. ddp: gradients,
+    averaged at every step by a coordinator that runs the optimizer, so that nodes have no optimizer state."""
     nodes: int = Field(2, gt=0)
-    """So many must have joined before the first round."""
+    """Nodes that must have joined before the first round."""
     every: int = Field(100, gt=0)
-    """Steps that a node learns by itself between two exchanges (H)."""
+    """Local steps of a node between two exchanges (H)."""
     codec: Codec | None = Field(None, examples=["int8"])
-    """How numbers are sent; by default int8 for spes+, else fp32. In fp32 they are weights, else what changed."""
+    """Encoding of sent numbers. By default int8 for spes+, else fp32. In fp32 nodes send weights, else changes."""
     frozen_expert_codec: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How experts rest on nodes that do not train them (spes, spes+)."""
+    """Encoding of experts on nodes that do not train them (spes, spes+)."""
     replication: int = Field(1, gt=0)
-    """Nodes that train each expert (spes, spes+); what they make of it is averaged."""
+    """Nodes that train each expert (spes, spes+). Their results are averaged."""
     rotate_every: int = Field(0, ge=0)
-    """Rounds after which each node's experts go to the next node (spes, spes+); 0: never."""
+    """Rounds after which each node's experts move to the next node (spes, spes+); 0: never."""
     fragments: int = Field(1, gt=0)
-    """Parts of the model that are exchanged in turn, each after `every` steps (Streaming DiLoCo, arXiv 2501.18512)."""
+    """Fragments of the model that are exchanged in turn, each after `every` steps (Streaming DiLoCo, arXiv 2501.18512).
+    """
     delay: int = Field(0, ge=0)
-    """Steps that a node learns on while its update is under way, before it takes what came of it."""
+    """Local steps that a node takes during the exchange of its update, before it applies the result."""
     mixing: float | None = Field(None, ge=0, lt=1)
-    """How much of its own weights is in those that it goes on with then (Streaming DiLoCo). By default it
-    goes on with the new ones, and what it learned meanwhile added (CoCoD-SGD, arXiv 1906.12043), if its word counted
-    and it trains the same experts again; else with the new ones alone."""
+    """Weight of a node's own weights when it applies the result after `delay` steps (Streaming DiLoCo). By default it
+    applies the new weights plus its local changes since (CoCoD-SGD, arXiv 1906.12043), if its update was accepted and
+    its experts are unchanged; otherwise only the new weights."""
     outer: OuterOptimizerSpec | None = None
-    """By default the mean is taken as it is; of diloco learning rate 0.7, momentum 0.9."""
+    """Outer optimizer. By default the mean is applied unchanged; for diloco, learning rate 0.7 and momentum 0.9."""
     merge: ExpertMergeSpec = ExpertMergeSpec()
-    """Drawing experts together at first (spes, spes+)."""
+    """Merging of experts at the start of training (spes, spes+)."""
     balance: BalanceSpec = BalanceSpec()
-    """Sparing a node's own experts the balance loss at first (spes, spes+)."""
+    """Reduced balance loss for a node's own experts at the start of training (spes, spes+)."""
     round: RoundSpec = RoundSpec()
-    """How long it waits for nodes."""
+    """Time limits of a round."""
     robust: Literal["none", "trimmed"] = "none"
-    """trimmed: the mean of what nodes share leaves out the largest and the smallest of every number (arXiv 1803.01498),
-    which bounds what a node that lies can do; of three nodes and more."""
+    """Robust aggregation. trimmed: the mean of shared values excludes the maximum and the minimum of every number
+    (arXiv 1803.01498), which bounds the effect of a malicious node. Needs at least three nodes."""
     outlier: float = Field(20.0, ge=0)
-    """An update so many times as large as those of the other nodes are in the median is refused; 0: none."""
+    """Ratio of the size of an update to the median of the other nodes', from which it is rejected; 0: never."""
 
     @property
     def effective_codec(self) -> Codec:
-        """How numbers are sent."""
+        """Effective encoding of sent numbers."""
         return self.codec or ("int8" if self.method == "spes+" else "fp32")
 
     @property
     def outer_optimizer(self) -> OuterOptimizerSpec:
-        """The one that there is."""
+        """Effective outer optimizer."""
         nesterov = OuterOptimizerSpec(learning_rate=0.7, momentum=0.9)
         return self.outer or (nesterov if self.method == "diloco" else OuterOptimizerSpec())
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether nodes tell gradients, and the coordinator steps."""
+        """True if nodes send gradients and the coordinator runs the optimizer."""
         return self.method == "ddp"
 
     @property
     def steps_per_round(self) -> int:
-        """Of a round: in each a fragment is exchanged."""
+        """Local steps per round; each round exchanges one fragment."""
         return self.every // self.fragments
 
     @model_validator(mode="after")
@@ -195,7 +198,7 @@ class SwarmSpec(Spec):
 
 
 def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
-    """Raise UserError for fields of a run that the nodes of a swarm cannot have."""
+    """Raise UserError for fields of a run that swarm nodes do not support."""
     _check_learning(run, swarm)
     _check_layout_and_data(run, swarm)
 

@@ -1,4 +1,4 @@
-"""Which part of each of a model's tensors a tensor-parallel rank has: by name, without torch."""
+"""Sharding of a model's tensors over tensor-parallel ranks: by name, without torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class TensorSharding:
-    """How ranks share one tensor: neighbours may have the same part of it."""
+    """Sharding of one tensor over ranks. Neighbors may have the same shard."""
 
     dim: int | None
-    """Which of the tensor's axes is cut; None: every rank has all of it."""
+    """Sharded dimension of the tensor; None: every rank has the full tensor."""
     replication: int
-    """Neighbours that have the same part."""
+    """Number of neighbors that have the same shard."""
     mesh_axis: Literal["tp", "ep"] = "tp"
-    """Which ranks share it."""
+    """Mesh axis whose ranks share the tensor."""
     is_partial_sum: bool = False
-    """Whether ranks with the same part each meet only some of the tokens or heads that it works on, so that somebody
-    must sum their gradients."""
+    """True if ranks with the same shard each process only some of its tokens or heads, so that their gradients must be
+    summed."""
 
 
 def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorSharding:
-    """How tensor-parallel ranks, or expert-parallel ones, share the parameter `name`.
+    """Return the sharding of the parameter `name` over tensor- or expert-parallel ranks.
 
-    Queries, keys, values and what widens an MLP are cut by output, what follows them by input (Megatron-LM,
-    arXiv 1909.08053, section 3); key/value heads of which there are fewer than ranks are repeated; embedding and head
-    are cut by vocabulary. What works on single tokens is whole, and with sequence parallelism meets only this rank's
-    tokens (arXiv 2205.05198, section 4.2.2). Experts are cut like MLPs, or with expert parallelism between experts.
+    Queries, keys, values and the first projections of an MLP are sharded by output, the projections after them by input
+    (Megatron-LM, arXiv 1909.08053, section 3). Key/value heads are replicated if there are fewer heads than ranks.
+    Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
+    they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2). Experts are sharded like MLPs, or with
+    expert parallelism between experts.
     """
     tp = layout.tp
     (*_, module, leaf) = name.split(".")
@@ -79,19 +80,24 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
 
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
-    """Ranks that have the same key/value heads."""
+    """Return the number of ranks that have the same key/value heads."""
     return max(1, tp // spec.num_kv_heads)
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
-    """Those of a rank where `ranks` share them: the first have as many as it takes, the last maybe fewer or none."""
+    """Return the number of rows of a rank if `ranks` ranks share `rows` rows.
+
+    The first ranks have ceil(rows / ranks) each, the last possibly fewer or none.
+    """
     rows_per_rank = -(-rows // ranks)
     return max(0, min(rows_per_rank, rows - rank * rows_per_rank))
 
 
 def check_divisibility(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
-    that share it."""
+    """Raise UserError for a model that cannot be divided among the ranks.
+
+    Checks heads, widths, vocabulary, experts and tokens.
+    """
     spec = run.model
     layout = run.layout
     seq_len = run.training.seq_len
@@ -139,7 +145,7 @@ def _check_experts(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
-    """Experts of ranks with different data meet at every micro-batch."""
+    """Check that ranks that exchange tokens for experts have equal numbers of micro-batches."""
     batch_plan = plan_batch(run, world_size)
     layout = run.layout
     if (layout.cp * layout.tp) % layout.ep and batch_plan.global_batch_size % (

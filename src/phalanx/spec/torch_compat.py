@@ -1,4 +1,4 @@
-"""What the installed PyTorch lacks for a layout; known without importing it."""
+"""Layout options that the installed PyTorch lacks, determined without importing it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 
 FIRST_BUCKET_TORCH_VERSION = (2, 13)
-"""From this version on DDP takes bucket_cap_mb_list."""
+"""First PyTorch version whose DDP accepts bucket_cap_mb_list."""
 
 
 def check_torch_supports(layout: Layout) -> None:
-    """Raise UserError for a choice that the installed PyTorch cannot follow."""
+    """Raise UserError for an option that the installed PyTorch does not support."""
     installed = version("torch")
     major, minor, *_ = installed.split(".")
     if layout.first_bucket_mb is not None and (int(major), int(minor)) < FIRST_BUCKET_TORCH_VERSION:

@@ -1,7 +1,9 @@
-"""A run as a job of what shares out machines: `job.py` what is asked for, and one file for each of these systems, whose
-function writes the file that it is given. All start the same command on every node:
+"""Job files for schedulers: the common description in `job.py`, and one module per system.
 
-    phalanx train RUN.toml --nodes N --rendezvous HOST:PORT --nproc GPUS --resume
+Each module has a function that returns the job file. All files start the same command on every node:
 
-and all go by its exit code: 0 the last step is reached, 2 the user must change something, 75 it was stopped, has saved
-and is to be started again, anything else a failure. Nothing here needs torch."""
+phalanx train RUN.toml --nodes N --rendezvous HOST:PORT --nproc GPUS --resume
+
+All depend on its exit code: 0 the last step is reached, 2 the user must change something, 75 the run was stopped and
+saved and must be restarted, any other value a failure. The package does not need torch.
+"""

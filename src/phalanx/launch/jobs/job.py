@@ -1,4 +1,4 @@
-"""What is asked of a system that shares out machines, checked before it is asked."""
+"""Description of a job for a scheduler, validated before submission."""
 
 from __future__ import annotations
 
@@ -15,67 +15,76 @@ from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 
 SAVING_SECONDS = 660
-"""From SIGTERM to SIGKILL: a step and a checkpoint, for which `phalanx train` takes up to 10 minutes, and one more."""
+"""Seconds from SIGTERM to SIGKILL. `phalanx train` needs up to 10 minutes for a step and a checkpoint; one is added."""
 PORT = 29500
-"""Of the rendezvous, where nobody else has one on that address: torchrun's own."""
+"""Port of the rendezvous if the address has no other: torchrun's default."""
 FLIGHT_RECORDER_PREFIX = "flight-recorder-rank-"
-"""In the run directory, with a rank's number behind it: what NCCL was doing when a collective took too long."""
+"""Prefix of files in the run directory, followed by the rank: NCCL's state when a collective timed out."""
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run, and what it is to run on."""
+    """A run and the machines that it needs."""
 
     run: RunSpec
     file: Path
-    """The run file, as the user named it."""
+    """Run file, as the user named it."""
     command: str
-    """The command that asked for this."""
+    """Command that requested the job file."""
     min_nodes: int
-    """Nodes without which it does not train."""
+    """Minimum number of nodes for training."""
     max_nodes: int
-    """Nodes at most."""
+    """Maximum number of nodes."""
     nproc: int
-    """Ranks, and GPUs, of a node."""
+    """Ranks, and GPUs, per node."""
     overrides: Sequence[str] = ()
-    """What the user overrides of the run file, as words for `phalanx train`."""
+    """Overrides of the run file, as arguments of `phalanx train`."""
     check: bool = True
-    """Whether `phalanx doctor` looks at each node before it trains."""
+    """Check each node with `phalanx doctor` before training."""
     cpus: int | None = None
-    """Cores of a node; None takes what there is."""
+    """Cores per node; None uses all."""
     memory: int | None = None
-    """GiB of a node's memory; None takes what there is."""
+    """Memory per node in GiB; None uses all."""
 
     @property
     def gpus(self) -> int:
-        """Of a node."""
+        """GPUs per node."""
         return 0 if self.run.cluster.device == "cpu" else self.nproc
 
     @property
     def nodes(self) -> str:
-        """As `phalanx train --nodes` takes it."""
+        """Number of nodes in the format of `phalanx train --nodes`."""
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
     def rendezvous_args(self, rendezvous: str) -> list[str]:
-        """How the nodes find each other, as words for `phalanx train`. One needs none, unless the run file has more."""
+        """Return the rendezvous options of `phalanx train`.
+
+        A single node needs none, unless the run file has more nodes.
+        """
         if self.max_nodes == 1:
             return ["--nodes", "1"] if self.run.cluster.nodes > 1 else []
         return ["--nodes", self.nodes, "--rendezvous", rendezvous]
 
     @property
     def train_args(self) -> list[str]:
-        """What is the same on any number of nodes, as words for `phalanx train`."""
+        """Arguments of `phalanx train` that do not depend on the number of nodes."""
         return ["--nproc", str(self.nproc), "--resume", *self.overrides]
 
     @property
     def check_args(self) -> list[str]:
-        """The run, as words for `phalanx train --print-config`, which ends with 2 for a mistake in it, and then for
-        `phalanx doctor`, which ends with 2 for that too: what a rank holds depends on how many there are."""
+        """Arguments of `phalanx train --print-config` and of `phalanx doctor`.
+
+        The first exits with 2 for an error in the run, the second for a failed check. The memory of a rank depends on
+        the number of ranks.
+        """
         nodes = [] if self.max_nodes == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.max_nodes}"]
         return ["--nproc", str(self.nproc), *self.overrides, *nodes]
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
-        """Variables by name, each with its value and why it is set. `directory` is the run's."""
+        """Return variables by name, with their values and reasons.
+
+        `directory` is the run directory.
+        """
         if not self.gpus:
             return {}
         return {
@@ -89,7 +98,7 @@ class ClusterJob:
 
 
 def check_job(job: ClusterJob) -> None:
-    """Raise UserError for a run that the fewest or the most ranks cannot train."""
+    """Raise UserError for a run that the minimum or the maximum number of ranks cannot train."""
     run = job.run
     require(
         run.swarm is None,
@@ -98,7 +107,7 @@ def check_job(job: ClusterJob) -> None:
         problem="is for several sites, not for the nodes of one",
         fix="lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
     )
-    if run.auto_layout:  # chosen where it starts, for the ranks that are there
+    if run.auto_layout:  # the layout is chosen at the start, for the available ranks
         require(
             run.cluster.preset is not None,
             "layout",
@@ -118,9 +127,10 @@ def check_job(job: ClusterJob) -> None:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """The fewest and the most nodes of "4" or "2:4".
+    """Return the minimum and the maximum number of nodes of "4" or "2:4".
 
-    Raises UserError for anything else.
+    Raises:
+        UserError: The text has another format.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     min_nodes, max_nodes = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -135,9 +145,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def ranks_per_node(run: RunSpec, requested: int | None) -> int:
-    """As asked, or as the run file says; one where CPUs compute.
+    """Return the ranks per node: as requested, or as in the run file; one for CPU ranks.
 
-    Raises UserError where nobody knows: the nodes' GPUs cannot be counted from here.
+    Raises:
+        UserError: The number is unknown, because the nodes' GPUs cannot be counted from this machine.
     """
     nproc = requested or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
     if nproc is None:
@@ -151,5 +162,5 @@ def ranks_per_node(run: RunSpec, requested: int | None) -> int:
 
 
 def shell_join(args: Sequence[str]) -> str:
-    """Words as a shell takes them."""
+    """Quote and join arguments for a shell."""
     return " ".join(map(shlex.quote, args))

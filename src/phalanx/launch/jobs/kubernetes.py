@@ -1,4 +1,4 @@
-"""An Indexed Job for Kubernetes, the Service by which its pods find the first, and the run file in a ConfigMap."""
+"""Kubernetes: an Indexed Job, the Service that names its first pod, and the run file in a ConfigMap."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from phalanx.spec.errors import EXIT_STOPPED
 RUN_FOLDER = "/etc/phalanx"
 RUN_FILE = "run.toml"
 MAX_NAME_LENGTH = 52
-"""Of a Job, so that its pods' host names, which have an index behind it, have at most 63 characters."""
+"""Maximum length of a Job's name. The host names of its pods, with an index appended, then have at most 63 characters.
+"""
 FAILURES_PER_NODE = 6
-"""Kubernetes' own default of a whole Job, in which a failure of the run is one of every pod."""
+"""Maximum failures per node: Kubernetes' default for a full Job, in which every pod fails when the run fails."""
 SHARED_MEMORY = "8Gi"
-"""At most, for what the ranks of a node pass each other: what AMD's Primus asks of a node before it trains."""
+"""Maximum shared memory between the ranks of a node: the value that AMD's Primus requires of a node before training."""
 JOIN_TIMEOUT_SECONDS = 24 * 60 * 60
-"""For the other pods, which are started when there is room, or a node has been mended."""
+"""Timeout for other pods, which start when capacity is available or a node has been repaired."""
 
 TEMPLATE = """\
 # Written by: {words}
@@ -123,9 +124,15 @@ CONTAINER_FIELDS = """\
 
 
 def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = None) -> str:
-    """The file, with `image` for its containers, and the claim of a volume that all nodes can write to.
+    """Return the job file for Kubernetes.
 
-    Raises UserError without these, and for what is not on the volume.
+    Args:
+        job: The run and its machines.
+        image: The image of the containers.
+        volume: The claim of a volume that all nodes can write to.
+
+    Raises:
+        UserError: An option is missing, or a path is not on the volume.
     """
     image, volume = require_options(
         {
@@ -182,7 +189,7 @@ def _job_variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
 
 
 def _quote_text(text: str) -> str:
-    """As it is, for Kubernetes takes $(NAME) in words and values for a variable, and $$ for $."""
+    """Escape a text for Kubernetes, which expands $(NAME) in arguments and values, and reads $$ as $."""
     return json.dumps(text.replace("$", "$$"))
 
 
@@ -191,9 +198,10 @@ def _format_args(*args: str) -> str:
 
 
 def _job_name(run_name: str) -> str:
-    """A run's name as a host name (RFC 1035).
+    """Return the name of a run as a host name (RFC 1035).
 
-    Raises UserError where it cannot be one.
+    Raises:
+        UserError: The name cannot be a host name.
     """
     name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
     require(

@@ -1,4 +1,4 @@
-"""A task for SkyPilot."""
+"""SkyPilot task."""
 
 from __future__ import annotations
 
@@ -48,9 +48,16 @@ phalanx doctor {run} --quick {checking}
 def skypilot(
     job: ClusterJob, image: str | None = None, volume: str | None = None, accelerator: str | None = None
 ) -> str:
-    """The file, with the container image, the volume that all nodes can write to, and SkyPilot's name of a GPU.
+    """Return the task file for SkyPilot.
 
-    Raises UserError without these, and for what is not on the volume.
+    Args:
+        job: The run and its machines.
+        image: The container image.
+        volume: The volume that all nodes can write to.
+        accelerator: SkyPilot's name of a GPU.
+
+    Raises:
+        UserError: An option is missing, or a path is not on the volume.
     """
     required = {
         "--image": (image, "the container image that has phalanx"),

@@ -1,4 +1,4 @@
-"""A batch script for Slurm."""
+"""Slurm batch script."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_STOPPED
 
 CHECK_MINUTES = 5
-"""For `phalanx doctor --quick`, which takes one at most where nothing hangs."""
+"""Time limit in minutes for `phalanx doctor --quick`, which takes at most one unless something hangs."""
 STARTING_SECONDS = 60 * (CHECK_MINUTES + 1)
-"""Until there are steps: that check at its longest, and a minute for PyTorch and a checkpoint."""
+"""Maximum seconds before the first step: the check, and a minute for PyTorch and a checkpoint."""
 LEGEND = """\
 # Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
 # `output_dir` and `data.cache` of the run file must be on a disk that all nodes share.
@@ -80,9 +80,16 @@ exit 1
 
 
 def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
-    """The script.
+    """Return the batch script for Slurm.
 
-    Raises UserError for a time limit that leaves nothing between the start and the last checkpoint.
+    Args:
+        job: The run and its machines.
+        time: The time limit.
+        partition: The Slurm partition.
+        account: The Slurm account.
+
+    Raises:
+        UserError: The time limit leaves no time between the start and the last checkpoint.
     """
     if time is not None:
         require(
@@ -93,7 +100,7 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             f"{SAVING_SECONDS // 60} for saving",
             fix="give more",
         )
-    settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
+    settings = [  # without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum
         f"--job-name={job.run.name}",
         "--output=%x-%j.log",
         "--open-mode=append",
@@ -134,9 +141,12 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
 
 
 def parse_time_limit(time: str) -> int:
-    """What Slurm's time limits say: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
+    """Return the minutes of a Slurm time limit.
 
-    Raises UserError for anything else.
+    Formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
+
+    Raises:
+        UserError: The text has another format.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     require(match is not None, "--time", time, problem="is no time limit", fix="write it as HH:MM:SS, or as D-HH:MM:SS")

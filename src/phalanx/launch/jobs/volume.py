@@ -1,4 +1,4 @@
-"""Where machines come with a container and a volume that all of them share: what lies on it."""
+"""Paths on a shared volume, for schedulers that provide a container and such a volume."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX
 
 WORK = PurePosixPath("/work")
-"""Where the volume is, and where paths start at."""
+"""Mount point of the volume, and working directory of the job."""
 
 
 def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
-    """The values of options that have no default; each comes with what it is.
+    """Return the values of options without a default; each value comes with its description.
 
-    Raises UserErrorGroup of all that are not given.
+    Raises:
+        UserErrorGroup: Some options are missing.
     """
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
@@ -29,9 +30,10 @@ def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
 
 
 def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
-    """Variables by name, each with its value and why it is set.
+    """Return variables by name, with their values and reasons.
 
-    Raises UserError for a run directory that is not on the volume.
+    Raises:
+        UserError: The run directory is not on the volume.
     """
     out = WORK / job.run.output_dir
     require(

@@ -1,1 +1,1 @@
-"""Run files: loading, schema, template."""
+"""Run files: loader, schema and template."""

@@ -1,4 +1,7 @@
-"""A Hugging Face config.json as a ModelSpec's table, and back. Shapes only; the weights are `model.huggingface`'s."""
+"""Conversion between a Hugging Face config.json and a ModelSpec table.
+
+Shapes only; `model.huggingface` converts the weights.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,12 @@ ARCHITECTURES = {
 
 
 def model_table(config: Table) -> Table:
-    """Return the ModelSpec table of a Hugging Face configuration; absent fields have their family's defaults.
+    """Return the ModelSpec table of a Hugging Face configuration.
 
-    Raises UserError for a model type that Phalanx does not have, or a variant of one that it cannot express.
+    Absent fields have the defaults of their family.
+
+    Raises:
+        UserError: The model type, or a variant of it, is not supported.
     """
     model_type = config.get("model_type")
     _require_supported("model_type", model_type, FAMILY_DEFAULTS)
@@ -78,7 +84,7 @@ def _parse_llama_like(model_type: str, config: Table) -> Table:
 
 
 def _sliding_window(model_type: str, config: Table) -> int | None:
-    """Return the tokens that attention looks back over in layers that have a window; None if no layer has one."""
+    """Return the attention window in tokens of the layers that have one; None if no layer has one."""
     has_window = "sliding_window" in FAMILY_DEFAULTS[model_type] and config.get("use_sliding_window", True)
     window: int | None = config["sliding_window"] if has_window else None
     if model_type != "qwen3":
@@ -108,7 +114,7 @@ def _parse_moe(model_type: str, config: Table) -> Table:
 
 
 def _parse_rope(config: Table) -> Table:
-    # transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling, which replaces the newer table.
+    # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling, which has precedence.
     rope_config = config["rope_scaling"] or config["rope_parameters"] or {}
     rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
     _require_supported("rope_type", rope_type, SCALINGS)
@@ -118,7 +124,7 @@ def _parse_rope(config: Table) -> Table:
     if rope_type == "default":
         return table
     if rope_type in ("llama3", "yarn"):
-        # Some models keep it next to the table, and transformers heeds that one first.
+        # Some models store it next to the table, and transformers reads that value first.
         top_level, nested = (source.get("original_max_position_embeddings") for source in (config, rope_config))
         table["original_context"] = top_level or nested or config["max_position_embeddings"]
     factor = rope_config.get("factor")
@@ -142,7 +148,7 @@ def _require_supported(field: str, value: object, supported: Any) -> None:
 
 
 def _require_values(config: Table, **expected: object) -> None:
-    """Raise UserError for a field that is there with another value than expected."""
+    """Raise UserError for a field that is present with a value other than the expected one."""
     for field, value in expected.items():
         actual = config.get(field)
         if actual is not None and actual != value:
@@ -152,9 +158,10 @@ def _require_values(config: Table, **expected: object) -> None:
 
 
 def hf_config(spec: ModelSpec) -> Table:
-    """The Hugging Face config.json that describes `spec`.
+    """Return the Hugging Face config.json that describes `spec`.
 
-    Raises UserError, naming the field, if no Hugging Face architecture has this shape.
+    Raises:
+        UserError: No Hugging Face architecture has this shape. The message names the field.
     """
     if spec.position_embedding == "learned":
         return _to_gpt2(spec)
@@ -186,22 +193,22 @@ def hf_config(spec: ModelSpec) -> Table:
 
 
 def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
-    """Return the config.json `source` that training started from, changed where `spec` differs from it.
+    """Return the original config.json `source`, changed where `spec` differs from it.
 
-    A model of another kind, as of a dense one that got experts, keeps only the special tokens.
+    A model of another type, such as a dense model that was given experts, keeps only the special tokens.
     """
     before = hf_config(parse_table(ModelSpec, model_table(source)))
     after = hf_config(spec)
     if before["model_type"] != after["model_type"]:
         return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
     changed = {field: value for field, value in after.items() if value != before.get(field)}
-    if "rope_parameters" in changed:  # which transformers would overrule
+    if "rope_parameters" in changed:  # transformers would give it precedence
         source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
     return source | changed
 
 
 def _architecture(spec: ModelSpec) -> str:
-    """The Hugging Face model type with this shape."""
+    """Return the Hugging Face model type with this shape."""
     _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
     if spec.moe is None:
         model_types = {"none": "llama" if spec.sliding_window is None else "mistral", "head": "qwen3"}
@@ -225,7 +232,7 @@ def _architecture(spec: ModelSpec) -> str:
 
 
 def _require_exportable(table: str, spec: Any, **expected: object) -> None:
-    """Raise UserError for a field with another value than any Hugging Face architecture of ours has."""
+    """Raise UserError for a field whose value no supported Hugging Face architecture has."""
     for field, value in expected.items():
         actual = getattr(spec, field)
         if actual != value:

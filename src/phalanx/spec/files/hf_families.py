@@ -1,6 +1,7 @@
-"""Fields of config.json by model family: those that Phalanx reads with their defaults, and those without effect.
+"""Fields of config.json by model family: supported fields with defaults, and fields without effect.
 
-The values are data from the configuration classes of transformers 5.24; transformers itself is not imported."""
+The values are data from the configuration classes of transformers 5.24; transformers itself is not imported.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +100,8 @@ FAMILY_DEFAULTS: dict[str, Table] = {
         "router_aux_loss_coef": 0.01,
     },
 }
-"""Fields that are read, by model_type, with the value of a field that config.json leaves out.
-
-None: derived from other fields, or off. num_local_experts is another name of num_experts."""
+"""Supported fields by model_type, with the default for a field that config.json omits. None: derived from other fields,
+or off. num_local_experts is another name of num_experts."""
 
 FIXED_VALUES: Table = {
     "is_causal": True,
@@ -117,7 +117,7 @@ FIXED_VALUES: Table = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Fields that Phalanx supports with one value, which is also that of an absent field."""
+"""Fields that Phalanx supports with one value only, which is also the default."""
 
 ROPE_FIELDS = frozenset(
     """
@@ -125,7 +125,7 @@ ROPE_FIELDS = frozenset(
     beta_fast beta_slow attention_factor truncate mscale mscale_all_dim partial_rotary_factor finetuned
     """.split()  # noqa: SIM905
 )
-"""Fields of rope_parameters and rope_scaling that are read or without effect."""
+"""Fields of rope_parameters and rope_scaling that are supported or without effect."""
 
 HARMLESS_FIELDS = frozenset(
     """
@@ -146,12 +146,12 @@ HARMLESS_FIELDS = frozenset(
     max_window_layers max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()  # noqa: SIM905
 )
-"""Fields that do not change the logits of these families: names, token ids, how text is drawn, how training begins and
-what it drops, and heads for other tasks."""
+"""Fields that do not change the logits of these families: names, token ids, sampling, initialization, dropout, and
+heads for other tasks."""
 
 
 def require_known_fields(config: Table) -> None:
-    """Raise UserError for a field of config.json that nobody reads and that may change what the model computes."""
+    """Raise UserError for an unsupported field of config.json that may change the output of the model."""
     known = FAMILY_DEFAULTS[config["model_type"]].keys() | FIXED_VALUES.keys() | HARMLESS_FIELDS
     unknown = {field: value for field, value in config.items() if field not in known}
     for table in ("rope_parameters", "rope_scaling"):

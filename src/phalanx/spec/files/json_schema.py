@@ -1,6 +1,6 @@
-"""The JSON schema of a run file, by which an editor (Taplo, Even Better TOML) completes and checks it.
+"""JSON schema of a run file, with which editors (Taplo, Even Better TOML) complete and validate it.
 
-`python -m phalanx.spec.files.json_schema` writes it anew to run.schema.json after the descriptions have changed.
+`python -m phalanx.spec.files.json_schema` regenerates run.schema.json after a change of the descriptions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Schema = dict[str, Any]
 
 
 def run_schema() -> Schema:
-    """The schema of RunSpec as TOML writes it, with the names of the presets."""
+    """Return the schema of RunSpec in TOML, with the names of the presets."""
     schema = RunSpec.model_json_schema(ref_template="#/definitions/{model}")
     definitions = schema.pop("$defs")
     for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
@@ -31,20 +31,20 @@ def run_schema() -> Schema:
 
 
 def schema_text() -> str:
-    """The schema as it is written to a file."""
+    """Return the schema as the text of its file."""
     return json.dumps(run_schema(), indent=2) + "\n"
 
 
 def _table_schema(table: Schema) -> Schema:
-    """A table's schema where every key may be left out, since a preset may give it."""
+    """Return the schema of a table in which every key is optional, because a preset may define it."""
     table = {key: value for key, value in table.items() if key not in ("required", "title")}
-    if "description" in table:  # its example is Python
+    if "description" in table:  # the example in a docstring is Python
         table["description"] = table["description"].partition("\n\nExample:")[0]
     return {**table, "properties": {name: _field_schema(field) for name, field in table["properties"].items()}}
 
 
 def _field_schema(field: Schema) -> Schema:
-    """A field's schema without a title that repeats its key, a table for a default, or null, which TOML lacks."""
+    """Return the schema of a field without redundant title, table default or null, which TOML lacks."""
     keeps_default = isinstance(field.get("default", {}), bool | int | float | str | list)
     field = {key: value for key, value in field.items() if key != "title" and (key != "default" or keeps_default)}
     options = [option for option in field.pop("anyOf", []) if option != {"type": "null"}]

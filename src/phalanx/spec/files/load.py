@@ -1,4 +1,4 @@
-"""From a TOML file, the environment and the command line to a RunSpec: defaults < file < environment < --set."""
+"""Loader of a RunSpec; precedence: defaults < TOML file < environment < --set."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ JOB_ENVIRONMENT_VARIABLES = (
     "failures_per_device_hour",
     "restart_seconds",
 )
-"""Of a cluster, what says nothing of the machine that it is made of."""
+"""Fields of a cluster that do not describe the machine itself."""
 LAYOUT_FILE = "layout.json"
-"""In a run directory: the layout of its last start, where that had other ranks than the run was meant for."""
+"""File in a run directory: the layout of the last start, if its ranks differed from those of the run file."""
 
 
 def load_run(
@@ -91,7 +91,7 @@ def load_run(
 
 
 def _check_variable_name(name: str, text: str) -> None:
-    """Raise UserError for a variable that names a field, but for an underscore between it and its section."""
+    """Raise UserError for a variable that names a field except for an underscore after the section."""
     key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
     for section in RunSpec.model_fields if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name else ():
         field = key.removeprefix(f"{section}_")
@@ -102,8 +102,10 @@ def _check_variable_name(name: str, text: str) -> None:
 
 
 def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
-    """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
-    nothing now."""
+    """Drop options of the run file that do not apply after an override.
+
+    An override may select another strategy, or set a degree back to 1.
+    """
     if not isinstance(layout, dict):
         return
     unchanged_fields = [field for field in file_layout if layout.get(field) == file_layout[field]]
@@ -181,27 +183,28 @@ def load_model_spec(name: str) -> ModelSpec:
 
 
 def write_effective_layout(directory: Path, layout: Layout | None) -> None:
-    """Write down what layout a start of the run in a directory has; None for its own."""
+    """Write the layout of a start of the run to its directory; None stands for the layout of the run file."""
     file = directory / LAYOUT_FILE
     if layout is None:
         file.unlink(missing_ok=True)
     else:
         temp_file = file.with_suffix(".partial")
         temp_file.write_text(layout.model_dump_json(exclude_defaults=True))
-        temp_file.replace(file)  # whole, or not there
+        temp_file.replace(file)  # atomic
 
 
 def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
-    """A run as it was last started.
+    """Return a run with the layout of its last start.
 
-    Raises UserError if the layout kept there is of another version.
+    Raises:
+        UserError: The saved layout is of another version.
     """
     file = directory / LAYOUT_FILE
     return run.model_copy(update={"layout": parse_table(Layout, read_json(file))}) if file.exists() else run
 
 
 def _add_tokenizer(data: Any, model: Any) -> Any:
-    """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
+    """Use the tokenizer of the Hugging Face weights, unless the run file names one."""
     if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
         return data
     path = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
@@ -209,7 +212,7 @@ def _add_tokenizer(data: Any, model: Any) -> Any:
 
 
 def _limit_warmup(optimizer: Any, training: Any) -> Any:
-    """A short run warms up for at most half of its steps, unless the run file says otherwise."""
+    """Limit warm-up to half of the steps of a short run, unless the run file sets it."""
     steps = training.get("steps") if isinstance(training, dict) else None
     if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
         return optimizer
@@ -237,7 +240,7 @@ def load_machine(name: str) -> ClusterSpec:
 
 
 def cluster_overrides(cluster: ClusterSpec) -> Table:
-    """What makes this cluster of its preset, or of the defaults."""
+    """Return the fields of this cluster that differ from its preset, or from the defaults."""
     base = load_machine(cluster.preset) if cluster.preset else ClusterSpec()
     base_table = base.model_dump(mode="json")
     table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != base_table[key]}
@@ -245,7 +248,7 @@ def cluster_overrides(cluster: ClusterSpec) -> Table:
 
 
 def hf_config_file(from_hf: str) -> Path:
-    """The configuration of `model.from_hf`: a Hugging Face directory, or the config.json in one."""
+    """Return the config.json of `model.from_hf`, which is a Hugging Face directory or the file itself."""
     path = Path(from_hf).expanduser()
     return path if path.suffix == ".json" else path / "config.json"
 
@@ -255,11 +258,11 @@ RESOLVED_MODEL_FIELDS = {field for field, info in ModelSpec.model_fields.items()
     "rope",
     "tie_embeddings",
 }
-"""Fields of a model in the run.toml of a run directory: its config.json was read when the run was created."""
+"""Model fields in the run.toml of a run directory. The config.json was read when the run was created."""
 
 
 def resolve_model(table: Table) -> Table:
-    """Lay a model table over the preset or the Hugging Face config that it names."""
+    """Merge a model table over the preset or the Hugging Face config that it names."""
     if not ({"preset", "from_hf"} & set(table)) and "hidden_size" not in table:
         table = {"preset": "tiny", **table}
     source = table.get("from_hf")
@@ -274,11 +277,11 @@ def resolve_model(table: Table) -> Table:
 
 
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
-    """Lay a table over the preset that it names, if any; `folder` is the presets' folder."""
+    """Merge a table over the preset that it names, if any; `folder` contains the presets."""
     name = table.get("preset")
     if name is None:
         return table
-    if folder == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
+    if folder == "machines" and str(name).endswith(".toml"):  # the preset in such a file is the machine's name
         machine_table = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), folder, field)
         return deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
@@ -288,7 +291,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
 
 
 def preset_names(folder: str) -> list[str]:
-    """Known presets: `folder` is "models" or "machines"."""
+    """Return the names of the presets in `folder`: "models" or "machines"."""
     return sorted(
         file.name.removesuffix(".toml") for file in _presets_folder(folder).iterdir() if file.name.endswith(".toml")
     )

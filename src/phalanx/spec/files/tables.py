@@ -13,7 +13,11 @@ Table = dict[str, Any]
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
-    """Parse a TOML file. Raises UserError if it does not exist or is not TOML."""
+    """Parse a TOML file.
+
+    Raises:
+        UserError: The file does not exist or is not TOML.
+    """
     path = Path(path)
     if path.is_dir() or not path.exists():
         problem = "is a directory" if path.is_dir() else "no such file"
@@ -32,7 +36,11 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
 
 
 def read_json(path: Path) -> Table:
-    """Parse a JSON file that contains a table. Raises UserError if it is not JSON."""
+    """Parse a JSON file that contains a table.
+
+    Raises:
+        UserError: The file is not JSON.
+    """
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -42,7 +50,7 @@ def read_json(path: Path) -> Table:
 
 
 def deep_merge(base: Table, override: Table) -> Table:
-    """Return `base` with the values of `override`, table by table."""
+    """Return `base` with the values of `override`, merged table by table."""
     merged = dict(base)
     for key, value in override.items():
         base_value = merged.get(key)
@@ -53,7 +61,10 @@ def deep_merge(base: Table, override: Table) -> Table:
 
 
 def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
-    """Set a field of a nested table from its text; empty text removes it. Errors name the `origin` of the text."""
+    """Set a field of a nested table from its text; empty text removes it.
+
+    Errors name the `origin` of the text.
+    """
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
@@ -65,8 +76,10 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
 
 
 def parse_toml_value(text: str) -> Any:
-    """Return a TOML value. Text that is not one is a string, so that --set name=trial needs no quotes; 32e9 is a whole
-    number too."""
+    """Return a TOML value from its text.
+
+    Text that is not TOML is a string, so that --set name=trial needs no quotes; 32e9 is also accepted as an integer.
+    """
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""The commented run file that `phalanx init` writes, made from the fields, docs and defaults of RunSpec."""
+"""Commented run file of `phalanx init`, generated from the fields, docs and defaults of RunSpec."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ UNCOMMENTED_FIELDS = {
     "optimizer.learning_rate",
     "layout.data_parallel",
 }
-"""Fields that the file sets, to their defaults; all others are there as comments."""
+"""Fields that the file sets to their defaults. All others are comments."""
 CALIBRATION_TABLE = "cluster.calibration"
-"""Written by `phalanx calibrate`, never by hand: the file leaves it out."""
+"""Table that only `phalanx calibrate` writes. The template omits it."""
 DEFAULT_MODEL = "tiny"
 LINE_WIDTH = 100
 COMMENT_COLUMN = 36
-"""Where the comments begin."""
+"""Column at which comments start."""
 
 HEADER = """\
 #:schema {schema}
@@ -45,13 +45,13 @@ HEADER = """\
 
 
 def run_file_template(path: str, schema: str) -> str:
-    """A run file that equals the defaults, for the name `path`; `schema` says where the JSON schema is."""
+    """Return a run file with the defaults, named by `path`; `schema` is the location of the JSON schema."""
     run = run_from_table({"model": {"preset": DEFAULT_MODEL}})
     return "\n".join([HEADER.format(path=path, schema=schema), *_render_table(run, "")]) + "\n"
 
 
 def _render_table(spec: Spec, path: str) -> Iterator[str]:
-    """The lines of one table, then those of the tables in it."""
+    """Yield the lines of one table, followed by those of its inner tables."""
     subtables: list[tuple[str, Spec | type[Spec]]] = []
     for name, field in type(spec).model_fields.items():
         table = _inner_table(field, getattr(spec, name))
@@ -69,7 +69,7 @@ def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
     spec_class = table if isinstance(table, type) else type(table)
     yield from _render_comment((spec_class.__doc__ or "").partition("\n\n")[0])
     if isinstance(table, type):
-        # The header alone would already ask for the table, so it is a comment too.
+        # The header alone would already enable the table, so it is a comment too.
         yield f"# [{name}]"
         subtables = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
         for key, field in table.model_fields.items():
@@ -87,7 +87,7 @@ def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
 
 
 def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
-    """`key = value  # doc`, the doc wrapped in its own column, and all of it a comment unless essential."""
+    """Yield `key = value  # doc` with the doc wrapped in its own column, as a comment unless essential."""
     if not isinstance(value, bool | int | float | str | list | tuple):
         value = (field.examples or [None])[0]
     setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
@@ -110,7 +110,7 @@ def _render_comment(text: str) -> list[str]:
 
 
 def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
-    """The table that a field holds, or could hold."""
+    """Return the inner table of a field, present or possible."""
     if isinstance(value, Spec):
         return value
     spec_classes = [

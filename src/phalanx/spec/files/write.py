@@ -1,4 +1,4 @@
-"""Write a run as a TOML file that loads into the same run."""
+"""TOML file of a run, which loads into the same run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.spec.run import RunSpec
 
 
 def with_absolute_paths(run: RunSpec) -> RunSpec:
-    """The run with paths that mean the same from any working directory."""
+    """Return the run with paths that are valid from any working directory."""
 
     def absolute_path(source: str) -> str:
         if source == "stdlib":
@@ -22,7 +22,7 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
             return f"hf:{folder}" if os.path.isdir(folder) else source
         path = os.path.expanduser(source)
         normalized = os.path.abspath(path)
-        # In "link/..", dropping ".." and the link before it gives another folder.
+        # In "link/..", dropping ".." and the link before it would give another directory.
         is_same = os.path.realpath(normalized) == os.path.realpath(path)
         return normalized if is_same else str(Path(path).absolute())
 
@@ -41,8 +41,10 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
 
 
 def to_toml(run: RunSpec) -> str:
-    """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
-    written, so that another may take its place."""
+    """Return a run as the text of a TOML file that loads into the same run.
+
+    For a machine with a preset, only the differences are written, so that another machine can replace it.
+    """
     table = run.model_dump(mode="json", exclude_none=True)
     training = table["training"]
     if not run.training.has_decided_steps:

@@ -1,4 +1,4 @@
-"""NCCL's topology files, read as NVIDIA/nccl src/graph/xml.cc and topo.cc write and take them."""
+"""Parser of NCCL's topology files, as NVIDIA/nccl src/graph/xml.cc and topo.cc write and read them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from phalanx.spec.topology.node import NodeTopology, topology_error
 
 
 def parse_nccl(text: str) -> NodeTopology:
-    """A topology file of NCCL: a dump (NCCL_TOPO_DUMP_FILE), or one of a cloud for NCCL_TOPO_FILE, which has no <gpu>.
+    """Parse a topology file of NCCL.
 
-    Between host bridges of a NUMA node it knows no NODE: that is PHB.
+    The file is a dump (NCCL_TOPO_DUMP_FILE), or one of a cloud for NCCL_TOPO_FILE, which has no <gpu>. It has no NODE
+    paths between host bridges of a NUMA node: these are PHB.
     """
     root = _parse_tree(text)
     if root.tag != "system" or not root.findall("cpu"):
@@ -44,7 +45,10 @@ def parse_nccl(text: str) -> NodeTopology:
 
 
 def _find_gpus(root: Element) -> tuple[list[Element], bool]:
-    """The <pci> of the GPUs by their `dev`, or where there is no <gpu>, those of their class; and whether there was."""
+    """Return the <pci> elements of the GPUs by their `dev`, and whether the file has <gpu> elements.
+
+    Without <gpu>, the elements are selected by their PCI class.
+    """
     dumped_gpus = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
     gpus = dumped_gpus or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
     if not gpus:
@@ -58,7 +62,10 @@ def _find_gpus(root: Element) -> tuple[list[Element], bool]:
 
 
 def _count_nvlinks(pci: Element) -> dict[str, int]:
-    """NVLinks of a GPU by the bus id at their other end, "" for a switch; those to a CPU (POWER9) are left out."""
+    """Count the NVLinks of a GPU by the bus id of their other end, "" for a switch.
+
+    Links to a CPU (POWER9) are excluded.
+    """
     ports: dict[str, int] = {}
     for link in pci.iter("nvlink"):
         kind = link.get("tclass", "")
@@ -69,7 +76,7 @@ def _count_nvlinks(pci: Element) -> dict[str, int]:
 
 
 def _link_matrix(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[tuple[str, ...], ...]:
-    """The way between each two GPUs: NVLinks between them, else those of both to switches, else PCIe."""
+    """Return the path between each two GPUs: direct NVLinks, else NVLinks to switches, else PCIe."""
     ports = [_count_nvlinks(gpu) for gpu in gpus]
 
     def path_type(i: int, j: int) -> str:
@@ -80,7 +87,7 @@ def _link_matrix(gpus: Sequence[Element], parents: dict[Element, Element]) -> tu
 
 
 def _pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
-    """The way over PCIe between two devices, by what is above both."""
+    """Return the PCIe path type between two devices from their common ancestors."""
     ancestors = _ancestors(device, parents)
     other_ancestors = _ancestors(other, parents)
     common_ancestor = next((element for element in ancestors if element in other_ancestors), None)
@@ -92,7 +99,7 @@ def _pcie_path(device: Element, other: Element, parents: dict[Element, Element])
 
 
 def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Element]:
-    """The elements that hold this one, from the nearest."""
+    """Return the ancestors of an element, nearest first."""
     ancestors = []
     while element in parents:
         element = parents[element]
@@ -101,7 +108,7 @@ def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Elemen
 
 
 def _pci_device(net: Element, parents: dict[Element, Element]) -> Element:
-    """The <pci> of a <net>, which a virtual card lacks."""
+    """Return the <pci> element of a <net>, which a virtual card lacks."""
     return next((element for element in (net, *_ancestors(net, parents)) if element.tag == "pci"), net)
 
 
@@ -111,7 +118,10 @@ def _numa_node(gpu: Element, parents: dict[Element, Element]) -> int | None:
 
 
 def _parse_tree(text: str) -> Element:
-    """The elements of an XML text, each with its line. A document type is refused, and with it all entities."""
+    """Parse an XML text into elements with their lines.
+
+    A document type, and with it every entity, is rejected.
+    """
     builder = ElementTree.TreeBuilder()
     parser = expat.ParserCreate()
 
@@ -134,7 +144,7 @@ def _parse_tree(text: str) -> Element:
 
 
 def _read_int(element: Element, key: str) -> int | None:
-    """A whole number of an element, decimal or 0x hexadecimal; None where it is not given."""
+    """Return an integer attribute of an element, decimal or 0x hexadecimal; None if it is absent."""
     text = element.get(key)
     try:
         return int(text, 0) if text else None

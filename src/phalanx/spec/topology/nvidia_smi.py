@@ -1,4 +1,4 @@
-"""The matrix that `nvidia-smi topo -m` prints, read by the legend below it."""
+"""Parser of the matrix that `nvidia-smi topo -m` prints, found by the legend below it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.topology.node import PCIE_PATHS, NodeTopology, topology_error
 
 MAX_NVLINKS = 18
-"""Most NVLinks that a GPU has (Hopper, Blackwell)."""
+"""Maximum number of NVLinks of a GPU (Hopper, Blackwell)."""
 ESCAPE = re.compile(r"\x1b?\[[0-9;]*m")
 CELL = re.compile(r"\s*(NV\d+|NODE|SYS|SOC|PHB|PXB|PIX|X)")
 DEVICE = re.compile(r"GPU\d+|NIC\d+|\S+")
@@ -17,10 +17,11 @@ GPU = re.compile(r"GPU\d+")
 
 
 def parse_matrix(text: str) -> NodeTopology:
-    """The matrix of `nvidia-smi topo -m`, with escapes, without NUMA or NIC columns, or amid other text.
+    """Parse the matrix of `nvidia-smi topo -m`.
 
-    Through switches each pair shows all of a GPU's NVLinks, else its own: a sum above NVLINKS is taken for switches.
-    `topo -mp` shows none, and its legend no NV#.
+    It may have escape sequences, lack NUMA or NIC columns, or be amid other text. With switches, each pair shows all of
+    a GPU's NVLinks, else its own: a sum above MAX_NVLINKS means switches. `topo -mp` shows no NVLinks, and its legend
+    lacks NV#.
     """
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
     header_index = _find_header(lines)
@@ -52,7 +53,7 @@ def parse_matrix(text: str) -> NodeTopology:
 
 
 def _find_header(lines: Sequence[str]) -> int:
-    """The index of the line that names the columns: of devices, with the first GPU's row below."""
+    """Return the index of the line with the column names, which the first GPU's row follows."""
     for index, line in enumerate(lines):
         words = line.split()
         next_row = next((row for row in lines[index + 1 :] if row.strip()), "").split()
@@ -68,7 +69,7 @@ def _is_row(words: Sequence[str]) -> bool:
 
 
 def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[str, int]:
-    """The index of each GPU's line."""
+    """Return the line index of each GPU's row."""
     row_indices: dict[str, int] = {}
     for index, line in enumerate(lines[header_index + 1 :], header_index + 1):
         words = line.split()
@@ -85,7 +86,10 @@ def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> 
 
 
 def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
-    """The ways of a GPU's row, and what follows them. A wide terminal may leave no space between two."""
+    """Return the paths in a GPU's row, and the text after them.
+
+    A wide terminal may leave no space between two cells.
+    """
     remainder = line.strip("\r\n ")[len(name) :]
     cells = []
     for device in devices:
@@ -105,7 +109,7 @@ def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) 
 
 
 def _parse_numa_node(remainder: str, header: str) -> int | None:
-    """The NUMA node at the end of a row, whose CPU affinity may be blank."""
+    """Return the NUMA node at the end of a row, whose CPU affinity may be blank."""
     if "NUMA Affinity" not in header:
         return None
     words = remainder.split()[: -1 if "GPU NUMA ID" in header else None]

@@ -1,4 +1,4 @@
-"""What joins the GPUs and network cards of a node, read from a file, and what that says of a cluster of such nodes."""
+"""Topology files of a node, and the cluster fields that follow from them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.nvidia_smi import parse_matrix
 
 MAX_NVLINK_GPUS_PER_NODE = 16
-"""Most GPUs that NVLinks join inside a node (DGX-2); of larger domains a node shows but a part."""
+"""Maximum number of GPUs that NVLinks join inside a node (DGX-2). Of larger domains a node contains only a part."""
 NVLINK_BYTES_PER_SECOND = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9, 103: 50e9}
-"""What one NVLink carries in one direction, by compute capability (data sheets)."""
+"""Bandwidth of one NVLink in one direction, by compute capability (data sheets)."""
 COMPUTE_CAPABILITY = {
     "v100": 70,
     "a100": 80,
@@ -37,16 +37,20 @@ NO_NVLINK_DATA = "NVLinks are not shown: give what nvidia-smi topo -m prints, or
 
 @dataclass(frozen=True)
 class InferredCluster:
-    """What a topology says of a Cluster."""
+    """Cluster fields inferred from a topology."""
 
     fields: dict[str, int | float] = field(default_factory=dict)
     """Cluster fields and their values."""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Cluster fields that it does not determine, and why."""
+    """Cluster fields that the topology does not determine, with the reasons."""
 
 
 def read_topology(path: str | Path) -> NodeTopology:
-    """The topology in a file. Raises UserError that names the file or its wrong line."""
+    """Return the topology in a file.
+
+    Raises:
+        UserError: The topology is invalid. The message names the file or its wrong line.
+    """
     try:
         return parse_topology(Path(path).read_text(errors="replace"))
     except OSError as error:
@@ -54,12 +58,15 @@ def read_topology(path: str | Path) -> NodeTopology:
 
 
 def parse_topology(text: str) -> NodeTopology:
-    """The topology that a text gives: NCCL's XML, or the matrix of `nvidia-smi topo -m`."""
+    """Parse a topology from text: NCCL's XML, or the matrix of `nvidia-smi topo -m`."""
     return parse_nccl(text) if text.lstrip("\ufeff \t\r\n").startswith("<") else parse_matrix(text)
 
 
 def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredCluster:
-    """Fields of the Cluster of such nodes; `preset` names the machine where the topology alone does not say which."""
+    """Return the cluster fields of nodes with this topology.
+
+    `preset` names the machine if the topology alone does not determine it.
+    """
     fields: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
     unknown: dict[str, str] = {}
     for name, value in (
