@@ -392,7 +392,7 @@ def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_p
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
 
 
-def _raise_keyboard_interrupt(*_: Any) -> None:
+def _raise_keyboard_interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -419,14 +419,14 @@ def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
         before, shapes = swarm.base(), parameter_shapes(run.model)
         into, came = SwarmClient._receive_tensor, list[str]()
 
-        def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any) -> memoryview:
+        def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any, **named: Any) -> memoryview:
             came.append(key)
             if len(came) == 4:
                 for name, link in links.items():
                     link.upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
                 links["ann"].wait(committed=1)
                 raise UnavailableRpcError
-            return into(self, file, key, *rest)
+            return into(self, file, key, *rest, **named)
 
         monkeypatch.setattr(SwarmClient, "_receive_tensor", breaks)
         newcomer = swarm.client("cid")

@@ -204,9 +204,9 @@ def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
 
 def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
     """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
-    roomy = make_run("llama3-70b", "b300", nodes=32, sequence=4096)
+    roomy = make_run("llama3-70b", "b300", nodes=64, sequence=4096)
     for run, advised, spare in (
-        (roomy, advise(roomy, 256), True),
+        (roomy, advise(roomy, 512), True),
         (make_run("llama3-70b", nodes=16), llama3_70b_report, False),
     ):
         ranks = advised.situation.ranks

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from phalanx.swarm.tensor_files import TensorFile
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Version of the protocol, which must be equal on both ends."""
 SERVICE = "phalanx.Swarm"
 CHUNK_BYTES = 2**20
