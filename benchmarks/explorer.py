@@ -13,6 +13,7 @@ import platform
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cli.commands.plan_explorer import PlanArguments, write_page
@@ -73,50 +74,70 @@ def action_seconds(browser: Browser, action: str) -> float:
     return statistics.median(float(browser.evaluate(program)) for _ in range(5))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the browser did with the page."""
+
+    rows: int
+    load: Times
+    described_click: Times
+    """On layouts whose details are in the file."""
+    other_click: Times
+    color_seconds: float
+    hover_seconds: float
+
+
+def plan_page(file: Path, nodes: int) -> tuple[float, float]:
+    """Write the page; return the seconds that it took by the clock and of the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run.toml"
+        run.write_text(RUN)
+        started_at = time.perf_counter(), time.process_time()
+        write_page(PlanArguments(run, "h100", nodes, None, (), None, False, 10), file)
+        return time.perf_counter() - started_at[0], time.process_time() - started_at[1]
+
+
+def measure_page(file: Path) -> Measured:
+    """Load the page and click on it."""
+    with Browser() as browser:
+        browser.set_viewport(1280)
+        load = load_seconds(browser, file.resolve().as_uri())
+        rows, ranked = browser.evaluate("[state.layouts.rows, state.facts.ranked]")
+        assert not browser.errors, browser.errors
+        return Measured(
+            rows,
+            load,
+            click_seconds(browser, ranked[:CLICKS]),
+            click_seconds(browser, list(range(0, rows, rows // CLICKS))),
+            action_seconds(browser, "document.getElementById('color-by').value = 'pp'; paint()"),
+            action_seconds(browser, "scatter.hovered = null; scatter.hover(scatter.pick(400, 200), [400, 200])"),
+        )
+
+
 def main() -> None:
     """Measure, print a table, write it."""
     parser = argparse.ArgumentParser("benchmarks.explorer")
     parser.add_argument("--nodes", type=int, default=NODES)
-    parser.add_argument("--keep", type=Path, help="Write the page here too.")
+    parser.add_argument("--page", type=Path, help="The page, which is planned and written unless it exists.")
     arguments = parser.parse_args()
     if CHROMIUM is None:
         parser.error("chromium is not installed: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder:
-        run, file = Path(folder) / "run.toml", arguments.keep or Path(folder) / "plan.html"
-        run.write_text(RUN)
-        started_at, cpu_started_at = time.perf_counter(), time.process_time()
-        write_page(PlanArguments(run, "h100", arguments.nodes, None, (), None, False, 10), file)
-        plan_seconds = time.perf_counter() - started_at, time.process_time() - cpu_started_at
-        with Browser() as browser:
-            browser.set_viewport(1280)
-            loads = load_seconds(browser, file.resolve().as_uri())
-            rows, ranked = browser.evaluate("[state.layouts.rows, state.facts.ranked]")
-            assert not browser.errors, browser.errors
-            described = click_seconds(browser, ranked[:CLICKS])
-            others = click_seconds(browser, list(range(0, rows, rows // CLICKS)))
-            color = action_seconds(browser, "document.getElementById('color-by').value = 'pp'; paint()")
-            hover = action_seconds(browser, "scatter.hovered = null; scatter.hover(scatter.pick(400, 200), [400, 200])")
-        page = file.read_text(encoding="utf-8")
-    table = format_table(page, rows, plan_seconds, loads, described, others, color, hover)
+        file = arguments.page or Path(folder) / "plan.html"
+        plan_seconds = None if file.exists() else plan_page(file, arguments.nodes)
+        measured = measure_page(file)
+        table = format_table(file.read_text(encoding="utf-8"), measured, plan_seconds)
     print(table)
     PAGE.write_text(table)
 
 
-def format_table(
-    page: str,
-    rows: int,
-    plan_seconds: tuple[float, float],
-    loads: Times,
-    described: Times,
-    others: Times,
-    color: float,
-    hover: float,
-) -> str:
+def format_table(page: str, measured: Measured, plan_seconds: tuple[float, float] | None) -> str:
     """Return the page of the benchmark."""
     facts = json.loads(page.partition('id="facts">')[2].partition("</script>")[0])
     size, columns = len(page.encode()), len(facts["columns"]["data"])
     details = sum(map(len, facts["details"].values()))
-    worst_load, worst_click = max(loads[0]), max(*described[0], *others[0])
+    rows, described, others = measured.rows, measured.described_click, measured.other_click
+    worst_load, worst_click = max(measured.load[0]), max(*described[0], *others[0])
     passed = worst_load < MAX_LOAD_SECONDS and worst_click < MAX_CLICK_SECONDS and size < MAX_BYTES
     table = [
         ("layouts", f"{rows:,}"),
@@ -124,13 +145,14 @@ def format_table(
         ("size of the page", f"{size / 1e6:.2f} MB"),
         ("of it columns of all layouts", f"{columns / 1e6:.2f} MB ({columns / rows:.1f} bytes a layout)"),
         ("of it details", f"{details / 1e6:.2f} MB"),
-        ("from navigation to drawn, median of 5 (worst)", _spread(loads)),
+        ("from navigation to drawn, median of 5 (worst)", _spread(measured.load)),
         (f"click to details drawn, {len(described[0])} first choices, median (worst)", _spread(described)),
         (f"the same, {len(others[0])} layouts from all", _spread(others)),
-        ("color all points by another choice", f"{1e3 * color:.0f} ms"),
-        ("find the point under the mouse and mark it", f"{1e3 * hover:.0f} ms"),
-        ("`phalanx plan --html`, all of it", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"),
+        ("color all points by another choice", f"{1e3 * measured.color_seconds:.0f} ms"),
+        ("find the point under the mouse and mark it", f"{1e3 * measured.hover_seconds:.0f} ms"),
     ]
+    if plan_seconds is not None:
+        table.append(("`phalanx plan --html`, all of it", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"))
     lines = [f"| {name} | {value} |" for name, value in table]
     return "\n".join(
         [
