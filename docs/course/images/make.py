@@ -181,7 +181,9 @@ def surviving() -> Figure:
         steps = 1 if method == "ddp" else 100
         times = [round_time(traffic, speed * 125e3, speed * 125e3, steps, 20.0) for speed in speeds]
         right.plot(speeds, [100 * time.utilisation for time in times], color=color, label=f"{method}, {codec}")
-    right.set(xscale="log", xlabel="link of a node, Mbit/s", ylabel="part of its time that a node learns, %", ylim=(0, 100))
+    right.set(
+        xscale="log", xlabel="link of a node, Mbit/s", ylabel="part of its time that a node learns, %", ylim=(0, 100)
+    )
     right.legend(loc="upper left")
     return figure
 
@@ -243,7 +245,9 @@ def context_parallel() -> Figure:
             label(axis, f"{method}, {name}", (ranks[-1], sent[-1] / 1e9), (6, -3), color)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ranks, [str(c) for c in ranks])
-    axis.set(xlabel="ranks that share a sequence of 131,072 tokens, $c$", ylabel="GB sent per rank and layer", yscale="log")
+    axis.set(
+        xlabel="ranks that share a sequence of 131,072 tokens, $c$", ylabel="GB sent per rank and layer", yscale="log"
+    )
     axis.set_yticks([0.2, 0.5, 1, 2, 5], ["0.2", "0.5", "1", "2", "5"])
     axis.minorticks_off()
     return figure
@@ -290,8 +294,10 @@ def overlap() -> Figure:
         text = f"{size} layers in a bucket: {end - layers * layer_seconds:.1f} exposed"
         axis.set_title(text, loc="left", fontsize=9)
         axis.set_yticks([0.4, 1.4], ["all-reduce", "backward"])
-    handles = [mpl.patches.Patch(color=color, label=text) for color, text in (
-        (TEAL, "backward pass of a layer"), (RED, "latency"), (ORANGE, "transfer"))]
+    handles = [
+        mpl.patches.Patch(color=color, label=text)
+        for color, text in ((TEAL, "backward pass of a layer"), (RED, "latency"), (ORANGE, "transfer"))
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     axes[-1].set_xlabel("time, backward pass of one layer = 1")
     return figure
@@ -344,7 +350,9 @@ def all_reduce() -> Figure:
     axis.plot(sizes, [size / bandwidth for size in sizes], ":", color=GRAY)
     axis.plot(ALL_REDUCE_MICROSECONDS.keys(), ALL_REDUCE_MICROSECONDS.values(), "o", color=ORANGE, label="measured")
     axis.axvline(latency * bandwidth, color=RED, linewidth=0.8)
-    label(axis, "latency and bandwidth\ntake equally long: 270 kB", (latency * bandwidth, 3e4), (-6, 0), RED, ha="right")
+    label(
+        axis, "latency and bandwidth\ntake equally long: 270 kB", (latency * bandwidth, 3e4), (-6, 0), RED, ha="right"
+    )
     axis.set(xscale="log", yscale="log", ylim=(100, 1e5), xlim=(8192, 2**25))
     axis.set(xlabel="bytes of an all-reduce, $S$", ylabel="microseconds")
     axis.set_xticks([2**14, 2**17, 2**20, 2**23], ["16 KiB", "128 KiB", "1 MiB", "8 MiB"])
