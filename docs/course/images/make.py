@@ -313,12 +313,75 @@ def batch_size() -> Figure:
     label(axis, "steps", (0.13, 1 + 1 / 0.13), (6, 2), BLUE)
     label(axis, "tokens", (7.5, 8.5), (-6, 2), ORANGE, ha="right")
     axis.plot(1, 2, "o", color=RED)
-    label(axis, "twice the fewest of both", (1, 2), (0, -16), RED, ha="center")
+    label(axis, "twice the fewest of both", (1, 2), (0, 9), RED, ha="center")
     axis.set(xscale="log", yscale="log", xlabel=r"batch, $B\,/\,B_\mathrm{noise}$", ylabel="relative to the fewest")
     axis.set(ylim=(1, 20), xlim=(0.05, 20))
     axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
     axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axis.minorticks_off()
+    return figure
+
+
+ALL_REDUCE_MICROSECONDS = {
+    16384: 2152.80,
+    32768: 1152.71,
+    65536: 679.21,
+    131072: 620.52,
+    262144: 709.35,
+    524288: 4019.32,
+    1018112: 1957.35,
+    1048576: 2092.99,
+    2097152: 8392.16,
+    4194304: 19268.8,
+    8388608: 32473.5,
+    16777216: 74128.0,
+}
+"""In-place times of chapter 3, measured with gloo on two ranks of a busy machine."""
+
+
+@picture("03-all-reduce.svg")
+def all_reduce() -> Figure:
+    """Draw measured times of all-reduces over their size, and the fitted line."""
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    latency, bandwidth = 458.5, 0.5879e3  # microseconds, bytes per microsecond
+    sizes = [2**i for i in range(13, 26)]
+    axis.plot(sizes, [latency + size / bandwidth for size in sizes], color=BLUE)
+    axis.plot(sizes, [latency for _ in sizes], ":", color=GRAY)
+    axis.plot(sizes, [size / bandwidth for size in sizes], ":", color=GRAY)
+    axis.plot(ALL_REDUCE_MICROSECONDS.keys(), ALL_REDUCE_MICROSECONDS.values(), "o", color=ORANGE, label="measured")
+    axis.axvline(latency * bandwidth, color=RED, linewidth=0.8)
+    label(
+        axis, "latency and bandwidth\ntake equally long: 270 kB", (latency * bandwidth, 3e4), (-6, 0), RED, ha="right"
+    )
+    axis.set(xscale="log", yscale="log", ylim=(100, 1e5), xlim=(8192, 2**25))
+    axis.set(xlabel="bytes of an all-reduce, $S$", ylabel="microseconds")
+    axis.set_xticks([2**14, 2**17, 2**20, 2**23], ["16 KiB", "128 KiB", "1 MiB", "8 MiB"])
+    axis.minorticks_off()
+    axis.legend(loc="lower right")
+    return figure
+
+
+EXPERT_TOKENS = [
+    [129, 120, 42, 40, 282, 1515, 293, 1675],
+    [129, 1040, 472, 28, 155, 473, 23, 1776],
+    [26, 126, 5, 135, 1622, 596, 285, 1301],
+    [1591, 499, 114, 2, 1312, 8, 543, 27],
+]
+"""By layer and expert, as chapter 10's run counted them in its third and fourth step."""
+
+
+@picture("10-experts.svg")
+def experts() -> Figure:
+    """Draw the share of the choices of each expert, by layer."""
+    figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    image = axis.imshow([[count / 512 for count in row] for row in EXPERT_TOKENS], cmap="Blues", vmin=0, aspect="auto")
+    for layer, row in enumerate(EXPERT_TOKENS):
+        for expert, count in enumerate(row):
+            color = "white" if count > 1000 else "#222222"
+            axis.text(expert, layer, f"{count / 512:.2f}", ha="center", va="center", color=color)
+    axis.axvline(3.5, color=RED, linewidth=2)
+    axis.set(xlabel="expert (line: rank 0 | rank 1)", ylabel="layer", yticks=range(4), xticks=range(8))
+    figure.colorbar(image, label="times an even share")
     return figure
 
 
