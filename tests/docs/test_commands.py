@@ -24,8 +24,8 @@ RUN_SECONDS = 600
 PAGE_SECONDS = 1800
 """Limits for a hang; a page takes 10 to 90 s of processor time."""
 SHORT_RUN = {
-    "PHALANX_TRAINING__STEPS": "6",
-    "PHALANX_TRAINING__TOKENS_PER_STEP": "4096",
+    "PHALANX_TRAINING__STEPS": "5",
+    "PHALANX_TRAINING__TOKENS_PER_STEP": "2048",
     "PHALANX_TRAINING__PRECISION": "fp32",
     "PHALANX_EVALUATION__TOKENS": "512",
     "PHALANX_DATA__TRAIN": json.dumps([str(Path(json.__file__).parent)]),
