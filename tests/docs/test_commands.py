@@ -31,7 +31,7 @@ SHORT_RUN = {
     "PHALANX_DATA__TRAIN": json.dumps([str(Path(json.__file__).parent)]),
 }
 """Values of the run file of commands that train: the environment is stronger than the file, and weaker than --set."""
-TRAINS = re.compile(r"phalanx (train|bench) ")
+TRAINS = re.compile(r"phalanx (train|bench) (?!.*--print-config)")
 PROGRAM = re.compile(r"(\$ )?(phalanx|make|torchrun|python -m|pip|kubectl|sbatch|srun|sky) ")
 
 
