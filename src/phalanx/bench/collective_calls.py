@@ -1,4 +1,4 @@
-"""How training sends what a run's layout makes it send: over which groups of its mesh, and by which calls."""
+"""Collective calls as in training: the process groups of a run's mesh, and the functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from phalanx.spec.run import RunSpec
 
 
 def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.ProcessGroup | object:
-    """The group of this rank by which training sends so. All ranks must ask for the same ways in the same order: some
-    groups are made for it."""
+    """Return this rank's process group for a kind of collective.
+
+    All ranks must call this for the same kinds in the same order, because some groups are created by the call.
+    """
     hybrid = run.layout.data_parallel == "hsdp"
     match kind.group_kind:
         case "data":
@@ -54,7 +56,7 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
 
 
 def _all_reduce(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    if out is not sent:  # PyTorch's is in place
+    if out is not sent:  # PyTorch's broadcast is in place
         out.copy_(sent)
     dist.all_reduce(out, group=group)
 
@@ -82,4 +84,4 @@ COLLECTIVE_CALLS: dict[Operation, Call] = {
     "broadcast": _broadcast,
     "send": _ring_send,
 }
-"""As training calls them: on a CPU a reduce-scatter is an all-to-all and a sum."""
+"""Functions per operation, as in training. On a CPU a reduce-scatter is an all-to-all and a sum."""

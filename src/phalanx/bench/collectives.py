@@ -1,8 +1,10 @@
-"""A benchmark of collectives, by the conventions of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md): sizes that a
-run sends or a sweep of them, how long each takes over a real process group, and whether what arrives is right.
+"""Benchmark of collectives by the conventions of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
-A size S is of the whole tensor of an all-gather or a reduce-scatter, of what one rank holds for the others. Ranks send
-and receive around a ring. n is the number of ranks."""
+It times the sizes that a run sends, or a sweep of sizes, over a real process group, and verifies the results.
+
+A size S is that of the full tensor for an all-gather or a reduce-scatter, and that of one rank's data for others. Ranks
+send and receive around a ring. n is the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,25 @@ from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
-"""An operation: out, sent, among whom. `out` may be `sent`, or a part of it, or it of `out`, where that is in place."""
+"""An operation with arguments output, input and group. In place, the output is the input or one is part of the other.
+"""
 BufferMode = Literal["out_of_place", "in_place"]
 BUFFER_MODES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
 SCATTER_OPERATIONS = ("reduce_scatter", "all_to_all")
 REDUCE_OPERATIONS = ("all_reduce", "reduce_scatter")
 UNVERIFIABLE_IN_PLACE = ("all_to_all", "send")
-"""Whose results nobody can predict where they overwrite what is yet to be sent."""
+"""Operations whose results in place cannot be predicted, because they overwrite data that is still to be sent."""
 MODEL_STATE_GROUPS = ("data", "replicas", "same_experts", "expert_replicas", "servers")
-"""Who exchange parameters and gradients, and not activations."""
+"""Groups that exchange parameters and gradients instead of activations."""
 NUM_TEST_VALUES = 61
-"""Different numbers in what is sent to be checked: bf16 has all of them exactly."""
+"""Number of distinct test values; bf16 represents all of them exactly."""
 CHECK_CHUNK_ELEMENTS = 2**20
-"""Numbers that are checked at a time: whole tensors of what they should be would take more memory than they."""
+"""Elements that are verified at a time. Full tensors of expected values would exceed the memory of the results."""
 
 
 @dataclass(frozen=True)
 class CollectiveKind:
-    """An operation of torch.distributed among some of a run's ranks, in numbers of some kind."""
+    """An operation of torch.distributed in a group of a run's ranks at one precision."""
 
     operation: Operation
     group_kind: GroupKind
@@ -48,31 +51,31 @@ class CollectiveKind:
 
     @property
     def name(self) -> str:
-        """For people and files."""
+        """Name for people and files."""
         return f"{self.operation} among {self.group_kind}"
 
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """A way, and a size for it."""
+    """A kind of collective and a size."""
 
     kind: CollectiveKind
     ranks: int
-    """n, of each group."""
+    """Ranks per group (n)."""
     size_bytes: int
     calls: int
-    """In one update of the run, of the rank that calls it most; 0 of sizes that are only swept."""
+    """Maximum over ranks of the calls in one update of the run; 0 for sizes of a sweep only."""
 
 
 @dataclass(frozen=True)
 class CaseTiming:
-    """What one rank saw of a case."""
+    """Timing of a case on one rank."""
 
     group: tuple[int, ...]
     seconds: Mapping[BufferMode, list[float]]
-    """Of each iteration."""
+    """Seconds of each iteration."""
     wrong: Mapping[BufferMode, int | None]
-    """Numbers that did not arrive as they should; None where that cannot be said."""
+    """Number of wrong elements; None if they cannot be verified."""
 
 
 # -- which -------------------------------------------------------------------------------------------------------------
@@ -81,8 +84,10 @@ class CaseTiming:
 def collective_kinds_of_run(
     run: RunSpec, traffic: Mapping[str, list[Traffic]]
 ) -> dict[CollectiveKind, list[list[Traffic]]]:
-    """What a run sends (`traffic_by_group`) by kind of collective, for each role that sends so. What one rank receives
-    another sends."""
+    """Group the traffic of a run (`traffic_by_group`) by kind of collective, for each sending role.
+
+    A receive is the peer's send and is not counted.
+    """
     roles_by_kind: dict[CollectiveKind, list[list[Traffic]]] = {}
     for rows in traffic.values():
         rows_by_kind: dict[CollectiveKind, list[Traffic]] = {}
@@ -97,12 +102,15 @@ def collective_kinds_of_run(
 
 
 def _actual_group(group_kind: GroupKind) -> GroupKind:
-    """The ends of a pipeline talk over its group."""
+    """Return the group used for a kind: the ends of a pipeline communicate over its group."""
     return "pp" if group_kind == "ends" else group_kind
 
 
 def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
-    """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
+    """Return the precision in transit.
+
+    Gradients are reduced in the precision of the optimizer, unless the layout sets another.
+    """
     precision = run.training.precision
     layout = run.layout
     narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
@@ -117,8 +125,11 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
 def benchmark_cases(
     kind: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
 ) -> list[BenchmarkCase]:
-    """The sizes of its calls, of a row their mean, and those of a sweep, in order. What a rank sends for a call of
-    size S is S x `bus_factor`; sizes are rounded to whole numbers, equally many for each rank."""
+    """Return the sizes of a kind's calls (the mean of each row) and those of a sweep, in ascending order.
+
+    A rank sends S x `bus_factor` bytes for a call of size S. Sizes are rounded to an integer number of elements, equal
+    for all ranks.
+    """
     calls: dict[int, int] = dict.fromkeys((_round_size(kind, size, ranks) for size in sweep), 0)
     for rows in roles:
         role_calls: dict[int, int] = {}
@@ -141,13 +152,13 @@ def _bus_factor(operation: Operation, ranks: int) -> float:
 
 
 def bandwidths(case: BenchmarkCase, seconds: float) -> tuple[float, float]:
-    """algbw = S / t and busbw = algbw x f(n), in bytes per second."""
+    """Return algbw = S / t and busbw = algbw x f(n), in bytes per second."""
     algorithm = case.size_bytes / seconds
     return algorithm, algorithm * _bus_factor(case.kind.operation, case.ranks)
 
 
 def element_count(case: BenchmarkCase) -> int:
-    """nccl-tests' count: numbers of the whole, or of one rank's part of it where each has one."""
+    """Return nccl-tests' count: elements of the full tensor, or of one rank's part if ranks have parts."""
     numbers = case.size_bytes // TORCH_DTYPES[case.kind.precision].itemsize
     return numbers // case.ranks if case.kind.operation in (*SCATTER_OPERATIONS, "all_gather") else numbers
 
@@ -158,7 +169,7 @@ def element_count(case: BenchmarkCase) -> int:
 def time_case(
     case: BenchmarkCase, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int
 ) -> CaseTiming:
-    """Run a case on this rank; all of the group's ranks do at once."""
+    """Run a case on this rank; all ranks of the group call this at the same time."""
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:
@@ -173,7 +184,7 @@ def time_case(
 
 
 def _make_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Out and sent. In place one is the other, or this rank's part of it."""
+    """Return the output and input buffers. In place, one is the other, or this rank's part of it."""
     make = partial(torch.zeros, dtype=TORCH_DTYPES[case.kind.precision], device=device)
     count = element_count(case)
     operation = case.kind.operation
@@ -187,15 +198,17 @@ def _make_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torc
 
 
 def _fill_test_values(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
-    """What a rank sends to be checked: marks at every n-th place, from its own on, and zeros between, so that sums are
-    exact in any arithmetic and order."""
+    """Fill the input with test values: nonzero at every n-th index from the rank's own, zero elsewhere.
+
+    Sums of them are exact in any arithmetic and order.
+    """
     for begin in range(0, len(sent), CHECK_CHUNK_ELEMENTS):
         part = sent[begin : begin + CHECK_CHUNK_ELEMENTS]
         part.copy_(_test_values(_element_indices(part, begin), rank, case.ranks))
 
 
 def _count_wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
-    """Numbers of one call's result that are not as they should be."""
+    """Return the number of wrong elements in the result of one call."""
     rank = group.rank()
     out.fill_(-1)
     _fill_test_values(case, rank, sent)
@@ -216,7 +229,7 @@ def _test_values(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
 
 
 def _expected_values(case: BenchmarkCase, rank: int, indices: Tensor) -> Tensor:
-    """What this rank should have at some places of its result."""
+    """Return the expected values of this rank's result at some indices."""
     n = case.ranks
     count = element_count(case)
     match case.kind.operation:

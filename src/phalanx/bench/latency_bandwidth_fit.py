@@ -1,9 +1,10 @@
-"""Latency and bandwidth of an operation from a sweep of sizes, in one piece or two.
+"""Latency and bandwidth of an operation, fitted to a sweep of sizes with one or two linear pieces.
 
-A piece is a line, t = latency + size / bandwidth (alpha-beta; Hockney, Parallel Computing 20, 1994). Of two, t is the
-longer (a floor of latency, and then a link that is full), or the shorter (a library that changes to another algorithm
-where that is faster, as NCCL does for all-reduce). Errors are relative ones: a microsecond in ten counts as much as a
-millisecond in ten."""
+A piece is a line, t = latency + size / bandwidth (alpha-beta; Hockney, Parallel Computing 20, 1994). With two pieces, t
+is the maximum (a latency floor, then a saturated link), or the minimum (a library that switches to another algorithm
+when that is faster, as NCCL does for all-reduce). Errors are relative: a microsecond in ten counts as much as a
+millisecond in ten.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 WARN_ABOVE = 0.15
-"""A relative error above which a fit is doubtful."""
+"""Relative error above which a fit is doubtful."""
 MIN_SIZES_PER_PIECE = 3
-"""Sizes in a piece: any two lie on a line."""
+"""Minimum number of sizes in a piece, because any two points are on a line."""
 ROUNDING_ERROR = 1e-12
-"""A relative error that is rounding's."""
+"""Relative error that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,19 @@ class LinearPiece:
 
     latency_seconds: float
     seconds_per_byte: float
-    """0 where time does not grow with size."""
+    """Seconds per byte; 0 if time does not grow with size."""
 
 
 @dataclass(frozen=True)
 class PiecewiseFit:
-    """What times do over sizes. It says nothing about sizes beyond these, nor about groups of other ranks."""
+    """Fitted time as a function of size, valid only for the measured sizes and rank counts."""
 
     pieces: tuple[LinearPiece, ...]
     combination: Literal["max", "min"]
-    """Whether time is the longer or the shorter of the pieces."""
+    """Combination of the pieces: the maximum or the minimum of their times."""
     sizes_bytes: tuple[float, ...]
     residuals: tuple[float, ...]
-    """Of each size, predicted / measured - 1."""
+    """Predicted / measured - 1, for each size."""
 
     @property
     def mean_error(self) -> float:
@@ -50,20 +51,23 @@ class PiecewiseFit:
 
     @property
     def max_error(self) -> float:
-        """The largest of them."""
+        """Maximum of the residuals' absolute values."""
         return float(np.max(np.abs(self.residuals)))
 
     @property
     def is_poor(self) -> bool:
-        """Whether some size is further off than `WARN_ABOVE`."""
+        """True if the error of some size exceeds `WARN_ABOVE`."""
         return self.max_error > WARN_ABOVE
 
 
 def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> PiecewiseFit | None:
-    """The best of one line, and of two at every break between sizes, by relative squares. The second line's two
-    parameters and the break must pay for themselves (Bayesian information criterion; Schwarz, Ann. Statist. 6, 1978).
+    """Fit one line, or two lines with a break at any size, by relative least squares.
 
-    None for fewer than two sizes. Raises ValueError for a size or a time that is not above 0.
+    The two parameters of the second line and the break must improve the Bayesian information criterion (Schwarz, Ann.
+    Statist. 6, 1978). The result is None for fewer than two sizes.
+
+    Raises:
+        ValueError: A size or a time is not positive.
     """
     x = np.asarray(sizes_bytes, float)
     t = np.asarray(seconds, float)
@@ -84,7 +88,7 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
 
 
 def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
-    """The line of least relative squares; neither of its numbers is below 0."""
+    """Fit a line by relative least squares with nonnegative parameters."""
     scale = x.max()
     matrix = np.stack([1 / t, x / scale / t], axis=1)
     ones = np.ones_like(t)
@@ -112,7 +116,7 @@ def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[Linear
 
 
 def _information_criterion(fit: PiecewiseFit) -> float:
-    """n ln(mean square) + k ln n."""
+    """Return n ln(mean square) + k ln n."""
     count = len(fit.residuals)
     parameters = 3 * len(fit.pieces) - 1
     mean_square = max(float(np.mean(np.square(fit.residuals))), ROUNDING_ERROR**2)

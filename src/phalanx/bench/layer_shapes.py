@@ -1,6 +1,7 @@
-"""Matrix products and attention at the shapes that one rank of a run computes: which they are, and how long they take.
+"""Shapes of the matrix products and attention that one rank of a run computes.
 
-Shapes: B batch, T tokens, H heads, K head width; a product is of m rows with n outputs and k inputs."""
+Symbols: B batch, T tokens, H heads, K head width. A product has m rows, n outputs and k inputs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """A linear layer on one micro-batch: [m, k] times [k, n]; of experts, `batch` of them at once."""
+    """A linear layer on one micro-batch: [m, k] times [k, n]; for experts, `batch` of them in one call."""
 
     batch: int
     m: int
@@ -26,13 +27,13 @@ class MatmulShape:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass, and of each of the two products of the backward pass."""
+        """FLOPs of the forward pass, and of each of the two products of the backward pass."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention's own two products: queries of a rank with keys of all, or in a ring with those of one step."""
+    """The two products of attention: a rank's queries with all keys, or with those of one ring step."""
 
     batch: int
     heads: int
@@ -42,18 +43,20 @@ class AttentionShape:
     head_dim: int
     causal: bool
     masked: bool
-    """Documents do not see each other."""
+    """True if documents are masked from each other."""
     ring: bool = False
-    """A step of a ring, which keeps what its softmax was divided by."""
+    """True for a step of ring attention, which saves its softmax denominators."""
 
     @property
     def flops(self) -> int:
-        """Return FLOPs of the forward pass; pairs that a mask of documents hides are computed all the same."""
+        """FLOPs of the forward pass; pairs hidden by a document mask are computed too."""
         return self.flops_of_pairs(is_half=self.causal and not self.masked)
 
     def flops_of_pairs(self, is_half: bool) -> int:
-        """Return FLOPs of the forward pass, of all pairs of tokens or of half of them: 4 B H T T K (arXiv 2204.02311,
-        appendix B). The backward pass has twice as many."""
+        """Return FLOPs of the forward pass over all pairs of tokens or half of them: 4 B H T T K.
+
+        Source: arXiv 2204.02311, appendix B. The backward pass has twice as many.
+        """
         pairs = self.queries * self.keys // (2 if is_half else 1)
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
@@ -62,10 +65,12 @@ class AttentionShape:
 
 
 def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
-    """The products of a rank's forward pass on one micro-batch: which layers they are, and how often one rank does
-    them, at the place of the pipeline that does most. Experts are balanced, shares those of the rank with the largest.
+    """Return the products of a rank's forward pass on one micro-batch: their layers and counts.
 
-    Raises UserError if the layout cannot run on so many ranks.
+    The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the largest.
+
+    Raises:
+        UserError: The layout cannot run on `world_size` ranks.
     """
     tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
@@ -80,7 +85,7 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
 
 
 def _matmul_weights(run: RunSpec, tensors: RankTensors, stage: int) -> list[tuple[str, Shape]]:
-    """What multiplies at one place of the pipeline: matrices in blocks, and the head, which may be the embedding."""
+    """Return the matrices of a pipeline stage: those of blocks, and the head, possibly the embedding."""
     matrices = [(name, shape) for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1]
     head = lm_head_shape(run, tensors, stage)
     return matrices if head is None else [*matrices, ("head.weight", head)]
@@ -95,16 +100,18 @@ def _to_matmul_shape(run: RunSpec, name: str, shape: Shape, tokens: float) -> Ma
 
 
 def _layer_name(name: str) -> str:
-    """A parameter's name without what all have: "wq", "experts.gate"."""
+    """Return a parameter's name without the common part: "wq", "experts.gate"."""
     inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
     return inner.removeprefix("attention.").removeprefix("mlp.")
 
 
 def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]:
-    """Attention's parts in a rank's forward pass on one micro-batch, and how often one rank does them. A ring's first
-    step is causal; at the others half of the pairs are seen.
+    """Return the attention calls of a rank's forward pass on one micro-batch, with their counts.
 
-    Raises UserError if the layout cannot run on so many ranks.
+    The first step of a ring is causal; each other step has half of the pairs.
+
+    Raises:
+        UserError: The layout cannot run on `world_size` ranks.
     """
     spec = run.model
     layout = run.layout

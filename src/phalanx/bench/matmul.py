@@ -1,4 +1,4 @@
-"""Time the matrix products and the attention of one rank of a layout."""
+"""Benchmark of the matrix products and the attention of one rank of a layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Of each product median seconds and FLOP/s: forward, and of the gradients of its inputs and of its weights."""
+    """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients."""
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
@@ -47,7 +47,7 @@ def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device
 
 
 def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Return median seconds of each part of attention, forward and backward, by the kernels that the model runs."""
+    """Return median seconds of each part of attention, forward and backward, with the model's kernels."""
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
@@ -61,7 +61,7 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
 
 
 def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
-    """Return the passes of a block's attention; documents have a row each."""
+    """Return the passes of a block's attention, with one row per document."""
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     q = make(core.batch, core.queries, core.heads, core.head_dim)
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))

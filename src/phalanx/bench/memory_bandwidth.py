@@ -1,4 +1,4 @@
-"""Bandwidth of a device's memory: a copy and a triad over arrays larger than its caches (STREAM; McCalpin 1995)."""
+"""Memory bandwidth of a device: copy and triad of arrays larger than its caches (STREAM, McCalpin 1995)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from phalanx.bench.timing import time_calls
 
 CPU_SYSFS = Path("/sys/devices/system/cpu")
 MIN_ARRAY_BYTES = 16 * 2**20
-"""Of an array, where no cache is known, or it is small."""
+"""Minimum bytes of an array, used if the cache is unknown or small."""
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The last-level caches of a GPU, or of all CPUs of this machine; 0 where the system does not say."""
+    """Return the bytes of the last-level caches of a GPU, or of all CPUs of this machine; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = {
@@ -27,13 +27,19 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def array_bytes(cache: int, ranks: int) -> int:
-    """Of each array on one of `ranks` that share caches: together four times as large as these (STREAM's own rule)."""
+    """Return the bytes of each array on one of `ranks` ranks that share caches.
+
+    All arrays together are four times as large as the caches (STREAM's own rule).
+    """
     return max(MIN_ARRAY_BYTES, 4 * cache // ranks)
 
 
 def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[dict[str, Any]]:
-    """A copy (a = b) and a triad (a = b + 3 c) of arrays of so many bytes: median seconds, and bytes per second that
-    are read and written, as STREAM counts them: 2 and 3 arrays, not what a cache reads before it writes."""
+    """Measure a copy (a = b) and a triad (a = b + 3 c) of arrays of `size_bytes` bytes.
+
+    Returns median seconds, and bytes per second read and written as STREAM counts them: 2 and 3 arrays, without cache
+    reads before writes.
+    """
     a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
     calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}
     rows = []

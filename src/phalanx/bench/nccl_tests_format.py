@@ -1,5 +1,4 @@
-"""Results of collectives as nccl-tests writes them, in text and in JSON, for the tools that read either
-(NVIDIA/nccl-tests, src/util.cu)."""
+"""Results of collectives in the text and JSON formats of nccl-tests (NVIDIA/nccl-tests, src/util.cu)."""
 
 from __future__ import annotations
 
@@ -29,19 +28,19 @@ US_PER_SECOND = 1e6
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case over all ranks."""
+    """Result of a case over all ranks."""
 
     case: BenchmarkCase
     seconds_per_iteration: dict[BufferMode, list[float]]
-    """Seconds of each iteration on the rank that took longest."""
+    """Seconds of each iteration on the slowest rank."""
     seconds: dict[BufferMode, float]
-    """Of one call: the mean over iterations and ranks, as nccl-tests has it by default."""
+    """Seconds of one call: the mean over iterations and ranks, as nccl-tests reports by default."""
     wrong: dict[BufferMode, int | None]
-    """Numbers over all ranks."""
+    """Wrong elements over all ranks."""
 
 
 def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResult:
-    """What all ranks saw of a case as one result."""
+    """Merge the timings of all ranks of a case into one result."""
     iteration_seconds = {
         mode: np.max([timing.seconds[mode] for timing in timings], axis=0).tolist() for mode in BUFFER_MODES
     }
@@ -59,7 +58,7 @@ def _sum_known(wrong_counts: list[int | None]) -> int | None:
 
 
 def format_table(document: dict[str, Any]) -> str:
-    """A `document` as nccl-tests prints it, header to average."""
+    """Format a `document` as nccl-tests prints it, from the header to the average."""
     return "\n".join(
         [*_format_header(document["config"]), *map(_format_row, document["results"]), *_format_footer(document), "#"]
     )
@@ -103,7 +102,7 @@ def _format_timing(timing: dict[str, Any]) -> str:
 
 
 def _format_number(value: float, width: int) -> str:
-    """As many decimals as there is room for, two at most."""
+    """Format a number with as many decimals as the width permits, at most two."""
     digits = len(str(int(value))) if value >= 1 else 0
     decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
     if digits < width + 1:
@@ -129,9 +128,11 @@ def to_json_document(
     environment: dict[str, Any],
     devices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The results of one way, as one run of a program of nccl-tests would write them. `environment` has start_time,
-    end_time, args, env and nccl_version; `devices` rank, group, pid, hostname, device, device_hex and device_info of
-    every rank."""
+    """Return the results of one kind of collective, as one run of an nccl-tests program would write them.
+
+    `environment` has start_time, end_time, args, env and nccl_version; `devices` has rank, group, pid, hostname,
+    device, device_hex and device_info of every rank.
+    """
     sizes = [result.case.size_bytes for result in results]
     num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
     bus_bandwidths = [
@@ -172,7 +173,7 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
         "size": case.size_bytes,
         "count": element_count(case),
         "type": NCCL_TYPE_NAMES[case.kind.precision],
-        "redop": "sum" if operation in (*REDUCE_OPERATIONS, "send") else "none",  # as sendrecv_perf has it
+        "redop": "sum" if operation in (*REDUCE_OPERATIONS, "send") else "none",  # as in sendrecv_perf
         "root": f"{0 if operation == 'broadcast' else -1:6d}",
     }
     for mode in BUFFER_MODES:
@@ -189,7 +190,7 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
 
 
 def _statistics(us: Any) -> dict[str, Any]:
-    """Of the times of single iterations, in microseconds."""
+    """Return statistics of the iteration times in microseconds."""
     ordered = np.sort(us)
     count = len(us)
     p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))

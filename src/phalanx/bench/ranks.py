@@ -1,6 +1,9 @@
-"""`torchrun -m phalanx.bench.ranks RUN.toml --out FILE.json`: what the machine does for a run, by the run's ranks.
+"""Benchmark of a machine by the ranks of a run.
 
-Every rank computes at once, as in training, and the slowest counts."""
+Usage: `torchrun -m phalanx.bench.ranks RUN.toml --out FILE.json`.
+
+Every rank computes at the same time, as in training, and the slowest one counts.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
 RECORDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Of the environment, what may say why a figure is as it is."""
+"""Prefixes of environment variables that may explain a result."""
 IN_PLACE_OPERATIONS = ("all_reduce", "broadcast")
 """Operations that training calls in place."""
 Rows = list[dict[str, Any]]
@@ -63,9 +66,10 @@ Rows = list[dict[str, Any]]
 def run_benchmarks(
     run: RunSpec, device: torch.device, parts: Sequence[str], iterations: int, sweep: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """What all ranks found, on each of them. torch.distributed must be initialised where there are several.
+    """Run the benchmarks and return the results of all ranks, on each of them.
 
-    `parts` are some of PARTS; `sweep` are sizes in bytes for every collective, beside those that the run sends.
+    torch.distributed must be initialized if there are several ranks. `parts` are some of PARTS; `sweep` are sizes in
+    bytes for every collective, in addition to those that the run sends.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(run.layout, world_size, device.type)
@@ -90,7 +94,7 @@ def run_benchmarks(
 
 
 def _slowest_rank_rows(rows: Rows) -> Rows:
-    """Each time is that of the rank that takes longest, and each speed its."""
+    """Merge rows over ranks: each time is the maximum, with its speed."""
     return [_slowest_rank_row(rank_rows) for rank_rows in zip(*all_gather_objects(rows), strict=True)]
 
 
@@ -110,20 +114,23 @@ def _slowest_rank_row(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def benchmark_collectives(
     run: RunSpec, mesh: Mesh, device: torch.device, iterations: int, sweep: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Of each way that the run sends: its groups, what an update sends by it, results as of nccl-tests, and a fit."""
+    """Benchmark each kind of collective that the run sends.
+
+    The result has its groups, its traffic per update, results in the format of nccl-tests, and a fit.
+    """
     world_size = mesh.dims.world_size
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
     results = []
     for kind, rows in roles.items():
         started_at = _timestamp()
         group = process_group_for(run, mesh, kind)
-        # A server belongs to no group of other servers.
+        # A server is in no group of other servers.
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
         call = COLLECTIVE_CALLS[kind.operation]
         case_results = []
         for case in benchmark_cases(kind, rows, ranks, sweep=sweep):
-            dist.barrier()  # groups of a kind run beside each other, as they do in training
+            dist.barrier()  # groups of a kind run at the same time, as in training
             local_timing = (
                 time_case(case, call, local_group, device=device, iterations=iterations) if local_group else None
             )
@@ -162,8 +169,11 @@ def _kind_result(
 
 
 def fit_to_dict(fit: PiecewiseFit | None, seconds: Sequence[float], mode: BufferMode) -> dict[str, Any] | None:
-    """A fit for files, of the median over iterations of the slowest rank's time: a busy machine's mean says little. It
-    holds for these sizes, among as many ranks. None of a single size."""
+    """Return a fit to the median over iterations of the slowest rank's time, for files.
+
+    The mean is unreliable on a busy machine. The fit is valid for these sizes and this number of ranks; None for a
+    single size.
+    """
     if fit is None:
         return None
     return {
@@ -198,7 +208,7 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Where every rank is, for nccl-tests' list."""
+    """Return the device of every rank, for nccl-tests' list."""
     address = "cpu"
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
@@ -230,8 +240,10 @@ def _timestamp() -> str:
 
 
 def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
-    """What local ranks measure for a run; or the exit code, after printing why one failed. `options` are those of this
-    module, but for --out."""
+    """Launch local ranks that benchmark a run; return the results.
+
+    After a failure its cause is printed and the exit code returned. `options` are those of this module, without --out.
+    """
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
         directory = Path(folder)
@@ -244,6 +256,7 @@ def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[
 
 
 def main() -> None:
+    """Run the benchmarks of the command line on this rank."""
     parser = argparse.ArgumentParser("phalanx.bench.ranks", description="Measure the machine on this rank.")
     parser.add_argument("run", type=Path, help="a run file")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file that rank 0 writes")
@@ -254,7 +267,7 @@ def main() -> None:
 
 
 def rank_main(args: argparse.Namespace) -> int:
-    """Measure on this rank; returns the exit code."""
+    """Run the benchmarks on this rank and return the exit code."""
     try:
         run = load_run(args.run, environment={})
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)

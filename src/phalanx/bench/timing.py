@@ -1,4 +1,4 @@
-"""How long calls take on a device."""
+"""Time of calls on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 
 def time_calls(call: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
-    """Seconds of each of so many calls in a row, after one to warm up: by CUDA's events on a GPU, which does not wait
-    for the host between them, by the clock on a CPU."""
+    """Return the seconds of each of `iterations` consecutive calls, after one warm-up call.
+
+    On a GPU, CUDA events measure without waiting for the host between calls; on a CPU, the clock does.
+    """
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The `phalanx` command: one file per subcommand; each parses, calls one package, and prints."""
+"""The `phalanx` command: one file per subcommand, which parses, calls one package, and prints."""
 
 from __future__ import annotations
 
@@ -54,21 +54,24 @@ COMMANDS = [name for commands in PANELS.values() for name in commands]
 
 
 class LazyCommandGroup(TyperGroup):
-    """Commands whose files are imported when they are asked for, so that each starts without the others."""
+    """Command group that imports a command's file on demand, so that a command starts without the others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
         return COMMANDS
 
     def get_help_option(self, ctx: Any) -> Any:
+        """Return the option --help with a default that typer need not convert."""
         option = super().get_help_option(ctx)
         if option is not None:
-            option.default = False  # typer imports all of pydantic to learn what None is as a bool
+            option.default = False  # for None, typer would import pydantic to convert it to a bool
         return option
 
     listing = False
-    """Whether commands are asked for only to say in a line what each does."""
+    """True while commands are requested only for their one-line summaries."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help with one-line summaries."""
         self.listing = True
         try:
             super().format_help(ctx, formatter)
@@ -76,16 +79,19 @@ class LazyCommandGroup(TyperGroup):
             self.listing = False
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Parse the arguments, with usage errors as UserError."""
         with translate_usage_errors():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command, with usage errors as UserError."""
         with translate_usage_errors():
             return super().invoke(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, imported from its file unless only its summary is listed."""
         if cmd_name not in COMMANDS:
-            from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
+            from phalanx.spec.base import did_you_mean  # imports pydantic, which the help of a command does not need
 
             raise UserError("command", cmd_name, "is not known", fix=did_you_mean(cmd_name, COMMANDS))
         if self.listing:
@@ -128,14 +134,14 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes a message on stderr and exit code 2."""
+    """Run the command line; print a UserError to stderr and exit with 2."""
     try:
         app()
     except UserError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
-        if error.filename is None:  # no file: a process, or a socket
+        if error.filename is None:  # no file name: the error is about a process or a socket
             raise
         fix = "check its permissions, or name another"
         print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix=fix)}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""Text to token batches: corpus -> tokenizer -> indexed files -> loader. torch is never imported here."""
+"""Text to token batches: corpus -> tokenizer -> indexed files -> loader; without torch."""

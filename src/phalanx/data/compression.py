@@ -1,4 +1,4 @@
-"""Compressed text: recognized by its first bytes, whatever the name of the file."""
+"""Compressed text, recognized by its first bytes, whatever the file name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from phalanx.spec.extras import missing_package
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
-"""Errors of the file system, and of files that are truncated or damaged."""
+"""Errors of the file system, and of truncated or damaged files."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 def open_decompressed(path: str, field: str) -> BinaryIO:
-    """Open a file for reading; the bytes of a compressed one come decompressed.
+    """Open a file for reading, and decompress it if it is compressed.
 
-    Raises UserError (under `field`) if that needs a package that is not installed.
+    Raises:
+        UserError: A package that the compression needs is not installed; reported under `field`.
     """
     with open(path, "rb") as file:
         magic = file.read(6)
@@ -35,7 +36,11 @@ def open_decompressed(path: str, field: str) -> BinaryIO:
 
 
 def import_extra(module: str, field: str, source: str) -> Any:
-    """Import a module of the optional packages for data. Raises UserError if it is not installed."""
+    """Import a module of the optional packages for data.
+
+    Raises:
+        UserError: The module is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,6 +1,6 @@
-"""Megatron's .bin/.idx pair: all tokens in one flat file, and where each document begins in the other.
+r"""Megatron's .bin/.idx pair: all tokens in one flat file, and the start of each document in the other.
 
-The index, little-endian: magic "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences n
+The index, little-endian: magic "MMIDIDX\0\0" | u64 version 1 | u8 dtype code | u64 sequences n
 | u64 document entries d | int32 lengths [n], in tokens | int64 pointers [n], in bytes
 | int64 documents [d]: the first sequence of each document, then n.
 """
@@ -30,12 +30,12 @@ FIELD = "data.train"
 
 
 def token_dtype(vocab: int) -> np.dtype:
-    """The narrowest of Megatron's types for a vocabulary: uint16 below 65,500 ids, else int32."""
+    """Return the narrowest of Megatron's types for a vocabulary: uint16 below 65,500 ids, else int32."""
     return np.dtype(np.uint16 if vocab < UINT16_VOCAB else np.int32)
 
 
 def prefix_of(source: str) -> str | None:
-    """The prefix of the .bin/.idx pair that `source` names, suffix or not; None if it names none."""
+    """Return the prefix of the .bin/.idx pair that `source` names with or without suffix, else None."""
     path = os.path.expanduser(source)
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx"):
@@ -44,9 +44,9 @@ def prefix_of(source: str) -> str | None:
 
 
 class IndexedWriter:
-    """Writes a pair document by document, aside until all is there; a failure leaves nothing.
+    """Writer of a pair, document by document, to temporary files until it is complete.
 
-    Use as a context manager. Errors of the file system are raised as they are (OSError).
+    After a failure no file is left. Use as a context manager. Errors of the file system are raised unchanged (OSError).
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -59,7 +59,11 @@ class IndexedWriter:
         self._bin_file = open(f"{self._partial_prefix}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
 
     def add(self, ids: np.ndarray) -> None:
-        """Append a document's ids [tokens]. Raises ValueError if one does not fit the type of the file."""
+        """Append a document's ids [tokens].
+
+        Raises:
+            ValueError: An id does not fit the type of the file.
+        """
         if ids.size and (int(ids.max()) > self._max_token_id or int(ids.min()) < 0):
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
         self._bin_file.write(np.ascontiguousarray(ids, self.dtype).data)
@@ -85,7 +89,14 @@ class IndexedWriter:
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
-    """Write the .idx of documents that lie one after the other from `first` on; `lengths` [n], in tokens."""
+    """Write the .idx of contiguous documents.
+
+    Args:
+        path: The .idx file.
+        lengths: The length of each document in tokens [n].
+        dtype: The type of the tokens.
+        first: The position of the first document.
+    """
     starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
     code = next(code for code, token_type in DTYPES.items() if np.dtype(token_type) == dtype)
     with open(path, "wb") as file:
@@ -98,8 +109,10 @@ def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: i
 class IndexedDataset:
     """A memory-mapped pair: `tokens` [all], of which document i is tokens[offsets[i] : offsets[i + 1]].
 
-    Where several pairs were joined, `tokens` spans their .bin files.
-    Raises UserError (under `field`) if a file is missing, truncated, or not such a file.
+    If several pairs were joined, `tokens` spans their .bin files.
+
+    Raises:
+        UserError: A file is missing, truncated, or in another format; reported under `field`.
     """
 
     def __init__(self, prefix: str | Path, field: str = FIELD) -> None:
@@ -130,15 +143,18 @@ class IndexedDataset:
 
     @property
     def size(self) -> int:
-        """Tokens in all documents."""
+        """Number of tokens in all documents."""
         return int(self.offsets[-1] - self.offsets[0])
 
     def document(self, index: int) -> np.ndarray:
-        """The ids of document `index`, [tokens]."""
+        """Return the ids of document `index`, [tokens]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def fingerprint(self) -> str:
-        """A name for the content, wherever the files lie: from counts, and samples all over both files."""
+        """Return an identifier of the content that does not depend on the path.
+
+        It is computed from counts, and from samples throughout both files.
+        """
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
         first = int(self.offsets[0])
         last = int(self.offsets[-1])
@@ -148,7 +164,7 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def token_files(self) -> list[TokenFile]:
-        """The files and ranges that contain the tokens of all documents, in order."""
+        """Return the files and ranges that contain the tokens of all documents, in order."""
         first = int(self.offsets[0])
         last = int(self.offsets[-1])
         if isinstance(self.tokens, JoinedTokens):
@@ -189,7 +205,7 @@ def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarr
 def _offsets(
     prefix: str, field: str, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
 ) -> np.ndarray:
-    """Where each document begins in the flat file, in tokens: int64 [documents + 1]."""
+    """Return the start of each document in the flat file, in tokens: int64 [documents + 1]."""
     path = f"{prefix}.idx"
     sequences = len(lengths)
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
@@ -212,7 +228,7 @@ def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.n
         )
     if not num_tokens:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # memmap's own indexing is slow
+    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # direct indexing of a memmap is slow
 
 
 def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> JoinedTokens:
@@ -237,9 +253,12 @@ def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
 
 
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
-    """Make two pairs of one: the last `fraction` of its tokens as `tail`, the rest as `head`; none is copied.
+    """Split a pair into two: the last `fraction` of its tokens as `tail`, the other tokens as `head`.
 
-    Their tokens are links to the dataset's. Raises UserError if there are not two tokens to divide.
+    No token is copied: the new pairs have links to the dataset's tokens.
+
+    Raises:
+        UserError: The dataset has fewer than two tokens.
     """
     if dataset.size < 2:
         raise UserError(
@@ -257,12 +276,15 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
 
 
 def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
-    """Make one pair of several, the documents of one after those of another; no token is copied."""
+    """Join several pairs into one, with their documents in order; no token is copied."""
     dtype = np.result_type(*(dataset.tokens.dtype for dataset in datasets))
     write_index(f"{prefix}.idx", np.concatenate([np.diff(dataset.offsets) for dataset in datasets]), dtype)
     write_token_files(prefix, [file for dataset in datasets for file in dataset.token_files()])
 
 
 def _link_target(path: str, folder: Path) -> str:
-    """What a link in `folder` says: a name alone if the file is there too, so that the folder can be renamed."""
+    """Return the target of a link in `folder`.
+
+    For a file in the same folder it is a name only, so that the folder can be renamed.
+    """
     return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""Tokens of several .bin files as one array, which PREFIX.parts.json lists."""
+"""Tokens of several .bin files as one array; PREFIX.parts.json lists the files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class TokenFile:
 
 
 def read_token_files(prefix: str) -> list[TokenFile]:
-    """Return what `write_token_files` wrote."""
+    """Return the files that `write_token_files` listed."""
     return [TokenFile(**entry) for entry in json.loads(Path(f"{prefix}{PARTS_SUFFIX}").read_text())]
 
 
 def write_token_files(prefix: str | Path, files: Sequence[TokenFile]) -> None:
-    """Write the files whose tokens, one after the other, are those of a joined pair."""
+    """List the files of a joined pair in PREFIX.parts.json, in order."""
     Path(f"{prefix}{PARTS_SUFFIX}").write_text(json.dumps([asdict(file) for file in files], indent=1))
 
 

@@ -1,7 +1,7 @@
-"""Tokens to batches: documents shuffled, packed end to end and cut; the same batches at any number of ranks.
+"""Token batches from shuffled, packed and split documents; equal at any number of ranks.
 
-Symbols: B rows of a batch, T tokens of a sequence. An epoch is all documents in a shuffled order, one after
-another; its sequence s has inputs [sT, sT + T) and targets one further. What fills no sequence is dropped.
+Symbols: B rows of a batch, T tokens of a sequence. An epoch is the sequence of all documents in shuffled order. Its
+sequence s has inputs [sT, sT + T) and targets shifted by one. Tokens that do not fill a sequence are dropped.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from phalanx.spec.errors import UserError
 
 
 class StepLoader(Protocol):
-    """What gives the batch of a step: a Loader or a StreamingLoader."""
+    """Interface of the batches of steps: a TokenLoader or a StreamingLoader."""
 
     def step(self, number: int) -> Batch:
-        """This rank's rows of global step `number`."""
+        """Return this rank's rows of global step `number`."""
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the run is before step `step`, for a checkpoint."""
+        """Return the position of the run before step `step`, for a checkpoint."""
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Go on from a checkpoint's state; unless steps are `resized` they must be as large as there."""
+        """Resume from the state in a checkpoint.
+
+        The size of steps must be unchanged unless they are `resized`.
+        """
 
     def skip_steps(self, steps: int) -> None:
-        """Leave out the sequences of so many steps, from where the run goes on."""
+        """Skip the sequences of `steps` steps from the position at which the run resumes."""
 
 
 class TokenLoader:
-    """This rank's share of every global step, by random access: no state but the step number.
+    """Random access to the share of one rank in every global step.
 
-    Sequence i of step n is number g = n * sequences_per_step + i; g // sequences_per_epoch is its epoch. (After a
-    return with steps of another size, n counts from there.)
-    Raises UserError if the data does not fill one sequence.
+    The only state is the step number. Sequence i of step n is number g = n * sequences_per_step + i; g //
+    sequences_per_epoch is its epoch. (After a resume with steps of another size, n counts from there.)
+
+    Raises:
+        UserError: The data does not fill one sequence.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class TokenLoader:
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
     def step(self, number: int) -> Batch:
-        """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
+        """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
         sequence_indices = self._first_sequence(number) + self.rows
         epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
         return concat_batches([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
@@ -93,21 +98,22 @@ class TokenLoader:
         )
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the run is before step `step`, for a checkpoint (JSON-able)."""
+        """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
         epoch, position = divmod(self._first_sequence(step), self.sequences_per_epoch)
         tokens = self._first_sequence(step) * self.sequence
         return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self._identity}
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Go on from a checkpoint's state, after the last sequence that it had seen.
+        """Resume from the state in a checkpoint, after its last sequence.
 
-        Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
+        Raises:
+            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
         """
         check_resumable(self._identity, state, resized)
         self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
     def skip_steps(self, steps: int) -> None:
-        """Leave out the sequences of so many steps, from where the run goes on."""
+        """Skip the sequences of `steps` steps from the position at which the run resumes."""
         origin_step, origin_sequence = self._origin
         self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
 
@@ -122,15 +128,17 @@ class TokenLoader:
 
 
 def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
-    """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks], where ranks come
-    out unevenly one more for the first of them."""
+    """Return a rank's rows of a global batch: a contiguous block, int64 [sequences / ranks].
+
+    If the ranks do not divide the rows, the first ranks have one more each.
+    """
     rows_per_rank, remainder = divmod(sequences, ranks)
     start = rank * rows_per_rank + min(rank, remainder)
     return np.arange(start, start + rows_per_rank + (rank < remainder))
 
 
 def concat_batches(batches: list[Batch]) -> Batch:
-    """The rows of several batches, one after the other."""
+    """Concatenate the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
     starts = None
@@ -142,8 +150,10 @@ def concat_batches(batches: list[Batch]) -> Batch:
 
 
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
-    """Raise UserError at the first value of `identity` that a checkpoint's state has otherwise; the size of steps may
-    differ if they are `resized`."""
+    """Raise UserError for the first value of `identity` that differs from the checkpoint's.
+
+    The size of steps may differ if they are `resized`.
+    """
     fields = {
         "seed": "training.seed",
         "sequence": "training.seq_len",
@@ -156,7 +166,7 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         if name == "recipe":
             problem = "is split otherwise than when the checkpoint was made, by an older version of Phalanx"
             raise UserError("data", None, problem, fix="resume with that version, or start a new run")
-        if name not in fields:  # a number that says nothing to anybody
+        if name not in fields:  # a value without meaning to users
             problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
             raise UserError("data", None, problem, fix=fix)
         saved_value = state.get(name)
@@ -174,11 +184,13 @@ def evaluation_batches(
     limit_tokens: int = 0,
     mask_documents: bool = True,
 ) -> Iterator[Batch]:
-    """The held-out tokens once, in order: batches of this rank, [sequences_per_batch, T].
+    """Yield batches of this rank with each held-out token once, in order: [sequences_per_batch, T].
 
-    Every token but the first is a target exactly once over all ranks; `limit_tokens` > 0 stops after so many.
-    All ranks get the same number of batches; the rest of the last ones has targets of -100.
-    Raises UserError if there is nothing to evaluate on.
+    Every token but the first is a target exactly once over all ranks. `limit_tokens` > 0 limits their number. All ranks
+    get the same number of batches; the remainder of the last ones has targets of -100.
+
+    Raises:
+        UserError: There are no held-out tokens.
     """
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
@@ -207,9 +219,10 @@ def evaluation_batches(
 
 
 def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-    """The batches of steps first_step..last_step - 1, up to `depth` prepared ahead in a background thread.
+    """Yield the batches of steps first_step..last_step - 1 from a background thread.
 
-    An error in the thread is raised where the batch would have come. Closing the generator ends the thread.
+    The thread prepares up to `depth` batches ahead. Its errors are raised in place of the batch. Closing the generator
+    ends the thread.
     """
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
     free_slots = threading.Semaphore(depth)

@@ -1,4 +1,4 @@
-"""Pack documents into rows of equal length."""
+"""Packing of documents into rows of equal length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.data.joined_tokens import JoinedTokens
 
 IGNORE_INDEX = -100
-"""The target of a position that has none; torch's cross_entropy leaves it out."""
+"""Target of a position without a target; torch's cross_entropy ignores it."""
 
 
 def pack_rows(
@@ -20,17 +20,17 @@ def pack_rows(
     seq_len: int,
     mask: bool,
 ) -> Batch:
-    """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
+    """Build rows from a stream of documents that are located elsewhere in `tokens`.
 
-    Document d takes the stream from begins[d] to begins[d + 1] (int64 [documents + 1]); stream position p of
-    it is tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] on
-    (int64 [B]). `mask` asks for `starts`.
+    Document d is the stream from begins[d] to begins[d + 1] (int64 [documents + 1]); stream position p of it is
+    tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] (int64 [B]). `mask`
+    requests `document_starts`.
     """
     rows = len(first)
     width = seq_len + 1
     first_document = np.searchsorted(begins, first, side="right") - 1
     last_document = np.searchsorted(begins, first + seq_len, side="right") - 1
-    # A piece is the part of one document that is in one row; all rows' pieces lie one after the other.
+    # A piece is the part of one document in one row; the pieces of all rows are concatenated.
     pieces = last_document - first_document + 1
     row = np.repeat(np.arange(rows), pieces)
     document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - first_document, pieces)
@@ -47,10 +47,10 @@ def pack_rows(
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:
-    """Return where each document begins in the B x T tokens of a batch, and their number, int32 [N + 1].
+    """Return the document boundaries in the B x T tokens of a batch, int32 [N + 1]; the last is B x T.
 
     Args:
-        document_starts: For each position, where in its row its document begins, [B, T].
+        document_starts: For each position, the start of its document in its row, [B, T].
     """
     (begins,) = (document_starts == np.arange(document_starts.shape[1])).ravel().nonzero()
     return np.append(begins, document_starts.size).astype(np.int32)
@@ -58,18 +58,18 @@ def document_bounds(document_starts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of one epoch."""
+    """Order of one epoch."""
 
     document_starts: np.ndarray
-    """Where each document of the shuffled stream begins, int64 [documents + 1]."""
+    """Start of each document in the shuffled stream, int64 [documents + 1]."""
     shifts: np.ndarray
-    """What leads from a position in the stream to one in the file, int64 [documents]."""
+    """Offset from a position in the stream to the position in the file, int64 [documents]."""
     order: np.ndarray
-    """The order in which its sequences are seen, int64 [sequences]."""
+    """Order of the sequences, int64 [sequences]."""
 
 
 def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
-    """The order of epoch `epoch`; `offsets` int64 [documents + 1] is where documents begin in the file."""
+    """Shuffle epoch `epoch`; `offsets` int64 [documents + 1] are the document starts in the file."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)
@@ -80,9 +80,11 @@ def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> E
 
 @dataclass(frozen=True)
 class Batch:
+    """Rows of packed tokens with their targets."""
+
     tokens: np.ndarray
     """Inputs, int64 [B, T]."""
     targets: np.ndarray
-    """The token after each input, int64 [B, T]; -100 where there is none."""
+    """Next token of each input, int64 [B, T]; -100 if there is none."""
     document_starts: np.ndarray | None
-    """For each position, where in its row its document begins, int32 [B, T]; None: plain causal attention."""
+    """For each position, the start of its document in its row, int32 [B, T]; None: plain causal attention."""

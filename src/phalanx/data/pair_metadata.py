@@ -1,4 +1,4 @@
-"""PREFIX.meta.json beside a .bin/.idx pair: which tokenizer made its tokens."""
+"""PREFIX.meta.json next to a .bin/.idx pair: the tokenizer of its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS_KEY = "tokens_fingerprint"
 
 
 def write_pair_metadata(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Write which tokenizer made the tokens of a pair."""
+    """Write the tokenizer of a pair's tokens to PREFIX.meta.json."""
     metadata = {
         TOKENIZER_KEY: tokenizer.fingerprint(),
         VOCAB_KEY: tokenizer.vocab,
@@ -28,7 +28,7 @@ def write_pair_metadata(prefix: str | Path, tokenizer: Tokenizer) -> None:
 
 
 def read_pair_metadata(dataset: IndexedDataset) -> dict[str, str] | None:
-    """Return which tokenizer made the tokens of a pair; None where no file says so, or one of other tokens."""
+    """Return the recorded tokenizer of a pair; None if no file records it, or if the tokens have changed."""
     with suppress(OSError, ValueError, TypeError):
         metadata = dict(json.loads(Path(f"{dataset.prefix}{METADATA_SUFFIX}").read_text()))
         if TOKENIZER_KEY in metadata and metadata.get(TOKENS_KEY) == dataset.fingerprint():

@@ -1,4 +1,4 @@
-"""From a DataSpec to token files on disk: train and held-out text, tokenized once and kept in the cache."""
+"""Token files for a DataSpec: train and held-out text, tokenized once and cached."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ STREAMING_HELD_OUT_DOCUMENTS = 1000
 
 @dataclass(frozen=True)
 class PreparedData:
+    """Files that training reads."""
+
     train: str
-    """Prefix of the .bin/.idx pair to train on; "" where data.streaming tokenizes during training."""
+    """Prefix of the .bin/.idx pair to train on; "" if data.streaming tokenizes during training."""
     held_out: str
     """Prefix of the pair to evaluate on."""
     tokenizer: str
@@ -54,11 +56,11 @@ class PreparedData:
 
 
 def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
-    """Tokenize what `data` describes, unless an earlier run did.
+    """Tokenize the text of `data`, unless the cache has it.
 
-    The cache's key is the paths, names, sizes and times of all files (of a dataset on the hub, the name only), the
-    tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
-    at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
+    The cache's key is the paths, names, sizes and times of all files (the name only of a dataset on the hub), the
+    tokenizer and the split. An entry is written to a temporary folder and renamed; of concurrent runs the first wins.
+    Raises UserError for errors of the sources, the tokenizer or the cache.
     """
     check_sources(data)
     cache = Path(data.cache).expanduser()
@@ -74,7 +76,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
                 shutil.rmtree(temp_folder, ignore_errors=True)
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
-    # A pair of the user's is read where it lies, but for its end where that is held out.
+    # A pair of the user's is read in place, except for a held-out end.
     train_pairs = indexed_prefixes(data.train, "data.train") if data.held_out else []
     held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
     train = train_pairs[0] if len(train_pairs) == 1 else str(final_folder / "train")
@@ -83,7 +85,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 
 
 def check_sources(data: DataSpec) -> None:
-    """Look at every source and the tokenizer, quickly. Raises UserError for the first that cannot work."""
+    """Check every source and the tokenizer quickly. Raises UserError for the first invalid one."""
     tokenizer = tokenizer_without_training(data)
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         if not sources and field == "data.held_out":
@@ -109,13 +111,13 @@ def check_sources(data: DataSpec) -> None:
 
 
 def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if the tokens of a pair are known to be of another tokenizer, or have other ids than it."""
+    """Raise UserError if the tokens of a pair have another tokenizer or ids outside its vocabulary."""
     check_pair_tokenizer(dataset, tokenizer, field)
     check_vocabulary(dataset, tokenizer, field)
 
 
 def describe_unchecked_pairs(data: DataSpec) -> str | None:
-    """Return a line about the pairs of which no file says which tokenizer made them; None if there are none."""
+    """Return a line about the pairs without a recorded tokenizer; None if there are none."""
     prefixes = [*indexed_prefixes(data.train, "data.train"), *indexed_prefixes(data.held_out, "data.held_out")]
     unchecked = [prefix for prefix in prefixes if read_pair_metadata(IndexedDataset(prefix)) is None]
     if not unchecked:
@@ -128,7 +130,7 @@ def describe_unchecked_pairs(data: DataSpec) -> str | None:
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if a token is no id of the tokenizer; of a large dataset, samples are looked at."""
+    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled."""
     size = len(dataset.tokens)
     if size > MAX_FULL_CHECK_TOKENS:
         sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
@@ -146,7 +148,7 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
 
 
 def _check_overlap(data: DataSpec) -> None:
-    # Of pairs by their indices: two may have separate documents of one .bin file.
+    # Pairs are compared by their indices: two may have separate documents of one .bin file.
     train_files = _list_files(data.train, "data.train", (".idx",))
     train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
     for source_file in _list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
@@ -157,10 +159,10 @@ def _check_overlap(data: DataSpec) -> None:
 
 
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
-    """Return the prefixes of .bin/.idx pairs that `sources` name, in their order; none if they are text.
+    """Return the prefixes of the .bin/.idx pairs in `sources`, in order; none for text.
 
-    A pair that several sources name, as its .bin and its .idx file, is there once; a source that is given twice counts
-    twice. Raises UserError if `sources` name pairs and text.
+    A pair whose .bin and .idx are both named counts once; a source that is named twice counts twice. Raises UserError
+    if `sources` name pairs and text.
     """
     paths = [(source, path) for source in sources for path in _expand_pattern(source)]
     pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
@@ -177,7 +179,7 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
 
 
 def _expand_pattern(source: str) -> list[str]:
-    """Return the pairs that a pattern matches, and its other files; a source without pairs as it is."""
+    """Return the pairs that a pattern matches, and its other files; a source without pairs unchanged."""
     path = os.path.expanduser(source)
     if not glob.has_magic(source) or os.path.exists(path):
         return [source]
@@ -197,19 +199,16 @@ def _list_files(
 
 
 def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
-    """The tokenizer, if it can be had without the text; None where it is made from that.
-
-    Raises UserError if it is a file that is no tokenizer.
-    """
+    """Return the tokenizer if it needs no training, else None. Raises UserError for an invalid file."""
     if data.tokenizer == "bpe":
         return None
     return byte_tokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
 
 
 def _training_texts(data: DataSpec) -> Iterator[str]:
-    """Training text, its files in the order of their hashes, so that its beginning is a sample of it all.
+    """Yield training text, its files in the order of their hashes, so that its start is a sample.
 
-    Where every document would be held out by name, the end of the text is instead: then it is all documents.
+    If every document would be held out by name, the end of the text is held out instead: then it is all documents.
     """
     source_files = sorted(
         list_source_files(data.train),
@@ -275,15 +274,14 @@ def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out
 
 
 def _carry_metadata(sources: Sequence[str], tokenizer: Tokenizer, *prefixes: Path) -> None:
-    """Write the tokenizer beside pairs that were made of others, if it is known of all of these: `check_sources` has
-    compared them with it."""
+    """Write the tokenizer next to derived pairs if all sources record it, which `check_sources` compared."""
     if all(read_pair_metadata(IndexedDataset(source)) for source in sources):
         for prefix in prefixes:
             write_pair_metadata(prefix, tokenizer)
 
 
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
-    """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
+    """Hold documents out by name; if that selects none or all, hold out the end of the text."""
     prefixes = [folder / "train", folder / "held_out"]
     train_documents = documents(data.train, data.text_key)
     counts = write_indexed_pairs(
@@ -302,7 +300,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
 
 
 def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
-    """The first held-out documents only: a stream may be endless."""
+    """Write only the first held-out documents, because a stream may be endless."""
     held_out = (document for document in documents(data.train, data.text_key) if _is_held_out(data, document))
     (counts,) = write_indexed_pairs(
         islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress

@@ -1,4 +1,4 @@
-"""Text, in a fixed order: files, globs, JSON records, Parquet, Hugging Face datasets, or the Python library."""
+"""Text documents in a fixed order from files, globs, JSON, Parquet, Hugging Face or the Python library."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.spec.errors import UserError
 
 FIELD = "data.train"
 RECIPE_VERSION = 5
-"""Raise it when the same text would give other documents or tokens: it is part of the cache's key."""
+"""Part of the cache's key. Increase it when the same text would give other documents or tokens."""
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
 Kind = Literal["unknown", "text", "json", "json_lines", "parquet", "hf"]
 JSON_LIKE_CODE = ".cjs .js .jl .jsx .mjs .php .py .pyi .pyw .r .rb .ts .tsx .yaml .yml"
-"""Suffixes of languages in which a JSON record is a statement: such a file is code, never records."""
+"""Suffixes of languages in which a JSON record is a statement. Such a file is code, never records."""
 KIND_OF_SUFFIX: dict[str, Kind] = {
     **dict.fromkeys(JSON_LIKE_CODE.split(), "text"),
     ".json": "json",
@@ -38,29 +38,31 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Document:
+    """A document with its name."""
+
     name: str
-    """What it is held out by: the name of its file, and for a record of one `file:number` (from 1)."""
+    """Name by which it is held out: that of its file, or `file:number` (from 1) for a record."""
     text: str
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A piece of a corpus that is opened as one: a file, or a Hugging Face dataset."""
+    """A source that is opened as one: a file, or a Hugging Face dataset."""
 
     kind: Kind
     path: str
     name: str
-    """The path relative to the root of its source, so that it is the same wherever the source lies."""
+    """Path relative to the root of its source, so that it does not depend on the root's location."""
     size: int = 0
     """Bytes of the file or files; 0 for a dataset on the hub."""
     mtime_ns: int = 0
-    """When it was changed, in ns."""
+    """Modification time in ns."""
     is_explicit: bool = False
-    """Whether the user named this very file; one that a directory or glob brought is skipped if binary."""
+    """Set for a file that the user named. A file from a directory or glob is skipped if it is binary."""
 
 
 def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
-    """Every document with text in it, source after source, the files of a directory sorted by path.
+    """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
     Raises UserError (under `field`) for a source missing or unreadable, a bad line, or no text at all.
     """
@@ -76,13 +78,13 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether the document of this name is held out: the same answer in every run and on every machine."""
+    """Return whether the document of this name is held out, equally in every run and on every machine."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
-    """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
+    """List the files and datasets of `sources`. Raises UserError for one that does not exist."""
     if not sources:
         raise UserError(field, list(sources), "names no source", fix='name a file, a directory, a glob, or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
@@ -121,7 +123,7 @@ def _glob_root(pattern: str) -> str:
 
 
 def _hf_source(source: str) -> SourceFile:
-    """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
+    """Return a dataset with its size and time on disk; for one on the hub only the name is known."""
     path = os.path.expanduser(source[3:])
     files = [os.stat(file) for file in _walk(path)]
     size = sum(file.st_size for file in files)
@@ -140,7 +142,7 @@ def _walk(root: str) -> list[str]:
 
 
 def _source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
-    """A file below `root`, named as it lies there: a link by its own name, for that of its target may be a hash."""
+    """Return a file below `root`; a link has its own name, because that of its target may be a hash."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -158,7 +160,7 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
-    """The documents of one part, in its order; the empty ones too, so that their numbers stay.
+    """Yield the documents of one file in order, with the empty ones, so that numbers stay stable.
 
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
     """
@@ -177,13 +179,13 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
 
 
 def _read_by_content(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    """Read JSON records if the file has them, otherwise its text. Where half of the first lines are records, all must
-    be: a comment above them, or a damaged line, would make the file one document with all its braces."""
+    """Read JSON records if at least half of the first lines are records, otherwise text."""
     with open_decompressed(source_file.path, field) as file:
         beginning = file.read(BINARY_PROBE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     may_be_json = beginning[:1] in (b"{", b"[")
     lines = [line for line in beginning.splitlines() if line.strip()]
     num_records = sum(_is_record(_parse_json(line), text_key) for line in lines)
+    # All lines must then be records: a comment above them, or a damaged line, would make the file one document.
     if 2 * num_records >= len(lines) and num_records > 1:
         yield from _read_json_lines(source_file, text_key, field)
     else:
@@ -211,8 +213,10 @@ def _decode(raw: bytes) -> str:
 
 
 def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    """Read the records of a file: JSON lines, an array, or one. Anything else is text, unless the user named this very
-    file and it must be JSON: by its suffix, or for its first two lines."""
+    """Read the records of a file: JSON lines, an array, or one record.
+
+    Other content is text, unless the user named the file and it must be JSON by its suffix or its first two lines.
+    """
     with open_decompressed(source_file.path, field) as file:
         rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
     are_lines = bool(rows) and all(isinstance(row, dict) for row in rows)
@@ -235,12 +239,12 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
 
 
 def _is_record(row: Any, text_key: str) -> bool:
-    """Return whether a row is a record, perhaps without text, and not an object of another kind of file."""
+    """Return whether a row is a record, possibly without text, and not an object of another kind of file."""
     return isinstance(row, dict) and text_key in row and isinstance(row[text_key], str | None)
 
 
 def _parse_json(raw: bytes) -> Any:
-    """Return a JSON value, None if it is not JSON."""
+    """Return a JSON value; None if the text is not JSON."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
@@ -284,7 +288,7 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     parquet = import_extra("pyarrow.parquet", field, source_file.path)
     try:
         file = parquet.ParquetFile(source_file.path)
-    except ValueError as error:  # ArrowInvalid is one
+    except ValueError as error:  # includes ArrowInvalid
         raise UserError(field, source_file.path, f"is not Parquet: {error}", fix="write the file again") from None
     with file:
         names = file.schema_arrow.names
@@ -313,7 +317,7 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = rows["train"] if isinstance(rows, dict) else rows
         else:
             rows = datasets.load_dataset(source_file.path, split="train")
-    except Exception as error:  # whatever a hub, a script or a cache may raise
+    except Exception as error:  # a hub, a script or a cache may raise anything
         raise UserError(
             field, source, f"cannot be loaded: {error}", fix="check the name, and that it has a train split"
         ) from None

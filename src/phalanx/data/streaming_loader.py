@@ -1,8 +1,7 @@
-"""Tokenizing while training: the same interface as Loader, forward only, and exact to resume.
+"""Loader that tokenizes during training: TokenLoader's interface, forward only, with exact resume.
 
-Every rank reads and tokenizes all text and keeps its own rows, so that global batches are the same at any
-number of ranks. Files (or datasets) come in a shuffled order, the documents of one in its own; sequences are
-not shuffled.
+Every rank reads and tokenizes all text and keeps its own rows, so that global batches are equal at any number of ranks.
+Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled.
 """
 
 from __future__ import annotations
@@ -38,24 +37,27 @@ MAX_SAVED_STATES = 64
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """A place in the stream."""
+    """A position in the stream."""
 
     epoch: int = 0
     part: int = 0
-    """Number in the epoch's order of files."""
+    """Index in the epoch's order of files."""
     document: int = 0
-    """Number in that file."""
+    """Index of the document in that file."""
     offset: int = 0
-    """Token in that document."""
+    """Index of the token in that document."""
     position: int = 0
-    """Sequences already cut from this epoch."""
+    """Number of sequences already taken from this epoch."""
 
 
 class StreamingLoader:
-    """This rank's share of every global step, in order. What `data.held_out_fraction` holds out is left out.
+    """Sequential access to the share of one rank in every global step, without held-out documents.
 
-    An epoch's end that does not fill a sequence is dropped. Raises UserError for bad text when it gets there,
-    and if all text together does not fill a sequence.
+    `data.held_out_fraction` selects the held-out documents. Tokens at an epoch's end that do not fill a sequence are
+    dropped.
+
+    Raises:
+        UserError: A text that the stream reaches is invalid, or all text together does not fill a sequence.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class StreamingLoader:
         self._seek(0, StreamPosition())
 
     def step(self, number: int) -> Batch:
-        """This rank's rows of global step `number`: [sequences_per_step / ranks, T].
+        """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
-        Raises ValueError if it is not the next step.
+        Raises:
+            ValueError: It is not the next step.
         """
         if number != self._next_step:
             raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next_step}")
@@ -95,25 +98,27 @@ class StreamingLoader:
         return _batch(rows, self.sequence, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the run is before step `step`, for a checkpoint (JSON-able).
+        """Return the position of the run before step `step`, for a checkpoint (JSON-able).
 
-        Raises ValueError if the stream is not there yet, or left it long ago.
+        Raises:
+            ValueError: The stream has not reached the step, or has passed it long ago.
         """
         if step not in self._states:
             raise ValueError(f"step {step} is not among those that the stream remembers: {sorted(self._states)}")
         return self._states[step]
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Go on from a checkpoint's state, reading no earlier file again.
+        """Resume from the state in a checkpoint, without reading earlier files again.
 
-        Raises UserError if it was made with other data, or data cut or shuffled otherwise; steps may be `resized`.
+        Raises:
+            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
         """
         check_resumable(self._identity, state, resized)
         cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
         self._seek(int(state["step"]), cursor, int(state["tokens"]))
 
     def skip_steps(self, steps: int) -> None:
-        """Leave out the sequences of so many steps, from where the run goes on."""
+        """Skip the sequences of `steps` steps from the position at which the run resumes."""
         sequences = steps * self.sequences_per_step
         for _ in range(sequences):
             self._next_sequence(False)
@@ -146,7 +151,7 @@ class StreamingLoader:
         self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
     def _next_sequence(self, wanted: bool) -> list[np.ndarray] | None:
-        """The next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
+        """Return the next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
         num_tokens = self.sequence + 1
         while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
@@ -159,7 +164,7 @@ class StreamingLoader:
         self._position += 1
         self._num_buffered_tokens -= self.sequence
         self._skip += self.sequence
-        # The last target is the next sequence's first input, so its document stays.
+        # The last target is the next sequence's first input, so its document is kept.
         while self._skip >= len(self._buffer[0].ids):
             self._skip -= len(self._buffer.popleft().ids)
         return row
@@ -189,7 +194,7 @@ class StreamingLoader:
         self._pieces = self._read(self._start)
 
     def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
-        """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
+        """Yield the tokenized documents with end tokens from the cursor to the end of its epoch."""
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._source_files))
         locations: deque[tuple[int, int]] = deque()
 
@@ -221,10 +226,12 @@ class StreamingLoader:
 
 @dataclass(frozen=True)
 class DocumentPiece:
+    """Tokens of a document in the stream."""
+
     part: int
     document: int
     ids: np.ndarray
-    """The document's ids and the end token, int32 [tokens]."""
+    """Ids of the document and the end token, int32 [tokens]."""
 
 
 def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:

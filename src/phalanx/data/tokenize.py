@@ -1,7 +1,7 @@
-"""Documents through a tokenizer into .bin/.idx pairs.
+"""Tokenization of documents into .bin/.idx pairs.
 
-`tokenizers` encodes a batch in threads of its own and without the interpreter's lock, so one process is
-enough for about ten cores: reading, encoding and writing overlap, and take under 0.1 us per token beside the encoding.
+`tokenizers` encodes a batch in threads of its own without the interpreter's lock, so one process is sufficient for
+about ten cores. Reading, encoding and writing overlap, and take under 0.1 us per token in addition to encoding.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from phalanx.spec.errors import UserError
 CHUNK_CHARACTERS = 4_000_000
 PIECE_CHARACTERS = 1_000_000
 
-# One for the process. With its own, a generator that nobody finished would join a thread when it is collected, and
-# the collector may run where a thread is being started, whose locks that join needs.
+# One per process. A pool per generator would be joined when an unfinished generator is collected. The collector may
+# run while a thread is being started, whose locks that join needs.
 ENCODE_POOL = ThreadPoolExecutor(1, "phalanx-encode")
 
 
 @dataclass(frozen=True)
 class TokenizationCounts:
-    """What has been written."""
+    """Counts of written text and tokens."""
 
     documents: int = 0
     tokens: int = 0
@@ -45,7 +45,10 @@ Progress = Callable[[TokenizationCounts], None]
 
 
 def limit_threads(workers: int) -> None:
-    """Let `tokenizers` use so many threads (0: one per core). This is its only switch, read once."""
+    """Limit the threads of `tokenizers` (0: one per core).
+
+    The library has no other setting, and reads this one once.
+    """
     if workers > 0:
         os.environ["RAYON_NUM_THREADS"] = str(workers)
 
@@ -53,7 +56,10 @@ def limit_threads(workers: int) -> None:
 def tokenize_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
+    """Yield each document with its ids, int32 [tokens], without end token.
+
+    Documents are in order and encoded in batches of `chunk` characters.
+    """
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _group_documents(documents, chunk):
         pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer)))
@@ -72,10 +78,10 @@ def write_indexed_pairs(
     end: bool = True,
     progress: Progress | None = None,
 ) -> list[TokenizationCounts]:
-    """Write every document to the pair that `choose` says, with the end token if `end`; what went to each.
+    """Write every document to the pair that `choose` selects; return the counts of each pair.
 
-    Beside each pair a file names the tokenizer.
-    A failure leaves the prefixes as they were. Errors of the file system are raised as they are (OSError).
+    A file next to each pair records the tokenizer. `end` appends the end token. After a failure, files at the prefixes
+    are unchanged. Errors of the file system are raised unchanged (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
     end_tokens = np.array([tokenizer.end] if end else [], np.int32)
@@ -102,7 +108,7 @@ def write_indexed_pairs(
 
 
 def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
-    """What to tell the user when writing under `path`, which `field` names, has failed."""
+    """Return the error for a failed write under `path`, which `field` names."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(field, str(path), "its disk is full", fix="free some space, or name another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -146,9 +152,9 @@ def _encode_group(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.nd
 
 
 def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
-    """A long text in pieces of about `size` characters, each but the last ending a line, or else a word.
+    """Split a long text into pieces of about `size` characters, at the end of a line or else a word.
 
-    One text is encoded by one thread, in a hundred times its size of memory: too much for a whole corpus.
+    One text is encoded by one thread, in a hundred times its size of memory, which is too much for a large corpus.
     """
     pieces = []
     start = 0

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face `tokenizers` file, or plain bytes."""
+"""Tokenizer between text and token ids: a Hugging Face `tokenizers` file, or plain bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 FIELD = "data.tokenizer"
 
-# A pretoken is a line with the indent of the next, so that merges reach over words ("if not ", "):\n        "), as in
+# A pretoken is a line with the indent of the next, so that merges span words ("if not ", "):\n        "), as in
 # SuperBPE (arXiv 2503.13423). At a vocabulary of 2048, the library's held-out files have 3.35 bytes per token; with
 # words as pretokens they have 3.04 and with GPT-2's pattern 2.81. The bounds are for text without newlines.
 PATTERN = r"[^\n]{0,100}\n\s{0,100}|[^\n]{1,100}"
@@ -37,7 +37,10 @@ class Tokenizer:
     model: Any = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, int32 [tokens], no end token. Text that spells a special token stays text."""
+        """Return the ids of each text, int32 [tokens], without end token.
+
+        Special tokens in the text are encoded as plain text.
+        """
         if self.model is None:
             return [np.frombuffer(_utf8(text), np.uint8).astype(np.int32) for text in texts]
         clean = [text if text.isascii() else _without_surrogates(text) for text in texts]
@@ -45,7 +48,10 @@ class Tokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids; bytes that are no UTF-8 become U+FFFD, and the end token vanishes."""
+        """Return the text of some ids, without the end token.
+
+        Bytes that are not valid UTF-8 become U+FFFD.
+        """
         text_ids = [int(i) for i in ids if int(i) != self.end]
         if self.model is not None:
             return str(self.model.decode(text_ids, skip_special_tokens=False))
@@ -56,7 +62,7 @@ class Tokenizer:
             return raw.decode("utf-8", "replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, int32 [V]; 0 for special tokens and unused ids."""
+        """Return the number of text bytes per id, int32 [V]; 0 for special tokens and unused ids."""
         sizes = np.zeros(self.vocab, np.int32)
         if self.model is None:
             sizes[: self.end] = 1
@@ -68,16 +74,16 @@ class Tokenizer:
             if index in added:
                 sizes[index] = 0 if added[index].special else len(token.encode())
             else:
-                # The byte-level alphabet writes each byte as one character.
+                # The byte-level alphabet encodes each byte as one character.
                 sizes[index] = len(token) if byte_level else _piece_bytes(token)
         return sizes
 
     def to_json(self) -> str:
-        """What `save` writes and `load_tokenizer` reads."""
+        """Return the tokenizer as JSON text, as in tokenizer.json."""
         return json.dumps(BYTES_TOKENIZER) + "\n" if self.model is None else str(self.model.to_str(pretty=True))
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of what ids mean: vocabulary, merges and end token, however a file spells them."""
+        """Return the SHA-256 of vocabulary, merges and end token, independent of the file format."""
         if self.model is None:
             return hashlib.sha256(b"bytes").hexdigest()
         merges = json.loads(self.model.to_str())["model"].get("merges") or []
@@ -91,14 +97,18 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes of UTF-8, 256 is the end of text. Every text survives the round trip."""
+    """Return the byte tokenizer: ids 0..255 are the bytes of UTF-8, 256 is the end of text.
+
+    Every text survives the round trip.
+    """
     return Tokenizer(vocab=BYTES_VOCAB, end=BYTES_VOCAB - 1)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json (or the directory that holds one), ours or Hugging Face's.
+    """Read a tokenizer.json (or the directory that contains one), ours or Hugging Face's.
 
-    Raises UserError if it is missing, is not a tokenizer, or has no end-of-text token that we know.
+    Raises:
+        UserError: The file is missing, is not a tokenizer, or has no known end-of-text token.
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
@@ -121,10 +131,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` ids, the first <|endoftext|>; the same texts give the same ids.
+    """Train a byte-level BPE of at most `vocab` ids, the first of them <|endoftext|>.
 
-    It reads 64 million characters at most, and learns from a million: pieces spread evenly over all of them.
-    Raises UserError if there is no text.
+    The same texts give the same ids. The text is limited to 64 million characters; training uses a million of them, in
+    pieces at even intervals.
+
+    Raises:
+        UserError: The text is empty.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Model
@@ -154,7 +167,7 @@ def _sample_texts(texts: Iterable[str]) -> list[str]:
             break
     if total <= SAMPLE_CHARACTERS:
         return parts
-    # Joined, because a piece may span texts that are shorter than it.
+    # Joined, because a piece may span texts that are shorter than the piece.
     joined = "\n".join(parts)
     stride = PIECE_CHARACTERS * len(joined) // SAMPLE_CHARACTERS
     return [joined[start : start + PIECE_CHARACTERS] for start in range(0, len(joined), stride)]
@@ -167,7 +180,7 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
         raise UserError(
             FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} to it as a special token"
         )
-    # A document that spells out <|endoftext|> must not end there.
+    # A document that contains the text <|endoftext|> must not end there.
     model.encode_special_tokens = True
     model.no_padding()
     model.no_truncation()
@@ -194,12 +207,12 @@ def _utf8(text: str) -> bytes:
 
 
 def _without_surrogates(text: str) -> str:
-    # JSON may spell lone surrogates, which no UTF-8 library takes.
+    # JSON may contain lone surrogates, which UTF-8 libraries reject.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _piece_bytes(token: str) -> int:
-    """Bytes of a SentencePiece-style piece: "▁" is a space, "<0x0A>" is one byte."""
+    """Return the bytes of a SentencePiece-style piece: "▁" is a space, "<0x0A>" is one byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1
     return len(token.replace("▁", " ").encode())

@@ -57,10 +57,6 @@ class Layout(Spec):
     The data-parallel degree is the number of ranks divided by the product of the other degrees.
 
     Example:
-
-    The data-parallel degree is what the other degrees leave of the ranks.
-
-    Example:
         >>> layout = phalanx.Layout(data_parallel="zero1", tp=4, pp=2, schedule="zb-h1")
         >>> layout.replace(tp=1).schedule
         'zb-h1'

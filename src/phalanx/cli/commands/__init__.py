@@ -1,1 +1,1 @@
-"""The commands, one file per command."""
+"""Commands, one file per command."""

@@ -1,4 +1,4 @@
-"""`phalanx advise`: rules of thumb beside the planner; `phalanx advise oom`: what to change when memory runs out."""
+"""`phalanx advise`: rules of thumb next to the plan; `phalanx advise oom`: remedies for lack of memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OOM = "oom"
 
 
 class OptionalSubcommand(TyperCommand):
-    """A command whose first word may be `oom`, which its usage line shows as people write it."""
+    """Command whose first argument may be `oom`, shown in its usage line."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
+        """Return the usage text after the command's name."""
         return ["[oom]", "RUN.toml", "[OPTIONS]"]
 
 
@@ -89,7 +89,10 @@ def _show_oom_advice(
 
 
 def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
-    """Whether `oom` is asked for, and the run file. A lone word is a file, whatever its name, if there is one."""
+    """Return whether `oom` is requested, and the run file.
+
+    A single argument is a file, whatever its name, if that file exists.
+    """
     from phalanx.spec.errors import UserError
 
     fix = "write: phalanx advise run.toml, or phalanx advise oom run.toml"

@@ -1,4 +1,4 @@
-"""`layout = "auto"`: the planner chooses, for commands that need a layout."""
+"""Layout selection by the planner for `layout = "auto"`, for commands that need a layout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from phalanx.spec.run import RunSpec
 
 
 def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
-    """The run with the fastest layout whose memory is almost surely enough on the ranks of its cluster, or if none is
-    the one with least risk, and what the planner says of the first ten, as JSON. Says on stderr what was taken."""
+    """Return the run with the planner's layout, and the planner's report on the first ten as JSON.
+
+    The layout is the fastest whose memory is almost certainly sufficient on the cluster's ranks, or else the one with
+    the least risk. Prints the selection to stderr.
+    """
     import json
 
     from phalanx.cli.common.progress import search_progress
@@ -30,9 +33,10 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
 
 
 def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
-    """The same for so many ranks a node.
+    """Return the run with the planner's layout for `ranks` ranks per node, as `choose_layout` does.
 
-    Raises UserError where nobody says how many.
+    Raises:
+        UserError: The number of ranks is unknown.
     """
     if ranks is None:
         fix = "set cluster.nproc_per_node, or give --nproc"
@@ -41,10 +45,13 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """Return the planner's layout for other ranks than a run was meant for, `nproc` of them a node (None: all on this
-    one). Of a machine that is not described it uses what the run measured; before that, the run's own layout stays.
+    """Return the planner's layout for other ranks than the run file's, `nproc` of them per node.
 
-    Raises UserError where no layout fits.
+    With `nproc` None all are on this node. For a machine without a description the planner uses the run's measurements;
+    before there are any, the run's own layout stays.
+
+    Raises:
+        UserError: No layout fits.
     """
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.plan.search.candidates import known_precisions
@@ -61,6 +68,6 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
         check_layout(run, ranks)
         return run.layout
     training = run.training
-    if training.precision not in known_precisions(cluster):  # what the planner knows of any machine
+    if training.precision not in known_precisions(cluster):  # a precision that the planner knows on any machine
         training = training.model_copy(update={"precision": "bf16"})
     return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

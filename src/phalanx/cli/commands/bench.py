@@ -1,4 +1,4 @@
-"""`phalanx bench`: what the machine does for a run: its products, its memory, its collectives."""
+"""`phalanx bench`: the machine's matrix products, memory and collectives at the sizes of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
 UNITS = {"": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
-"""As nccl-tests has them, and as they are written."""
+"""Units, spelled as in nccl-tests and in full."""
 
 
 class OptionalSubcommand(TyperCommand):
-    """A command whose first word may name a part, which its usage line shows as people write it."""
+    """Command whose first argument may be the name of a part, shown in its usage line."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
+        """Return the usage text after the command's name."""
         return [f"[{'|'.join(PARTS)}]", "RUN.toml", "[OPTIONS]"]
 
 
@@ -90,7 +90,10 @@ def bench(
 
 
 def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
-    """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
+    """Return the parts to measure, and the run file.
+
+    A single argument is a file, whatever its name, if that file exists.
+    """
     fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
     if second_argument is not None and first_argument not in PARTS:
         raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix=fix)
@@ -100,9 +103,10 @@ def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[
 
 
 def parse_size_sweep(text: str) -> list[int]:
-    """Sizes in bytes from one to another, each twice the last: "4KiB:16MiB".
+    """Return the sizes in bytes of a range, each twice the previous: "4KiB:16MiB".
 
-    Raises UserError if it is no such range.
+    Raises:
+        UserError: The text is not such a range.
     """
     start, colon, end = text.partition(":")
     smallest = _parse_size(start)
@@ -113,14 +117,17 @@ def parse_size_sweep(text: str) -> list[int]:
 
 
 def _parse_size(text: str) -> int:
-    """Bytes; 0 of what is no size."""
+    """Return a size in bytes; 0 if the text is not a size."""
     digits = text.rstrip("KMGiB")
     unit = text[len(digits) :]
     return int(digits) * UNITS[unit] if digits.isdecimal() and unit in UNITS else 0
 
 
 def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
-    """What its ranks find, of sizes up to `largest` bytes; their errors are printed, and end this process."""
+    """Return the results of all ranks for sizes up to `largest` bytes.
+
+    Errors of the ranks are printed and end this process.
+    """
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.torch_compat import check_torch_supports
 
@@ -135,7 +142,7 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
     if run.auto_layout:
         run, _ = choose_layout_for(run, known_nproc)
     if known_nproc is not None:
-        check_layout(run, known_nproc)  # before torch is imported, which takes a second
+        check_layout(run, known_nproc)  # before the import of torch, which takes a second
     check_torch_supports(run.layout)
     from phalanx.bench.ranks import launch_benchmarks
     from phalanx.launch.process import select_device, select_nproc
@@ -150,7 +157,10 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
 
 
 def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
-    """Each rank has what it sends and what it receives: on a GPU in its memory, else all in that of the machine."""
+    """Raise UserError if the buffers do not fit in memory.
+
+    Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
+    """
     import torch
 
     from phalanx.parallel.comm.device_memory import device_memory_bytes

@@ -1,4 +1,4 @@
-"""`phalanx calibrate`: fold measured runs back into the machine's table."""
+"""`phalanx calibrate`: fit a machine's description to measured runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.cli.common.options import Json
 from phalanx.spec.formatting import GIB
 
 MAX_LOG_HALF_WIDTH = 0.4
-"""Half of an interval, as a logarithm, beyond which a calibration says little."""
+"""Half-width of an interval, as a logarithm, above which a calibration is uninformative."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,7 @@ def calibrate(
 
 
 def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> dict[str, Any]:
-    """What `--json` prints: predicted beside measured of each run, and the machine."""
+    """Return the output of `phalanx calibrate --json`: predictions and measurements, and the machine."""
     rows = zip(runs, calibration.before, calibration.after, calibration.leave_one_out, calibration.memory, strict=True)
     return {
         "runs": [
@@ -126,7 +126,7 @@ def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> di
 
 
 def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Path) -> None:
-    """Predicted beside measured, and what the runs decide."""
+    """Print predictions next to measurements, and the constants that the runs determine."""
     from math import exp
 
     from rich.console import Console
@@ -169,7 +169,7 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
 
 
 def _operations_table(calibration: Calibration) -> Table:
-    """What was timed apart from steps, and how far off the plan is on it."""
+    """Return a table of the benchmarked operations and the planner's errors for them."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

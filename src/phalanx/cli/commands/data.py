@@ -1,4 +1,4 @@
-"""`phalanx data`: text into token files, a tokenizer from text, and a look into token files."""
+"""`phalanx data`: token files from text, a tokenizer from text, and the content of token files."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _load_tokenizer(name: str) -> Tokenizer:
 
 
 def _total_bytes(sources: list[str]) -> int | None:
-    """Bytes of text to read, where the files tell."""
+    """Return the bytes of text to read if the files' sizes are known."""
     from phalanx.data.compression import COMPRESSED_SUFFIXES
     from phalanx.data.sources import list_source_files
 
@@ -171,7 +171,10 @@ def _total_bytes(sources: list[str]) -> int | None:
 
 @contextmanager
 def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
-    """A bar on a terminal, elsewhere a line now and then; on stderr, so that stdout is only the result."""
+    """Show a progress bar on a terminal, else occasional lines.
+
+    Both are printed to stderr, so that stdout has only the result.
+    """
     from rich import progress as bar
     from rich.console import Console
 
@@ -186,7 +189,7 @@ def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
 
 
 class _ProgressLines:
-    """Prints the counts every SECONDS_BETWEEN_LINES."""
+    """Printer of the counts every SECONDS_BETWEEN_LINES."""
 
     def __init__(self, show: Any) -> None:
         self.print_line = show

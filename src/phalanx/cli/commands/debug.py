@@ -1,4 +1,4 @@
-"""`phalanx debug`: why a run stood still or broke off, from what its ranks left behind."""
+"""`phalanx debug`: the cause of a hang or a failure, from the reports of a run's ranks."""
 
 from __future__ import annotations
 

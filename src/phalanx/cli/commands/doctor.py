@@ -1,4 +1,4 @@
-"""`phalanx doctor`: whether a machine, or several together, are fit for a run."""
+"""`phalanx doctor`: the health of one or several machines before a run."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _check_options(run: Path | None, machine_options: dict[str, object], exclusi
 
 
 def _is_missing(file: Path) -> bool:
-    """Of one whose disk does not answer that is not known: its check will say so."""
+    """Return whether a file is missing; False if its disk does not answer, which a check reports."""
     return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
 
 
@@ -139,7 +139,7 @@ def _examine(
     save_report: Path | None,
     topology: Path | None,
 ) -> list[DoctorFinding]:
-    """Findings of one machine, and what else was asked for of it."""
+    """Return the findings on one machine, and write the requested files."""
     from phalanx.doctor import run_checks
     from phalanx.doctor.compare_nodes import storage_clock, write_node_report
 
@@ -166,7 +166,7 @@ def _write_topology(machine: Machine, file: Path) -> None:
     from phalanx.spec.topology.read import read_topology
 
     try:
-        read_topology(file)  # an earlier one
+        read_topology(file)  # a topology file of an earlier machine
     except UserError:
         check_replaceable("--topology", file)
     try:

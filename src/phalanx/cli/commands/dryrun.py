@@ -1,4 +1,4 @@
-"""`phalanx dryrun`: the program of a run traced at full size, with no hardware, and held against the plan."""
+"""`phalanx dryrun`: a run's program, traced at full size without hardware, compared with the plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dryrun(
     """
     described = load_run(run, set_ or [], machine=machine)
     described, world_size = _resolve_layout(described, world)
-    check_layout(described, world_size)  # before torch is imported, which takes a second
+    check_layout(described, world_size)  # before the import of torch, which takes a second
     from phalanx.verify.dry_run import check_traceable, corner_ranks
     from phalanx.verify.dry_run_report import dry_run
 
@@ -74,7 +74,7 @@ def dryrun(
 
 
 def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
-    """The run and how many ranks it has; a layout that is the planner's to choose is chosen for so many."""
+    """Return the run with its number of ranks, and with a planned layout if it is automatic."""
     nodes = run.cluster.nodes
     nproc = run.cluster.nproc_per_node
     world_size = world or nodes * (nproc or 1)
@@ -91,7 +91,7 @@ def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
 
 
 def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:
-    """The ranks that `--ranks` names."""
+    """Return the ranks that `--ranks` names."""
     if text == "all":
         return list(range(world_size))
     if text == "corners":
@@ -108,7 +108,7 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
 
 @contextmanager
 def _tracing_progress(ranks: int, jobs: int) -> Iterator[Any]:
-    """A bar on a terminal: ranks traced so far."""
+    """Show a progress bar of traced ranks on a terminal."""
     import sys
 
     from rich.console import Console

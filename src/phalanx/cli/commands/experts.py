@@ -1,4 +1,4 @@
-"""`phalanx experts`: how evenly tokens choose the experts of a run, and which of these should stand on one rank."""
+"""`phalanx experts`: the load of each expert in a run, and the assignment of experts to ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def experts(
 
 
 def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
-    """Those with experts, which so many ranks can share."""
+    """Return the layers with experts that `ranks` ranks can share."""
     if spec.moe is None:
         raise UserError("run directory", str(run), "is of a model without experts", fix="give one with model.moe")
     fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
@@ -96,7 +96,7 @@ def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
 
 
 def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
-    """Tokens that chose each expert between the last two evaluations, or where there were none yet, until now."""
+    """Return the tokens per expert between the last two evaluations, or up to now if there were none."""
     if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
         raise UserError(
             "checkpoint", str(checkpoint), "counts no tokens of experts", fix="resume the run, and save again"
@@ -106,7 +106,11 @@ def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
 
 
 def _read_order(file: Path, loads: Loads) -> Loads:
-    """Orders of experts by layer; raises UserError for what is none."""
+    """Return the orders of experts by layer.
+
+    Raises:
+        UserError: The file contains something else.
+    """
     fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
     try:
         table = json.loads(file.read_text())

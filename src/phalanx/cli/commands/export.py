@@ -1,4 +1,4 @@
-"""`phalanx export`: a trained model for other programs."""
+"""`phalanx export`: a trained model in a format for other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx generate`: let a trained model continue a text."""
+"""`phalanx generate`: text generation with a trained model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def generate(
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
-    """What each `new` token adds to the text of those `before`; a character waits for its last byte."""
+    """Yield the text that each `new` token adds to that of the tokens `before`.
+
+    A character is complete only with its last byte.
+    """
     shown = tokenizer.decode(before)
     for token in new:
         before = [*before, token]

@@ -1,4 +1,4 @@
-"""`phalanx info`: what a model has, what a token of it costs, and what its training state takes."""
+"""`phalanx info`: parameters, FLOPs per token and training state of a model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def info(
 
 
 def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
-    """What `phalanx info --json` prints: counts of parameters, FLOPs per token, bytes of state."""
+    """Return the output of `phalanx info --json`: parameter counts, FLOPs per token, bytes of state."""
     count = count_parameters(spec)
     state = {name: model_state_bytes(count, name, "bf16") for name in get_args(Optimizer)}
     return {
@@ -127,7 +127,7 @@ def _show(name: str, spec: ModelSpec, sequence: int) -> None:
 
 
 def describe(spec: ModelSpec) -> str:
-    """The shape in one line."""
+    """Return a one-line description of the model's shape."""
     heads = f"{spec.num_heads} heads of {spec.head_dim}"
     heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
     text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"

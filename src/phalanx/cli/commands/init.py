@@ -1,4 +1,4 @@
-"""`phalanx init`: a commented run file to start from."""
+"""`phalanx init`: a commented run file as a start."""
 
 from __future__ import annotations
 

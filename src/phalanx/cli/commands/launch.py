@@ -1,4 +1,4 @@
-"""`phalanx launch`: the file by which Slurm, Kubernetes or SkyPilot starts a run."""
+"""`phalanx launch`: the job file with which Slurm, Kubernetes or SkyPilot starts a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "kubernetes": (kubernetes, ("image", "volume")),
     "skypilot": (skypilot, ("image", "volume", "accelerator")),
 }
-"""What writes for each system, and the options that it alone takes."""
+"""Writer of each system, with the options that apply to that system only."""
 
 
 def launch(

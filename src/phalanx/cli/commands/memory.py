@@ -1,4 +1,4 @@
-"""`phalanx memory`: what each rank of a run would hold, under its layout and under the others."""
+"""`phalanx memory`: the memory of each rank of a run, under its layout and under others."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 CUDA_PARTS = ("unused", "nccl", "device")
-"""Of a GPU's memory, what is beside the tensors, and all of it but the context."""
+"""Parts of a GPU's memory other than tensors. All except the context are included."""
 WIDTH = 175
-"""Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
+"""Width of the table, so that a narrow terminal wraps lines instead of numbers."""
 NOTES = (
     "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
     "exact: parameters, gradients, optimizer state (of the fullest rank)",
@@ -57,7 +57,7 @@ CUDA_NOTE = (
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """A role under a layout, or why the layout cannot run."""
+    """A role under a layout, or the reason why the layout cannot run."""
 
     data: Strategy
     own: bool
@@ -65,11 +65,11 @@ class MemoryRow:
     micro_batch: int | None = None
     memory: RankMemory | None = None
     fits: bool | None = None
-    """None where the memory is not known; a server is in the CPU's."""
+    """None if the memory is unknown; a server is in CPU memory."""
     p_oom: float | None = None
     problem: str = ""
     dp_shard: int | None = None
-    """Of hsdp, where the run file does not say."""
+    """Ranks of a sharded copy with hsdp, if the run file does not set it."""
 
 
 def memory(
@@ -99,7 +99,7 @@ def memory(
     )
     if ranks is None and described.cluster.nproc_per_node is None:
         ranks_source = "one per node, since cluster.nproc_per_node is not set; see --ranks"
-    nproc_per_node = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
+    nproc_per_node = -(-world_size // described.cluster.nodes)  # CPU ranks share a node's memory
     described = described.model_copy(
         update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}
     )
@@ -111,7 +111,7 @@ def memory(
 
 
 def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
-    """The run under every strategy that such ranks may have."""
+    """Return the memory of the run under every strategy that `world_size` ranks permit."""
     rows = []
     for data in get_args(Strategy):
         is_own = data == run.layout.data_parallel
@@ -123,7 +123,10 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
 
 
 def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
-    """Keep of each strategy the row with the most bytes; of a parameter server's ranks a worker, which has a device."""
+    """Keep the row with the most bytes for each strategy.
+
+    For a parameter server this is a worker, which has a device.
+    """
     by_strategy = [list(group) for _, group in groupby(rows, key=lambda row: row.data)]
     return [
         max(group, key=lambda row: (row.role != "server", row.memory.device if row.memory else 0))
@@ -132,7 +135,7 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
 
 
 def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
-    """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
+    """Return the layout with another strategy, without inapplicable options; None if it cannot exist."""
     unset = {
         field: Layout.model_fields[field].default
         for field, strategies in VALID_DATA_STRATEGIES.items()
@@ -178,7 +181,7 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
 
 
 def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
-    """What `phalanx memory --json` prints."""
+    """Return the output of `phalanx memory --json`."""
     return {
         "model": run.model.preset or run.model.from_hf,
         "ranks": world_size,
@@ -213,7 +216,7 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
 
 
 def _describe_available(run: RunSpec, rows: list[MemoryRow]) -> list[str]:
-    """Describe the limit of a rank on its device where it is known, and the CPU memory that the own layout needs."""
+    """Describe a rank's device memory limit if known, and the CPU memory that the run's layout needs."""
     limit = [describe_memory_limit(run.cluster)] if run.cluster.rank_memory_bytes is not None else []
     host_bytes = max((row.memory.host for row in rows if row.own and row.memory), default=0)
     need = describe_host_need(run.cluster, host_bytes)
@@ -221,7 +224,7 @@ def _describe_available(run: RunSpec, rows: list[MemoryRow]) -> list[str]:
 
 
 def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
-    """Ranks, arithmetic, micro-batch."""
+    """Format ranks, arithmetic and micro-batch."""
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
@@ -257,7 +260,7 @@ def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
 
 
 def _row_label(row: MemoryRow, world_size: int) -> str:
-    """The strategy, and the role where there are two; the run's own is marked."""
+    """Return the strategy, and the role if there are two; mark the run's own strategy."""
     data = "one process" if world_size == 1 and row.data == "ddp" else row.data
     role = "" if row.role == "rank" else f" {row.role}"
     shard = f" of {row.dp_shard}" if row.dp_shard else ""

@@ -1,4 +1,4 @@
-"""`phalanx mesh`: which ranks work together on what, and whether they are on one machine."""
+"""`phalanx mesh`: the process groups of a run, and whether each is inside a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx pipeline`: schedules shown, checked and exchanged."""
+"""`phalanx pipeline`: display, validation and conversion of schedules."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def show(
 def _check_options(
     name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
 ) -> None:
-    """Raise UserError for an option that this schedule has no use for."""
+    """Raise UserError for an option that does not apply to this schedule."""
     has_none = f"has no meaning with {name}"
     if name.endswith(".csv"):
         for option, value in (("--stages", stages), ("--microbatches", microbatches)):
@@ -134,7 +134,7 @@ def _parse_times(text: str) -> list[Fraction]:
 
 
 def _stage_times(times: list[Fraction], schedule: Schedule) -> ActionTimes:
-    """A rank's times shared among its stages."""
+    """Divide a rank's times among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
     return ActionTimes(forward, input, weight, transfer=times[3])
@@ -180,7 +180,7 @@ def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) ->
 
 
 def _check_schedule_file(file: Path) -> None:
-    """Raise UserError if a CSV file exists that holds something else than a schedule: the format has no comments."""
+    """Raise UserError if a CSV file contains something other than a schedule, which has no comments."""
     if file.is_file():
         try:
             read_csv(file.read_text(encoding="utf-8"), str(file))

@@ -1,4 +1,4 @@
-"""`phalanx pipeline split`: print which layers each pipeline stage has, and its FLOPs."""
+"""`phalanx pipeline split`: layers and FLOPs of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def split(
 
 
 def _split_evenly(layers: int, stages: int) -> list[int]:
-    """Layers shared by number alone, more to the first."""
+    """Divide layers by number alone, with the extra ones in the first stages."""
     boundaries = [-(-layers * stage // stages) for stage in range(stages + 1)]
     return [end - start for start, end in pairwise(boundaries)]
 

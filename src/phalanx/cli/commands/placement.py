@@ -1,4 +1,4 @@
-"""`phalanx placement`: which rank sits where, over which links its traffic goes, and what is badly placed."""
+"""`phalanx placement`: the position of each rank, the links of its traffic, and placement problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
 
 MAX_HEATMAP_CELLS = 128
-"""Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
+"""Maximum rows of a picture. Larger runs are shown by nodes, then by groups of nodes."""
 MAX_NODES_SHOWN = 4
 STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 
@@ -101,7 +101,7 @@ def placement(
 
 
 def _rank_counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
-    """Ranks of the run, and of a node."""
+    """Return the number of ranks of the run and of a node."""
     default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
     per_node = nproc or run.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
     return ranks or per_node * run.cluster.nodes, per_node
@@ -110,7 +110,7 @@ def _rank_counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeT
 def placement_to_json(
     run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
-    """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
+    """Return the output of `phalanx placement --json` without the matrix; bytes are per optimizer update."""
     sizes = parallel_dims(run.layout, world_size)
     total_traffic = merge_matrices(world_size, list(parts.values()))
     links = bytes_by_link(total_traffic, site)
@@ -140,7 +140,7 @@ def placement_to_json(
 
 
 def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
-    """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
+    """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3"."""
     sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     seats = []
@@ -158,7 +158,7 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
 
 
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
-    """The matrix of all traffic, of ranks, nodes or groups of nodes."""
+    """Return the matrix of all traffic between ranks, nodes or groups of nodes."""
     total_traffic = merge_matrices(world_size, list(parts.values()))
     nodes = -(-world_size // site.nproc)
     name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"
@@ -170,7 +170,7 @@ def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatri
 
 
 def _heatmap_to_json(heat: Heatmap) -> dict[str, Any]:
-    """The picture's cells, as [from, to, bytes]."""
+    """Return the picture's cells as [from, to, bytes]."""
     pairs = np.argwhere(heat.bytes > 0).tolist()
     return {"unit": heat.unit, "cells": [[a, b, float(heat.bytes[a, b])] for a, b in pairs]}
 
@@ -186,13 +186,13 @@ def _run_label(run: RunSpec, world_size: int) -> str:
 
 
 def _network_speed(run: RunSpec, node: NodeTopology | None) -> float | None:
-    """Return the network's bytes per second for each device: the topology's if it has one, else the run file's."""
+    """Return the network's bytes per second for each device: the topology's if known, else the run file's."""
     measured = infer_cluster(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
     return measured or run.cluster.network_bytes_per_second
 
 
 def _min_nic_seconds(speed: float | None, site: NodeLayout, busiest_bytes: float) -> float | None:
-    """What the busiest network device needs at least; None where speeds are not known."""
+    """Return the minimum seconds of the busiest network device; None if speeds are unknown."""
     devices = len({name for nics in site.nics for name in nics})
     return busiest_bytes * devices / (speed * site.nproc) if speed else None
 
@@ -224,7 +224,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _table(facts: dict[str, Any]) -> Table:
-    """Bytes by axis and kind of link."""
+    """Return a table of bytes by axis and kind of link."""
     numbers = [Column(header, justify="right") for header in (*LINK_KINDS.values(), "all")]
     table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for axis, links in facts["bytes"].items():
@@ -235,7 +235,7 @@ def _table(facts: dict[str, Any]) -> Table:
 
 
 def _format_network(facts: dict[str, Any]) -> str:
-    """The share of the spine, and the busiest network device."""
+    """Format the share of the spine, and the busiest network device."""
     total = facts["bytes"]["total"]
     if not total["rail"] + total["spine"]:
         return "\nnothing goes over the network"
@@ -254,7 +254,7 @@ def _format_network(facts: dict[str, Any]) -> str:
 
 
 def _show_collectives(console: Console, facts: dict[str, Any]) -> None:
-    """Print the loads and latencies of collectives over all ranks, where their formulas apply."""
+    """Print the loads and latencies of collectives over all ranks, if their formulas apply."""
     if facts["fabric_loads"]:
         numbers = [Column(header, justify="right") for header in ("network card", "fast links", "by spine", "at least")]
         title = f"{format_bytes(BUFFER_BYTES)} over all ranks"

@@ -1,4 +1,4 @@
-"""`phalanx plan`: which layout, how fast, how much memory, and why."""
+"""`phalanx plan`: ranked layouts with their time, memory and reasons."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
 
 DEFAULT_DEVICES_PER_NODE = 8
-"""Of a node, where nothing is said."""
+"""Devices of a node if neither option nor run file sets them."""
 MIN_SEARCHED = 10
-"""Layouts that are looked for at least: among them may be a surer one than the first."""
+"""Minimum number of layouts to search, so that a safer one than the first can be found."""
 
 
 def plan(
@@ -134,7 +134,7 @@ def plan(
         described, world_size, max(top, explain or 1, MIN_SEARCHED), all_schedules=all_, trainer=export
     )
     best = search_result.layouts[0]
-    if out is not None:  # before anything is printed, which a pager may cut off
+    if out is not None:  # before any output, which a pager may cut off
         _write(described, search_result.best, out)
     if export is not None:
         _export(described, world_size, search_result.best, trainer=export)
@@ -149,7 +149,7 @@ def plan(
 
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
-    """The run with a layout, to train."""
+    """Write the run with a layout, ready to train."""
     from phalanx.cli.common.output_file import write_file
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
@@ -170,8 +170,10 @@ def run_on_cluster(
     overrides: list[str],
     topology: Path | None = None,
 ) -> tuple[RunSpec, int]:
-    """The run on the machines that the options name, and its ranks. What a topology says goes before the run file and
-    the machine, but for nproc, and after --set."""
+    """Return the run on the machines that the options name, and its number of ranks.
+
+    A topology overrides the run file and the machine except for nproc; --set overrides the topology.
+    """
     from phalanx.spec.files.load import load_run
 
     described = load_run(run, overrides, machine=machine)
@@ -186,12 +188,12 @@ def run_on_cluster(
     is_given = nproc is not None or cluster.nproc_per_node is not None
     cluster = cluster.model_copy(update=changes)
     if not is_given:
-        cluster.model_fields_set.discard("nproc_per_node")  # what a plan then states among its assumptions
+        cluster.model_fields_set.discard("nproc_per_node")  # so that a plan lists it among its assumptions
     return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
 def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
-    """What the topology of a node determines of a cluster, as --set takes it."""
+    """Return the cluster fields that the topology of a node determines, in the format of --set."""
     from phalanx.spec.topology.read import infer_cluster, read_topology
 
     inferred = infer_cluster(read_topology(topology), cluster.preset)
@@ -206,7 +208,7 @@ def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
 
 
 def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool, trainer: str | None = None) -> Plan:
-    """The fastest layouts; for another trainer, of those that it can express if it can any."""
+    """Return the fastest layouts; for another trainer, those that it can express if any."""
     from phalanx.plan.export.export import search_exportable
     from phalanx.plan.search.explain import plan_or_raise
 
@@ -260,7 +262,7 @@ def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, pi
 
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
-    """What a layout takes that the user wrote: one that cannot be is said before any search."""
+    """Evaluate a layout that the user wrote; an invalid one is reported before any search."""
     from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 
     return evaluate_layout(run, world_size, parse_layout(text))
@@ -273,7 +275,7 @@ def _show_why_not(run: RunSpec, world_size: int, user_layout: EvaluatedLayout, b
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedules: bool) -> None:
-    """Each by its number in the table, if it is one, else as it is written."""
+    """Print the comparison of two layouts, each given by its number in the table or written out."""
     from phalanx.cli.views.plan import print_comparison
 
     numbers = [int(text) for text in texts if text.isdecimal()]
@@ -305,7 +307,7 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
 
 
 def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: str) -> list[str]:
-    """Say why the layout that the planner would take is not the exported one, if the trainer cannot express it."""
+    """Explain why the exported layout is not the planner's best, if the trainer cannot express that."""
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
 

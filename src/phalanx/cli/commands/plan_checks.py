@@ -1,4 +1,4 @@
-"""What `phalanx plan` refuses before it searches."""
+"""Validation of the arguments of `phalanx plan` before the search."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
 
 VIEWS = ("--explain", "--why-not", "--diff", "--export", "--web", "--html")
-"""Options that ask for something but the table."""
+"""Options for output other than the table."""
 
 
 def given_options(context: typer.Context) -> list[str]:
-    """The options of a command line, as help has them."""
+    """Return the options given on a command line, spelled as in help."""
     options = [parameter for parameter in context.command.params if parameter.param_type_name == "option"]
     sources = [context.get_parameter_source(option.name or "") for option in options]
     return [
@@ -31,7 +31,7 @@ def given_options(context: typer.Context) -> list[str]:
 
 
 def check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
-    """Raise UserError for options that do not go together."""
+    """Raise UserError for options that cannot be combined."""
     views = [option for option in given if option in VIEWS]
     conflicting = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
@@ -54,7 +54,7 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
 
 
 def check_export(run: RunSpec, trainer: str) -> None:
-    """Raise UserError for a trainer that is not known, or that has no words for the run in any layout."""
+    """Raise UserError for an unknown trainer, or one that cannot express the run in any layout."""
     from phalanx.plan.export.export import check_run, require_known_trainer
 
     require_known_trainer(trainer, "--export")
@@ -62,7 +62,7 @@ def check_export(run: RunSpec, trainer: str) -> None:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Raise UserError for a file that will not be written, before the search that it is to hold."""
+    """Raise UserError for an output file that cannot be written, before the search."""
     problem = ""
     if file.is_dir():
         problem = "it is a directory"
@@ -76,7 +76,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def check_picture(file: Path, other_options: dict[str, object]) -> None:
-    """Raise UserError for a file that is no picture, or where another option asks for what is not drawn."""
+    """Raise UserError for a file that is not a picture, or an option that is not drawn."""
     from phalanx.report.drawing.canvas import check_picture_file
 
     check_picture_file(file, "--picture")
@@ -88,7 +88,7 @@ def check_picture(file: Path, other_options: dict[str, object]) -> None:
 
 
 def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:
-    """Raise UserError for a number that the table does not have; before a search, that no table has."""
+    """Raise UserError for a number that is not in the table; before a search, that cannot be in any table."""
     from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS
 
     last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)

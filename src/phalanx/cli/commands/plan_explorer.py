@@ -1,4 +1,4 @@
-"""`phalanx plan --html` and `--web`: the explorer as a file, and as a page that answers new choices."""
+"""`phalanx plan --html` and `--web`: the plan explorer as a file, and as a page that replans."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from phalanx.spec.files.load import preset_names
 from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
-"""Layouts in the planner's order that a page has, with all their details in a file."""
+"""Number of layouts on a page, in the planner's order, all with details in a file."""
 MAX_CHOICE = 10**9
-"""Of a number on the page; what the planner allows is less, and it says so itself."""
+"""Upper limit of a number on the page. The planner's own limits are lower, and it reports them."""
 RENDEZVOUS = "HOST:29500"
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Arguments of `phalanx plan` that name a run on a cluster."""
+    """Arguments of `phalanx plan` that determine a run on a cluster."""
 
     run: Path
     machine: str | None
@@ -56,18 +56,18 @@ class PlanArguments:
     top: int
 
     def load(self) -> tuple[RunSpec, int]:
-        """Return the run and the number of its ranks. Raises UserError for what cannot be planned."""
+        """Return the run and its number of ranks. Raises UserError if it cannot be planned."""
         return run_on_cluster(
             self.run, self.machine, self.nodes, nproc=self.nproc, overrides=list(self.overrides), topology=self.topology
         )
 
     def plan_command(self) -> str:
-        """Return the command line of the plan, without the option that asks for a page."""
+        """Return the command line of the plan, without the option for a page."""
         options = {"--machine": self.machine, "--nodes": self.nodes, "--nproc": self.nproc, "--topology": self.topology}
         return shlex.join(["phalanx", "plan", str(self.run), *_given(options), *self._sets()])
 
     def train_command(self, run: RunSpec) -> str:
-        """Return the command line that trains the run on its cluster; "" for a config.json, which is no run file."""
+        """Return the command that trains the run on its cluster; "" for a config.json."""
         if self.run.suffix == ".json":
             return ""
         cluster = run.cluster
@@ -87,26 +87,27 @@ def _given(options: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a reader chooses on the page."""
+    """Choices of a reader on the page."""
 
     machine: str
-    """A preset; "" is the machine of the command line."""
+    """Preset; "" is the machine of the command line."""
     nodes: int
     batch: int
-    """Sequences of a step."""
+    """Sequences per step."""
     seq_len: int
 
 
 def choices_of(run: RunSpec) -> Choices:
-    """Return the choices that a run has."""
+    """Return the choices of a run."""
     training = run.training
     return Choices("", run.cluster.nodes, training.tokens_per_step // training.seq_len, seq_len=training.seq_len)
 
 
 def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, dict[str, int]]:
-    """Return the choices in a decoded JSON body, and the whole numbers that `more` names.
+    """Return the choices in a decoded JSON body, and the integers that `more` names.
 
-    Raises UserError for unknown or missing fields, unknown machines and values of other types.
+    Raises:
+        UserError: Fields are unknown or missing, a machine is unknown, or a value has another type.
     """
     fields = ("machine", "nodes", "batch", "seq_len", *more)
     if not isinstance(table, dict) or set(table) != set(fields):
@@ -122,13 +123,13 @@ def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, d
 
 
 def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
-    """Return the arguments that plan for other choices; those that change nothing stay as they are."""
+    """Return the arguments that plan for other choices; unchanged choices keep their arguments."""
     run, _ = arguments.load()
     present = choices_of(run)
     training = {"seq_len": choices.seq_len, "tokens_per_step": choices.batch * choices.seq_len}
     changed = (choices.batch, choices.seq_len) != (present.batch, present.seq_len)
     overrides = [f"training.{field}={value}" for field, value in training.items()] if changed else []
-    if choices.machine:  # a topology is that of the machine of the command line
+    if choices.machine:  # a topology belongs to the machine of the command line
         arguments = replace(arguments, machine=choices.machine, topology=None)
     nodes = choices.nodes if choices.nodes != present.nodes else arguments.nodes
     return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
@@ -156,7 +157,7 @@ def serve_page(arguments: PlanArguments, port: int) -> None:
 
 
 class ExplorerServer:
-    """Answers of the planner to choices on the page. The plans of the last choices are kept."""
+    """Server of the explorer, which plans for choices on the page and caches the last plans."""
 
     def __init__(self, arguments: PlanArguments) -> None:
         self._arguments = arguments
@@ -169,13 +170,13 @@ class ExplorerServer:
         )
 
     def get(self, path: str, host: str) -> Answer:
-        """Answer the page, with the run as the command line has it."""
+        """Respond to GET with the page, for the run of the command line."""
         if refusal := refuse_other_hosts(host):
             return refusal
         return (200, "text/html", self._page) if path == "/" else (404, "text/plain", "there is nothing of this name")
 
     def post(self, path: str, host: str, body: bytes) -> Answer:
-        """Answer new choices (/plan), or a layout that was clicked (/layout)."""
+        """Respond to POST with a plan for new choices (/plan), or with a selected layout (/layout)."""
         if refusal := refuse_other_hosts(host):
             return refusal
         try:
@@ -202,7 +203,7 @@ class ExplorerServer:
 
 
 def choices_form(choices: Choices, machine: str) -> str:
-    """Return the form of new choices as HTML, filled in; `machine` is the name of the command line's machine."""
+    """Return the form of choices as HTML, filled in; `machine` is the name of the command line's machine."""
     names = "".join(f'<option value="{name}">{name}</option>' for name in preset_names("machines"))
     numbers = {"nodes": "nodes", "batch": "sequences a step", "seq_len": "tokens a sequence"}
     fields = "".join(
@@ -229,7 +230,7 @@ def _explore(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:
 
 
 def has_screen(platform: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a browser on this machine would be seen by who started the command."""
+    """Return whether the user who started the command could see a browser on this machine."""
     if "SSH_CONNECTION" in environment:
         return False
     return platform in ("darwin", "win32") or "DISPLAY" in environment or "WAYLAND_DISPLAY" in environment

@@ -1,4 +1,4 @@
-"""`phalanx report`: what a run did, beside what was predicted, in the terminal and on a page."""
+"""`phalanx report`: measurements of a run compared with predictions, in the terminal and on a page."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def report(
         raise UserError(
             "run directory", str(runs[0]), "was not made by phalanx train", fix="name the page: --html FILE"
         )
-    if html or not json_:  # before anything is printed, which a pager may cut off
+    if html or not json_:  # before any output, which a pager may cut off
         write_file("--html", file, page(data))
     if json_:
         print(json.dumps(data, indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""`phalanx swarm`: one model learned by several sites over slow links."""
+"""`phalanx swarm`: training of one model at several sites over slow links."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ METHOD_CODECS: tuple[tuple[Method, Codec], ...] = (
     ("spes+", "int4"),
 )
 MBIT = 1e6 / 8
-"""Bytes in a second of one Mbit/s."""
+"""Bytes per second of one Mbit/s."""
 
 
 @app.command()
@@ -209,7 +209,7 @@ def _require_swarm(run: RunSpec) -> SwarmSpec:
 
 
 def _parse_link(text: str) -> tuple[float, float]:
-    """Bytes per second up and down."""
+    """Return the upload and download bandwidth in bytes per second."""
     up, _, down = text.partition(":")
     try:
         speeds = float(up) * MBIT, float(down or up) * MBIT
@@ -223,7 +223,7 @@ def _parse_link(text: str) -> tuple[float, float]:
 def _plan_rows(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each method and codec; of the run file's own too."""
+    """Yield a row for each method and codec, including the run file's own."""
     from phalanx.cost.exact.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
     from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 
@@ -268,7 +268,7 @@ def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Tabl
 
 
 def _format_status(swarm_status: dict[str, Any]) -> str:
-    """A swarm in lines."""
+    """Format the status of a swarm in lines."""
     lines = [
         f"round {swarm_status['round']} of {swarm_status['rounds']}, "
         f"{swarm_status['method']} in {swarm_status['codec']}"

@@ -1,4 +1,4 @@
-"""`phalanx train`: check everything, prepare the data, start the ranks."""
+"""`phalanx train`: validation, data preparation and start of the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 
 RETRY_SECONDS = 1.0
-"""Until a name that is not known is looked up again."""
+"""Seconds before an unknown host name is looked up again."""
 
 
 def _ranks(text: str) -> int:
@@ -121,14 +121,14 @@ def train(
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
     has_nodes = rendezvous is not None or max_nodes > 1
     sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
-    cluster = described.cluster.model_copy(update=sizes)  # the run directory says so, for whoever goes on with it
+    cluster = described.cluster.model_copy(update=sizes)  # the run directory records it for a later resume
     described = described.model_copy(update={"cluster": cluster})
     if print_config:
         with _exit_code_of_nodes() if has_nodes else nullcontext():
             print(_format_config(described, resume, force))
         return
 
-    def handle_signal(*_: object) -> None:  # until there are ranks, which save before they end
+    def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
         print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
 
@@ -148,7 +148,7 @@ def train(
 
 @contextmanager
 def _exit_code_of_nodes() -> Iterator[None]:
-    """Exit with 1 where something is wrong with this node only, as one of several."""
+    """Exit with 1 for an error of this node only, if the run has several nodes."""
     try:
         yield
     except LocalNodeError as error:
@@ -157,7 +157,7 @@ def _exit_code_of_nodes() -> Iterator[None]:
 
 
 def check_profiled_steps(run: RunSpec, steps: str) -> None:
-    """Raise UserError for no window of steps, or one in which nothing would be noted."""
+    """Raise UserError for an invalid window of steps, or one in which nothing would be recorded."""
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
         raise UserError(
@@ -186,15 +186,14 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
         if override.startswith("training.seconds=") and override != "training.seconds=":
             fix = "set training.steps in its place, if it should have others"
             raise UserError("--set", override, "is for new runs: this one has its steps since it began", fix=fix)
-    directory = path.resolve()  # it may have been moved since it was made
+    directory = path.resolve()  # the directory may have been moved since its creation
     return load_run(
         path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
     )
 
 
 def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
-    """Return what would run, as TOML. Raises UserError for what `phalanx train` would refuse before it reads all text;
-    of several nodes, only the one where they meet looks at the run directory."""
+    """Return the run as TOML, after the checks before reading all text. Raises UserError if one fails."""
     from phalanx.data.prepare import check_sources
     from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
@@ -215,11 +214,11 @@ def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
 
 
 def _check_on_machine(run: RunSpec, ranks: int, resume: bool, force: bool) -> None:
-    """Raise UserError for settings, a run directory, disk or memory that cannot work, before any text is read."""
+    """Raise UserError if settings, run directory, disk or memory are unusable, before any text is read."""
     from phalanx.launch.preflight import check_settings, preflight
     from phalanx.train.create_run import check_machine_memory
 
-    if run.cluster.nodes == 1:
+    if run.cluster.nodes == 1:  # with several, only the rendezvous host checks the run directory
         preflight(run, ranks, resume)
     else:
         check_settings(run, ranks * run.cluster.nodes)
@@ -228,9 +227,9 @@ def _check_on_machine(run: RunSpec, ranks: int, resume: bool, force: bool) -> No
 
 
 def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
-    """The host and port where nodes meet, once that name is known here: a machine's that is being started may not be.
+    """Return the host and port of the rendezvous; wait until the name of a starting machine resolves.
 
-    Raises UserError for none, and for a name that is not known in so many seconds.
+    Raises UserError for an invalid address, and for a name that does not resolve in `patience_seconds`.
     """
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -270,9 +269,9 @@ def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
         run = _decide_choices(run, resume)
         run, plan = choose_layout_for(run, nproc)
     if nproc is not None:
-        preflight(run, nproc, resume)  # before torch is imported, which takes a second
+        preflight(run, nproc, resume)  # before the import of torch, which takes a second
     has_launcher = nproc != 1 or run.recovery.restarts_ranks
-    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch while this one goes on
+    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch in the meantime
         from phalanx.launch.process import select_nproc
         from phalanx.launch.supervisor import supervise_training
 
@@ -290,7 +289,7 @@ def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
 def _run_on_nodes(
     run: RunSpec, resume: bool, force: bool, options: list[str], min_nodes: int, host: str, port: int
 ) -> int:
-    """The same on one of several nodes, each of which runs this command."""
+    """Run one of several nodes, each of which runs this command; return the exit code."""
     from phalanx.launch.warm_process import warm_process
 
     with warm_process() as warm:
@@ -317,7 +316,7 @@ def _run_on_nodes(
             join_seconds=seconds,
             last_call_seconds=last_call_seconds,
         )
-        if rendezvous.is_host:  # the others find no place to meet before the run directory is there
+        if rendezvous.is_host:  # other nodes find no rendezvous before the run directory exists
             directory, lock = _set_up(run, ranks * max_nodes, resume, plan=plan)
         else:
             directory = run_directory(run)
@@ -342,7 +341,7 @@ def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
-    """The run's directory, and what keeps others out of it."""
+    """Return the run's directory, and the lock that excludes others from it."""
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
     from phalanx.runs.create import PLAN_FILE, write_run_directory

@@ -1,4 +1,4 @@
-"""`phalanx watch`: a run while it trains, in the terminal, on a local page, or for Prometheus."""
+"""`phalanx watch`: a run during training, in the terminal, on a local page, or for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from phalanx.runs.events import FINISHED, read_events
 from phalanx.spec.errors import UserError
 
 RESTART_SECONDS = 60.0
-"""From the last sign of a run's life until it is taken for dead: ranks that are started again take some seconds, of
-which PyTorch's import is the most, and nodes that meet `recovery.last_call_timeout_seconds` more."""
+"""Seconds after the last activity of a run until it counts as dead. A restart of ranks takes some seconds, mostly for
+PyTorch's import. A rendezvous of nodes takes `recovery.last_call_timeout_seconds` more."""
 
 
 def watch(
@@ -56,7 +56,7 @@ def watch(
 
     if web and prometheus is not None:
         raise UserError("--prometheus", prometheus, "goes without --web", fix="start one command for each")
-    read_run(run)  # what is no run directory is refused before anything is shown
+    read_run(run)  # a directory that is not a run is rejected before any output
     with suppress(KeyboardInterrupt):
         if prometheus is not None:
             from phalanx.cli.commands.watch_servers import serve_metrics
@@ -73,8 +73,10 @@ def watch(
 
 
 def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
-    """The facts of a run again and again, until its last step is done. One that ended before ends this command too,
-    with exit code 1; one that may be started again is waited for."""
+    """Yield the facts of a run repeatedly, until its last step is done.
+
+    If the run ended before, this command exits with 1. It waits for a run that may be restarted.
+    """
     from phalanx.report.facts import report_facts
     from phalanx.report.run_data import read_run
 
@@ -96,19 +98,19 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
 
 
 def _has_ended(directory: Path) -> bool:
-    """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
+    """Return whether a run has failed without a restart: by its own record, or because it is inactive."""
     events = read_events(directory)
     if events and events[-1]["what"] == FINISHED:
         return True
     last_modified = 0.0
     for file in (*directory.iterdir(), *directory.glob("failures/*")):
-        with suppress(OSError):  # it may be gone by now
+        with suppress(OSError):  # it may have been deleted
             last_modified = max(last_modified, file.stat().st_mtime)
     return time.time() - last_modified > RESTART_SECONDS
 
 
 def _in_last_round(facts: dict[str, Any]) -> bool:
-    """Whether a swarm's node has done its steps and now tells and hears of them."""
+    """Return whether a swarm's node has finished its steps and now exchanges updates only."""
     swarm = facts.get("swarm", {"rounds": None})
     return bool(swarm["rounds"] and facts["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
 

@@ -27,9 +27,9 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 
 
 def serve_page(directory: Path, port: int, every_seconds: float) -> None:
-    """Serve the page to this machine, and say where, until interrupted.
+    """Serve the page to this machine, and print its address, until interrupted.
 
-    Raises UserError if the port is taken.
+    Raises UserError if the port is in use.
     """
 
     def answer(path: str, host: str) -> Answer:
@@ -53,9 +53,9 @@ def _current_facts(directory: Path) -> Facts:
 
 
 def serve_metrics(directory: Path, port: int) -> None:
-    """Serve the numbers to whoever reaches this machine, and say where, until interrupted.
+    """Serve the metrics to any machine that can connect, and print the address, until interrupted.
 
-    Raises UserError if the port is taken.
+    Raises UserError if the port is in use.
     """
     metrics = RunMetrics(directory)
     lock = Lock()

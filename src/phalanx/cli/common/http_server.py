@@ -1,4 +1,4 @@
-"""A small HTTP server for pages that a command serves."""
+"""HTTP server for pages that a command serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCAL_ADDRESS = "127.0.0.1"
 Answer = tuple[int, str, str]
 """Status code, content type and text."""
 PATIENCE_SECONDS = 30.0
-"""Until a silent connection is closed, since each holds a thread."""
+"""Seconds until a silent connection is closed, because each occupies a thread."""
 MAX_BODY_BYTES = 10_000
 JSON_TYPE = "application/json"
 
@@ -28,14 +28,15 @@ def make_http_server(
     """Return a server that listens on a port of this machine.
 
     Args:
-        option: Option that names the port, for the error.
-        host: Address to listen on.
-        port: 0 takes a free one.
-        get: Answers a path that is asked for by GET; its second argument is the host name of the request.
-        post: The same for POST with a JSON body, which is its third argument. A body of another content type is
-            refused, because pages of other sites can send those without being asked.
+        option: The option that names the port, for the error.
+        host: The address to listen on.
+        port: The port; 0 selects a free one.
+        get: Responds to GET; its arguments are the path and the host name of the request.
+        post: Responds to POST; its third argument is a JSON body. A body of another content type is rejected, because
+            pages of other sites can send those without permission.
 
-    Raises UserError if the port is taken.
+    Raises:
+        UserError: The port is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,7 +79,7 @@ def make_http_server(
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # a page that was closed is no error
+            if not isinstance(sys.exception(), ConnectionError):  # a closed page is not an error
                 super().handle_error(request, client_address)
 
     try:
@@ -91,7 +92,7 @@ def make_http_server(
 def refuse_other_hosts(host: str) -> Answer | None:
     """Return a refusal unless a request names this machine as its host, else None.
 
-    A page of another site could give its own name this address, and so read what is served.
+    A page of another site could map its own name to this address, and so read the served data.
     """
     return None if host in (LOCAL_ADDRESS, "localhost") else (403, "text/plain", f"open http://{LOCAL_ADDRESS}")
 

@@ -1,4 +1,4 @@
-"""Write the file that an option names, over nothing that Phalanx did not write."""
+"""Writer of output files that replaces only files that Phalanx wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ HEAD_BYTES = 2000
 
 
 def check_replaceable(option: str, file: Path) -> None:
-    """Raise UserError if the file exists and does not say at its head that Phalanx wrote it for such an option."""
-    if not file.is_file():  # a new one, or a pipe; writing says what is wrong with a directory
+    """Raise UserError if the file exists without the header of a file that Phalanx wrote."""
+    if not file.is_file():  # a new file or a pipe; a directory fails when it is written
         return
     try:
         with file.open("rb") as existing:
@@ -26,9 +26,10 @@ def check_replaceable(option: str, file: Path) -> None:
 
 
 def write_file(option: str, file: Path, text: str) -> None:
-    """Write what an option asks for; `text` has WRITTEN_BY at its head.
+    """Write the file of an option; `text` has WRITTEN_BY in its header.
 
-    Raises UserError if the file cannot be written, or would replace one of the user's.
+    Raises:
+        UserError: The file cannot be written, or would replace one of the user's.
     """
     check_replaceable(option, file)
     try:

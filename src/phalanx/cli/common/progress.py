@@ -1,4 +1,4 @@
-"""Progress bars: tokenization and the search for layouts."""
+"""Progress bars of tokenization and the search for layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def tokenization_progress() -> Iterator[Progress]:
-    """A line on a terminal that counts documents and tokens, and vanishes when they are ready."""
+    """Show a line with the numbers of documents and tokens on a terminal; remove it at the end."""
     with Console(stderr=True).status("reading the text ...") as status:
         yield lambda counts: status.update(f"tokenizing: {format_counts(counts)}")
 
@@ -28,8 +28,11 @@ def format_counts(counts: TokenizationCounts) -> str:
 
 @contextmanager
 def search_progress(devices: int) -> Iterator[ProgressCallback]:
-    """A bar on a terminal that vanishes when the search ends: layouts evaluated, then how many of the fastest that are
-    asked for were found to run and fit. Nothing where stderr is no terminal."""
+    """Show a progress bar of the search on a terminal; remove it at the end.
+
+    It counts evaluated layouts, then those of the requested fastest that run and fit. Without a terminal on stderr,
+    nothing is shown.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()

@@ -1,4 +1,4 @@
-"""Mistakes in a command line that typer itself finds, in the form of our own errors."""
+"""Conversion of typer's command-line errors to our errors."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import typer
 from phalanx.spec.errors import UserError
 
 UsageError: Any = typer.BadParameter.__base__
-"""Click's, or that of the click which newer typers carry inside."""
+"""Base class of usage errors in click, or in the click that newer typer versions include."""
 
 
 @contextmanager
 def translate_usage_errors() -> Iterator[None]:
-    """Raise UserError for what typer refuses: an unknown option, a missing argument, a value of another type."""
+    """Raise UserError for typer's errors: an unknown option, a missing argument, a value of another type."""
     try:
         yield
     except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # which is the help, and no mistake
+        if type(error).__name__ == "NoArgsIsHelpError":  # a help page, not an error
             raise
         raise to_user_error(error) from None
 
 
 def to_user_error(error: Any) -> UserError:
-    """A usage error as one of ours: which option or argument, its value, what is wrong, what to do."""
+    """Convert a usage error to a UserError: option or argument, value, problem and fix."""
     command = error.ctx.command_path if error.ctx else "phalanx"
     hint = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
@@ -52,25 +52,25 @@ def to_user_error(error: Any) -> UserError:
 
 
 def _unknown_name_error(kind: str, requested: str, known: list[str]) -> UserError:
-    from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
+    from phalanx.spec.base import did_you_mean  # imports pydantic, which the help of a command does not need
 
     return UserError(kind, requested, "is not known", fix=did_you_mean(requested, known))
 
 
 def _parameter_label(parameter: Any) -> str:
-    """As help has it: --explain, RUN.toml."""
+    """Return a parameter as in help: --explain, RUN.toml."""
     if parameter.param_type_name == "option":
         return str(max(parameter.opts, key=len))
     return re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)
 
 
 def _offending_value(error: Any) -> object:
-    """What was given, where typer says; else it is in the message."""
+    """Return the given value if typer provides it; otherwise the message contains it."""
     return error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
 
 
 def _describe_problem(message: str, subject: str = "") -> str:
-    """A message without its subject and its capital, in the words that errors in run files have."""
+    """Return a message without subject and capital, in the terms of errors in run files."""
     text = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
     text = text[0].lower() + text[1:]
     return text.replace("input should be", "must be").replace("a valid integer", "a whole number")

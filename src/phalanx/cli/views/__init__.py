@@ -1,1 +1,1 @@
-"""Printing of results as tables and text."""
+"""Output of results as tables and text."""

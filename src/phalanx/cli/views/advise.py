@@ -1,4 +1,4 @@
-"""What `phalanx advise` prints."""
+"""Output of `phalanx advise`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TITLES: dict[Kind, str] = {
 }
 STYLES = {"agrees": "green", "costs": "yellow", "does not fit": "red", "does not run": "red"}
 WIDTH = 120
-"""Of the text, so that a narrow terminal breaks its lines rather than our words."""
+"""Width of the text, so that a narrow terminal wraps lines instead of words."""
 
 
 def print_advice(run: RunSpec, advised: AdviceReport) -> None:
-    """The planner's best layout, then every rule that applies, beside it."""
+    """Print the planner's best layout and every rule that applies."""
     console = Console(width=max(Console().width, WIDTH))
     situation = advised.situation
     best = advised.best
@@ -73,7 +73,7 @@ def _format_option(option: EvaluatedLayout) -> str:
 
 
 def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
-    """What `phalanx advise --json` prints."""
+    """Return the output of `phalanx advise --json`."""
     situation = advised.situation
     return {
         "model": run.model.preset or run.model.from_hf,

@@ -1,4 +1,4 @@
-"""What `phalanx bench` shows: tables of products and memory, and collectives in nccl-tests' text."""
+"""Output of `phalanx bench`: tables of products and memory, and collectives in nccl-tests' format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Facts = dict[str, Any]
 
 
 def print_benchmarks(results: Facts) -> None:
-    """All that was measured. Every line that is not nccl-tests' begins with # among collectives."""
+    """Print all measurements.
+
+    Lines among collectives that are not in nccl-tests' format start with #.
+    """
     console = Console(width=max(Console().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} ranks at once, each {results['device']}; the slowest counts"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
@@ -80,7 +83,7 @@ def _format_timing(flops: float, seconds: float) -> tuple[str, str]:
 
 
 def collectives(results: Facts) -> str:
-    """A table as of nccl-tests for each operation and group, what an update sends of it, and the fit."""
+    """Return a table in nccl-tests' format per operation and group, with traffic per update and fit."""
     if not results["collectives"]:
         return "# this run sends nothing"
     return "\n".join(_format_collective(collective) for collective in results["collectives"])

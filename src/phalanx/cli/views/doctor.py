@@ -1,4 +1,4 @@
-"""What `phalanx doctor` prints."""
+"""Output of `phalanx doctor`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from phalanx.doctor.report import failing_hosts, sort_by_severity
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
 MIN_TABLE_WIDTH = 110
-"""In narrower terminals a finding has lines in place of columns."""
+"""Terminal width below which a finding has lines instead of columns."""
 SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
 def print_findings(findings: Sequence[DoctorFinding]) -> None:
-    """What is wrong and what to do, then what was not looked at and why, then what is well."""
+    """Print problems with their fixes, then skipped checks with reasons, then passed checks."""
     console = Console(highlight=False)
     problems = [finding for finding in sort_by_severity(findings) if finding.severity in STYLES]
     hosts = {finding.host for finding in findings if finding.host}
@@ -70,7 +70,7 @@ def _list(problems: Sequence[DoctorFinding], several: bool) -> Table:
 
 
 def _skip_reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
-    """What was not looked at, by why."""
+    """Group the skipped checks by their reason."""
     reasons: dict[str, list[str]] = {}
     for finding in skipped:
         ids = reasons.setdefault(str(finding.measured), [])

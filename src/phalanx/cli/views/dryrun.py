@@ -1,4 +1,4 @@
-"""What `phalanx dryrun` shows: a line of each rank, all of the first one, and whatever disagrees."""
+"""Output of `phalanx dryrun`: a line per rank, all details of the first, and all differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
 
 def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
-    """All of it, for programs."""
+    """Return the full report as JSON."""
     return {
         "world_size": report.world_size,
         "layout": run.layout.model_dump(mode="json", exclude_none=True),
@@ -45,7 +45,7 @@ def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
 
 
 def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
-    """The same, for people."""
+    """Print the report."""
     results = report.results
     console = Console(width=max(Console().width, 110), highlight=False)
     console.print(_overview(run, report), soft_wrap=True)
@@ -121,7 +121,7 @@ def _detail(checks: list[PlanCheck]) -> Table:
 
 
 def _format_deviation(check: PlanCheck) -> str:
-    """How far the program is from the plan."""
+    """Format the deviation of the program from the plan."""
     if check.traced == check.planned:
         return "="
     return f"{100 * (check.traced / check.planned - 1):+.1f}%" if check.planned else "not planned"
@@ -133,7 +133,7 @@ def _format_coordinates(run: RunSpec, world_size: int, rank: int) -> str:
 
 
 def _mesh_coordinates(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:
-    """On the axes of more than one rank; of a server nothing."""
+    """Return a rank's coordinates on axes of more than one rank; none for a server."""
     sizes = parallel_dims(run.layout, world_size)
     if rank < sizes.servers:
         return {}

@@ -1,4 +1,4 @@
-"""What `phalanx advise oom` prints."""
+"""Output of `phalanx advise oom`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTES = (
 
 
 def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
-    """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
+    """Print the run's memory, the effect of each remedy, the steps until it fits, and the required ones."""
     console = Console(width=max(Console().width, WIDTH))
     _print_head(console, run, diagnosis)
     order = (
@@ -150,7 +150,7 @@ def _table(*headers: str) -> Table:
 
 
 def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
-    """What `phalanx advise oom --json` prints."""
+    """Return the output of `phalanx advise oom --json`."""
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": run.cluster.ranks,

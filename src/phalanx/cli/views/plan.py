@@ -1,4 +1,4 @@
-"""What `phalanx plan` prints: tables, breakdowns, comparisons."""
+"""Output of `phalanx plan`: tables, breakdowns and comparisons."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from phalanx.spec.run import RunSpec
 
 WIDTH = 120
 MAX_OTHER_LAYOUTS = 4
-"""Layouts in a picture beside the one that it explains."""
+"""Number of layouts in a picture in addition to the explained one."""
 
 
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
-    """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
+    """Print the fastest layouts, the Pareto front of time and memory, and the cost of a full training."""
     console = _console()
     _print_head(console, run, world_size, plan=plan)
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
@@ -83,7 +83,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
-    """Where a layout's time and memory go, why others lose, and what would help."""
+    """Print the parts of a layout's time and memory, why others are slower, and what would improve it."""
     console = _console()
     option = plan.layouts[index]
     _print_head(console, run, world_size, plan=plan)
@@ -102,7 +102,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         share = seconds / option.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
-    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
+    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation assigns a core to each rank
         _print_simulated(console, run, world_size, option=option)
     console.print()
     _print_memory_parts(console, run.cluster, option)
@@ -126,7 +126,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
 
 
 def _print_memory_parts(console: Console, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
-    """Print the estimated parts of the first and the last stage, and what the count of tensors adds to their sum."""
+    """Print the estimated parts of the first and last stage, and what the tensor count adds to their sum."""
     table = _table("memory, GiB", *option.stages, "")
     stages = option.stages.items()
     totals = option.stage_bytes.values()
@@ -146,7 +146,7 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
-    """The same as a picture."""
+    """Return the picture of a layout's explanation."""
     option = plan.layouts[index]
     other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index][
         :MAX_OTHER_LAYOUTS
@@ -170,7 +170,7 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
 
 
 def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
-    """The pipeline as it would run, beside what the search took for it."""
+    """Print the simulated pipeline next to the search's estimate."""
     candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
     line = (
@@ -187,7 +187,7 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
 def print_comparison(
     run: RunSpec, world_size: int, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]
 ) -> None:
-    """Two layouts side by side, and why one is slower."""
+    """Print two layouts side by side, and why one is slower."""
     console = _console()
     for name, option in zip(names, (first, second), strict=True):
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
@@ -227,7 +227,7 @@ def print_comparison(
 
 
 def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
-    """A table of predicted rows."""
+    """Print a table of predictions."""
     table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
     for row in predictions:
         if isinstance(row, PredictionFailure):
@@ -248,7 +248,7 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 
 
 def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
-    """What `phalanx plan --json` prints."""
+    """Return the output of `phalanx plan --json`."""
     faster = find_faster_layout(run, world_size, plan)
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -286,7 +286,7 @@ def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> 
 
 
 def calibration_note(cluster: ClusterSpec) -> str:
-    """Which of a machine's numbers were measured, and which are assumed."""
+    """Return which of a machine's numbers were measured, and which are assumed."""
     measured = cluster.calibration
     if measured is None:
         return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
@@ -295,7 +295,7 @@ def calibration_note(cluster: ClusterSpec) -> str:
 
 
 def _describe_setup(run: RunSpec, world_size: int) -> str:
-    """The model and the machine."""
+    """Describe the model and the machine."""
     name = run.model.preset or run.model.from_hf or "model"
     machine = run.cluster.preset or "the cluster"
     return f"{name} on {world_size:,} x {machine}"

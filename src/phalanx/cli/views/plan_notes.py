@@ -1,4 +1,4 @@
-"""What `phalanx plan` prints under a table: a safer layout, a faster one, a whole training, assumptions."""
+"""Notes of `phalanx plan` below a table: safer and faster layouts, full training, assumptions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from phalanx.spec.run import RunSpec
 
 
 def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
-    """What these predictions take for granted."""
+    """List the assumptions of these predictions."""
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
     return describe_assumptions(run.cluster, world_size, offload_targets, precision=run.training.precision) + balanced
 
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+    """Print the assumptions of these predictions."""
     line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing of the machine'}"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
 def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
-    """That the fastest layout may not fit, and what to take instead."""
+    """Return a warning that the fastest layout may not fit, with an alternative."""
     warning = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%})."
     safe = plan.first_safe
     if safe is None:
@@ -45,7 +46,7 @@ def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
 
 
 def describe_faster_layout(faster: FasterLayout) -> list[str]:
-    """Describe a layout that does not fit in two lines: how fast it would be and what it lacks; what to type."""
+    """Describe a faster layout that does not fit in two lines: its speed and missing memory; the command."""
     option = faster.option
     missing = {"device": faster.missing_device_bytes, "CPU": faster.missing_host_bytes}
     shortage = " and ".join(f"{format_gib(size)} of {kind} memory" for kind, size in missing.items() if size)
@@ -61,7 +62,7 @@ def describe_faster_layout(faster: FasterLayout) -> list[str]:
 
 
 def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayout]) -> list[str]:
-    """Describe the memory that layouts need, and the device's and the CPU's memory that they are compared with."""
+    """Describe the required memory of layouts, and the device and CPU memory available."""
     need = describe_host_need(cluster, max(option.host_bytes for option in options))
     held = "process" if cluster.calibration else "tensors"
     meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node" if need else "")
@@ -69,7 +70,7 @@ def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayo
 
 
 def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
-    """A whole training in words."""
+    """Format the cost of a full training as text."""
     days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
     goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
     lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]

@@ -1,4 +1,4 @@
-"""What `phalanx report` prints of facts, and `phalanx watch` of a run that goes on."""
+"""Output of `phalanx report`, and of `phalanx watch` for a running run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from phalanx.spec.formatting import format_ratio, format_seconds
 
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
-"""Of a rank's step, in the order in which they are shown."""
+"""Parts of a rank's step in display order."""
 STEP_FORMATS = {
     "loss": ("loss {}", "loss"),
     "tokens_per_second": ("{} tokens/s", "tokens/s"),
     "mfu": ("MFU {}", ""),
     "step_seconds": ("{} a step", "s"),
 }
-"""What a line says of a step, and the unit of each."""
+"""Format of each value of a step in a line, and its unit."""
 SPARKLINE_CHARACTERS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH = 60
-"""Characters of a bar and of a curve."""
+"""Characters in a bar and in a curve."""
 MAX_ROUNDS_SHOWN = 8
-"""Rounds of a swarm that are listed."""
+"""Maximum number of a swarm's rounds that are listed."""
 MAX_RANKS_SHOWN = 16
-"""Ranks that are listed: of more, those that compute longest."""
+"""Maximum number of ranks that are listed: those with the longest compute time."""
 
 
 def print_report(data: Facts, file: Path) -> None:
-    """All of it: each run, then how several differ, then where the page is."""
+    """Print the full report: each run, the differences between runs, and the location of the page."""
     console = Console(width=max(Console().width, 80), highlight=False)
     for facts in data["runs"]:
         for part in _report(facts):
@@ -48,7 +48,7 @@ def print_report(data: Facts, file: Path) -> None:
 
 
 def render_live(facts: Facts) -> Group:
-    """The essentials of a run that goes on."""
+    """Return the essentials of a running run."""
     run = facts["run"]
     curves = facts["curves"]
     parts: list[RenderableType] = [
@@ -73,7 +73,7 @@ def _bar(share: float) -> Text:
 
 
 def format_latest_step(facts: Facts, index: int = -1) -> str:
-    """A step in a line, by default the newest: its loss, speed and time, and the time that is left."""
+    """Format a step, by default the latest, as a line: loss, speed, time, and remaining time."""
     curves = facts["curves"]
     run = facts["run"]
     if not curves["step"]:
@@ -115,12 +115,12 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
 
 
 def format_round_totals(facts: Facts) -> Text:
-    """What a swarm's rounds come to, in a line."""
+    """Format the totals of a swarm's rounds as a line."""
     return Text("  ".join(" ".join(filter(None, parts)) for parts in formatting.round_totals(facts)), "bold")
 
 
 def format_header(facts: Facts) -> Text:
-    """The run in two lines, and below them what is missing of it."""
+    """Format the run in two lines, and missing data below them."""
     about = formatting.run_summary(facts["run"])
     run = facts["run"]
     problems = "".join(f"\n! {problem}" for problem in facts["problems"])
@@ -128,7 +128,7 @@ def format_header(facts: Facts) -> Text:
 
 
 def format_bottleneck(finding: Facts) -> Text:
-    """What costs most, why, and what to change first."""
+    """Format the largest cost, its reason, and the first change to make."""
     return Text.assemble(
         (f"{formatting.bottleneck_headline(finding)}. ", "bold"),
         formatting.as_sentence(finding["evidence"]),
@@ -151,7 +151,7 @@ def _prediction_table(rows: Sequence[Facts]) -> Table:
 
 
 def rank_time_table(ranks: Sequence[Facts]) -> Group:
-    """Where each rank's step went, as times; parts that no rank has are left out."""
+    """Return a table of each rank's step time by part; parts that no rank has are omitted."""
     shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"])
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
     table = _table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
@@ -181,7 +181,7 @@ def _table(*columns: str) -> Table:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """A curve as a line of characters: means of stretches, from the least to the most."""
+    """Return a curve as a line of characters: means of intervals, scaled from minimum to maximum."""
     known = [value for value in values if value is not None]
     if not known:
         return ""

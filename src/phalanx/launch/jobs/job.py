@@ -74,8 +74,8 @@ class ClusterJob:
     def check_args(self) -> list[str]:
         """Arguments of `phalanx train --print-config` and of `phalanx doctor`.
 
-        The first exits with 2 for an error in the run, the second for a failed check. The memory of a rank depends on
-        the number of ranks.
+        Both exit with 2 for an error in the run. They name the nodes, because the memory of a rank depends on the
+        number of ranks.
         """
         nodes = [] if self.max_nodes == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.max_nodes}"]
         return ["--nproc", str(self.nproc), *self.overrides, *nodes]
