@@ -22,8 +22,8 @@ EXCEPTIONS = Path(__file__).parent / "style_exceptions.tsv"
 FIRST_WORDS = {"Of", "What", "Who", "Whether", "Those", "As", "Around", "It", "They", "Whom", "Whose"}
 """Words that do not begin a docstring: it says what a function does, or names a thing."""
 DIALECT = re.compile(
-    r"\b(told|anew|mend(ed|s)?|whom|beside|leaves? word|stood still|stands still|so many|as many as there are|is no|"
-    r"held against|gone on from|goes on|passed over|set aside|begun|over against)\b"
+    r"\b(told|anew|mend(ed|s)?|whom|beside|leaves? word|stood still|stands still|so many|as many as there are|"
+    r"held against|gone on from|goes on|passed over|set aside|begun|over against|(?<!there )is no)\b"
 )
 """Words for which the field has a term."""
 MAX_POSITIONAL = 3
@@ -46,7 +46,7 @@ STANDARD_CALLS = {
     *("save_for_backward", "all_to_all_single", "assemble", "run", "run_nvidia_smi", "query_gpus", "submit", "prctl"),
     *("finalize", "posix_fadvise", "CompletedProcess", "__init__", "__call__", "TypeVar", "rms_norm", "attend", "make"),
     *("CPU_ATTENTION", "CUDA_ATTENTION", "_table", "_grid", "_add_row", "_carry_metadata", "_read_joined"),
-    *("_flatten_group", "common_notes", "process_groups"),
+    *("_flatten_group", "common_notes", "process_groups", "_send"),
 }
 """Calls of libraries, and those that take any number of arguments of one kind."""
 

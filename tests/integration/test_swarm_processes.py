@@ -248,17 +248,17 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directo
     hidden = json.loads(command_output(*words, "--json", "--set", "swarm.delay=20"))[-1]
     assert hidden["utilisation"] == 1.0
     assert "spes+, int8 (chosen)" in command_output(*words)
-    with pytest.raises(UserError, match="--link = 'fast': is no speed"):
+    with pytest.raises(UserError, match="--link = 'fast': is not a speed"):
         command_output("swarm", "plan", file, "--link", "fast")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1': is no address"),
+        (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1': is not an address"),
         (("join", "127.0.0.1:1", "--certs", "nowhere"), "has no certificate"),
         (("serve", "plain.toml", "--certs", "certs/lead"), "swarm: is missing"),
-        (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y': is no address"),
+        (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y': is not an address"),
         (("certs", "certs", "../eve"), "is not a valid member name"),
         (("certs", "certs", "ann"), "already has a certificate"),
     ],

@@ -118,7 +118,7 @@ def test_ranks_start_anew_when_warm_process_fails(
     fault(starter.warm_process.pid)
     for _ in range(2):
         assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
-    assert capsys.readouterr().err == f"phalanx: the warm process {message}: ranks are started anew\n"
+    assert capsys.readouterr().err == f"phalanx: the warm process {message}: ranks start without it\n"
 
 
 def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,4 +133,4 @@ def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest
         pytest.skip(str(not_allowed))
     finally:
         warm_process.close()
-    assert re.fullmatch(r"phalanx: the warm process .*: ranks are started anew\n", capsys.readouterr().err)
+    assert re.fullmatch(r"phalanx: the warm process .*: ranks start without it\n", capsys.readouterr().err)

@@ -45,7 +45,7 @@ def test_balance_spec_ratio_rises_linearly_to_one():
         ({"delay": 100}, {}, r"swarm\.delay = 100: is not less than the 100 steps"),
         ({"delay": 50, "fragments": 2}, {}, r"swarm\.delay = 50: is not less than the 50 steps"),
         ({"mixing": 0.5}, {}, r"swarm\.mixing = 0\.5: has no meaning without delay"),
-        ({"merge": {"every": 150}}, {}, r"merge\.every = 150: is no multiple of every \(100\)"),
+        ({"merge": {"every": 150}}, {}, r"merge\.every = 150: is not a multiple of every \(100\)"),
         ({"method": "diloco", "replication": 2}, {}, "replication.*has no meaning for diloco"),
         ({"method": "fedavg", "frozen_expert_codec": "bf16"}, {}, "frozen.*has no meaning for fedavg"),
         (
@@ -59,7 +59,7 @@ def test_balance_spec_ratio_rises_linearly_to_one():
         ({"method": "ddp", "every": 1, "fragments": 2}, {}, r"swarm\.fragments = 2: does not divide every \(1\)"),
         ({"method": "ddp", "every": 1, "merge": {"every": 1}}, {}, "merge.every.*has no meaning for ddp"),
         ({"method": "ddp", "every": 1}, {"optimizer": {"name": "muon"}}, r"optimizer\.name = 'muon': is not AdamW"),
-        ({"every": 30}, {}, r"training\.steps = 200: is no multiple of the 30 steps of a round\n.*use 210"),
+        ({"every": 30}, {}, r"training\.steps = 200: is not a multiple of the 30 steps of a round\n.*use 210"),
         (
             {},
             {"layout": {"ep": 2, "data_parallel": "zero3"}},

@@ -261,7 +261,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run file")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file that rank 0 writes")
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="what is measured")
-    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="sizes in bytes, beside those that are sent")
+    parser.add_argument(
+        "--sweep", nargs="*", type=int, default=[], help="sizes in bytes, in addition to those that the run sends"
+    )
     parser.add_argument("--iterations", type=int, default=20)
     exit_rank(rank_main(parser.parse_args()))
 

@@ -108,7 +108,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     path = Path(directory).expanduser()
     fix = "name a directory on a local disk"
     if not path.is_dir():
-        raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix=fix)
+        raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix=fix)
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "cannot be written to", fix=fix)
     local_ranks = world_size / run.cluster.nodes

@@ -81,7 +81,7 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
             return
         if time.monotonic() > deadline:
             if reached:
-                problem = "what answers there is no place where nodes meet"
+                problem = "the server at this address is not a rendezvous"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix="give another port")
             fix = "start the command there too, and check that this port can be reached"
             raise RendezvousError(

@@ -71,7 +71,7 @@ def generate(
         tokens_T: The ids of the prompt, at least one.
         count: The number of tokens to add.
         temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Draw from so many most likely tokens; 0 draws from all.
+        top_k: Draw from this number of most likely tokens; 0 draws from all.
         generator: The generator of the draw, which is made on its device. By default PyTorch's own, on the CPU.
         eos_id: The id that ends a text. Later tokens are `eos_id` too.
         context: The number of last tokens that the model sees. By default all.

@@ -1,4 +1,4 @@
-"""What a training step of a strategy returns."""
+"""Result of a strategy's training step."""
 
 from __future__ import annotations
 

@@ -28,10 +28,12 @@ class MicroBatchProtocol(Protocol):
     """The model's input: token ids [B, T], and their documents (see Transformer.forward)."""
 
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """Token ids [B, T]."""
 
     @property
-    def documents(self) -> Documents | None: ...
+    def documents(self) -> Documents | None:
+        """Documents of the tokens, if they are masked."""
 
 
 LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]

@@ -163,7 +163,7 @@ class SwarmSpec(Spec):
             "delay",
             self.delay,
             problem=f"is not less than the {self.steps_per_round} steps of a round",
-            fix="lower it: an update is taken before the next is told",
+            fix="lower it: an update is received before the next one starts",
         )
         require(
             self.mixing is None or self.delay > 0,
@@ -176,7 +176,7 @@ class SwarmSpec(Spec):
             self.merge.every % self.every == 0,
             "merge.every",
             self.merge.every,
-            problem=f"is no multiple of every ({self.every}), at which experts come together",
+            problem=f"is not a multiple of every ({self.every}), at which experts come together",
             fix=f"use {self.every}",
         )
         splits_experts = self.method in EXPERT_SPLIT_METHODS
@@ -258,7 +258,7 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         run.layout.data_parallel != "parameter_server",
         "layout.data_parallel",
         run.layout.data_parallel,
-        problem="is no layout for inside a node of a swarm",
+        problem="is not supported inside a node of a swarm",
         fix="use ddp or a ZeRO stage",
     )
     require(
@@ -279,7 +279,7 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         run.training.steps % swarm.steps_per_round == 0,
         "training.steps",
         run.training.steps,
-        problem=f"is no multiple of the {swarm.steps_per_round} steps of a round",
+        problem=f"is not a multiple of the {swarm.steps_per_round} steps of a round",
         fix=f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
     )
     require(

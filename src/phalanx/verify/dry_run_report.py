@@ -36,7 +36,7 @@ class DryRunReport:
 
     world_size: int
     results: list[tuple[Traced, list[PlanCheck]]]
-    """What each traced rank allocates, sends and computes in a step, and how that compares with the plan."""
+    """Memory, traffic and FLOPs of each traced rank in a step, compared with the plan."""
 
     @property
     def ok(self) -> bool:

@@ -51,7 +51,7 @@ def test_parse_size_sweep_doubles_from_first_to_last_size() -> None:
 
 @pytest.mark.parametrize("text", ["4KiB", "16MiB:4KiB", "0:8", "4kb:8kb", "x:y", ":", "-4:8", "4KiB:8GiBB"])
 def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
-    with pytest.raises(UserError, match=r"--sweep = .*: is no range of sizes"):
+    with pytest.raises(UserError, match=r"--sweep = .*: is not a range of sizes"):
         parse_size_sweep(text)
 
 

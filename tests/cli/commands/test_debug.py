@@ -39,7 +39,7 @@ def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(hung_ru
         "while rank 0 (dp=0) and rank 2 (dp=2) called all_reduce of [4] Float at mine/model.py:10 (step)"
     )
     assert lines[1].startswith("what to do: call the same collectives in the same order")
-    assert lines[2] == "the last step that all ranks which told finished: 3"
+    assert lines[2] == "the last step that all reporting ranks finished: 3"
     assert [line[:17] for line in lines[4:]] == ["  rank 0 (dp=0): ", "> rank 1 (dp=1): ", "  rank 2 (dp=2): "]
 
 

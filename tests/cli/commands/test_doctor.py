@@ -98,7 +98,7 @@ def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path,
 
 
 def test_doctor_rejects_missing_nccl_log(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--nccl-log = .* is no file"):
+    with pytest.raises(UserError, match=r"--nccl-log = .* is not a file"):
         doctor_output("--nccl-log", tmp_path / "nolog")
 
 
@@ -188,7 +188,7 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
     for words, problem in (
         (["--collectives"], "needs a run file"),
         (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "do not go together"),
-        (["--from-snapshot", tmp_path / "nowhere"], "is no directory"),
+        (["--from-snapshot", tmp_path / "nowhere"], "is not a directory"),
         (["--compare-reports", tmp_path], "has no"),
         ([tmp_path / "nothing.toml"], "nothing.toml"),
     ):

@@ -119,7 +119,7 @@ INVALID_ORDERS: list[tuple[list[str], str | None, str]] = [
     (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
     (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
     (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),
-    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "7 is no layer with experts"),
+    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "7 is not a layer with experts"),
     (["--ep", "2", "--order", "ORDER"], '{"1": "3102"}', "does not name each expert once"),
     (["--ep", "2", "--order", "ORDER"], '{"1": [1.9, 0.2, 2, 3]}', "does not name each expert once"),
     (

@@ -196,7 +196,7 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(
-        UserError, match=r"--explain = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"
+        UserError, match=r"--explain = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
     ):
         plan_output(run, *alone, "--explain", 500)
 
@@ -278,8 +278,8 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not KEY=VALUE"),
         (("--out", "."), "cannot be written: it is a directory"),
-        (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
-        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
+        (("--out", "nowhere/run.toml"), "cannot be written: there is not a directory nowhere"),
+        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is not a directory nowhere"),
     ],
 )
 def test_plan_rejects_invalid_option_values_before_search(run, monkeypatch, options, message):
@@ -324,7 +324,9 @@ def test_plan_diff_accepts_layout_numbers_of_table(run):
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(UserError, match=r"--diff = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"):
+    with pytest.raises(
+        UserError, match=r"--diff = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
+    ):
         plan_output(run, *alone, "--diff", 1, 500)
 
 
@@ -333,9 +335,9 @@ def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeyp
     mistakes = {
         ("--diff", 1, "tp=3"): r"layout\.tp = 3",
         ("--diff", 1, "third"): "is not KEY=VALUE",
-        ("--diff", 0, 1): "--diff = 0: is no layout of the table",
-        ("--diff", 1, 99_999): "--diff = 99999: is no layout of the table",
-        ("--explain", 99_999): r"--explain = 99999: is no layout of the table\s+fix: use a number from 1 to 1,000",
+        ("--diff", 0, 1): "--diff = 0: is not a layout of the table",
+        ("--diff", 1, 99_999): "--diff = 99999: is not a layout of the table",
+        ("--explain", 99_999): r"--explain = 99999: is not a layout of the table\s+fix: use a number from 1 to 1,000",
     }
     for words, problem in mistakes.items():
         with pytest.raises(UserError, match=problem):

@@ -81,7 +81,7 @@ def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
     watch = [sys.executable, "-m", "phalanx", "watch", str(failed_run), "--every", "0.1"]
     with start_python(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
+            failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting for the run to continue\n"
             assert process.stderr.readline() == failed
             (failed_run / "failures" / "rank-00001.json").unlink()
             append_event(failed_run, STARTED, step=5, ranks=2)  # and its lock is not held yet

@@ -41,7 +41,7 @@ def bench(
     sweep: Annotated[
         str | None,
         typer.Option(
-            help="Sizes of collectives beside those that the run sends, each twice the last.", metavar="4KiB:16MiB"
+            help="Sizes of collectives in addition to those of the run, each twice the last.", metavar="4KiB:16MiB"
         ),
     ] = None,
     iterations: Annotated[int, typer.Option(help="Calls that are timed, after one that is not.", min=1)] = 20,
@@ -49,12 +49,14 @@ def bench(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Measure what this machine does for a run: the matrix products and the attention that one rank of its layout
-    computes, its memory, and each collective that the layout uses. Needs no data.
+    """Measure this machine with the operations of a run.
 
-    Collectives are those that an update sends, by group and size, on the run's own groups of ranks; with --sweep other
-    sizes too, to which latency and bandwidth are fitted. Text and JSON are nccl-tests'. Exit code 1 where numbers did
-    not arrive as they should.
+    These are the matrix products and the attention that one rank of its layout computes, its memory, and each
+    collective that the layout uses. No data are needed.
+
+    The collectives are those of an update, by group and size, on the run's own groups of ranks; with --sweep also
+    other sizes, to which latency and bandwidth are fitted. Text and JSON have the format of nccl-tests. The exit code
+    is 1 if received numbers are wrong.
 
     Examples:
 
@@ -112,7 +114,7 @@ def parse_size_sweep(text: str) -> list[int]:
     smallest = _parse_size(start)
     largest = _parse_size(end)
     if not colon or not smallest or not largest or smallest > largest:
-        raise UserError("--sweep", text, "is no range of sizes", fix="write, for example, 4KiB:16MiB")
+        raise UserError("--sweep", text, "is not a range of sizes", fix="write, for example, 4KiB:16MiB")
     return [smallest << doublings for doublings in range((largest // smallest).bit_length())]
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def debug(
     run: Annotated[Path, typer.Argument(help="Directory of a run.", metavar="RUN_DIR")], json_: Json = False
 ) -> None:
-    """Say why a run stood still or broke off: which rank to look at, what every rank did, and what to do next.
+    """Explain why a run hung or failed: which rank to check, what every rank did, and what to do next.
 
-    It compares what the ranks left in hangs/ and failures/: the last collectives of each, and where it stood. Ranks
-    that are started again take these away; of failures before, events.jsonl keeps what was found.
+    The command compares the records of the ranks in hangs/ and failures/: the last collectives of each rank, and its
+    position. Restarted ranks remove these files; events.jsonl keeps the findings about earlier failures.
 
     Examples:
 
@@ -48,7 +48,7 @@ def _show(explanation: Explanation) -> None:
     print_text(Text(verdict.summary, "bold"))
     print_text(f"what to do: {verdict.fix}")
     if explanation.step is not None:
-        print_text(f"the last step that all ranks which told finished: {explanation.step}")
+        print_text(f"the last step that all reporting ranks finished: {explanation.step}")
     for line in explanation.earlier_failures:
         print_text(f"before: {line}")
     if explanation.ranks:

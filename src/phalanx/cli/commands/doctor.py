@@ -54,12 +54,13 @@ def doctor(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Check that this machine is fit to train: GPUs, NVLink, PCIe, network cards, RoCE's settings, limits, memory,
-    disk, clock, the kernel's log; with a run file against what the run needs. Every probe is a process with a time
-    limit. No rank is started, but with --collectives.
+    """Check that this machine is ready to train, with a run file also for the needs of the run.
 
-    Exit code: 0 all well, 1 warnings, 2 failures (or a mistake in the command), 3 nothing could be checked. What has no
-    meaning here is skipped, with the reason. docs/doctor.md lists every check, its threshold and its source.
+    The checks cover GPUs, NVLink, PCIe, network cards, RoCE settings, limits, memory, disk, clock and the kernel log.
+    Every probe is a process with a time limit. Ranks start only with --collectives.
+
+    Exit code: 0 no finding, 1 warnings, 2 failures (or a mistake in the command), 3 nothing could be checked. Checks
+    that do not apply are skipped, with the reason. docs/guides/doctor.md lists every check, its threshold and source.
 
     Examples:
 
@@ -86,7 +87,7 @@ def doctor(
         {"--compare-reports": compare_reports, "--collectives": collectives or None},
     )
     if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
-        raise UserError("--nccl-log", str(nccl_log), "is no file", fix="name what NCCL_DEBUG_FILE named")
+        raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file of NCCL_DEBUG_FILE")
     if (
         save_snapshot is not None
         and save_snapshot.exists()
@@ -147,7 +148,7 @@ def _examine(
         raise UserError(
             "--from-snapshot",
             str(from_snapshot),
-            "is no directory",
+            "is not a directory",
             fix="give one that phalanx doctor --save-snapshot wrote",
         )
     machine = Machine(from_snapshot, save_snapshot)

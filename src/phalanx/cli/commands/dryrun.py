@@ -99,7 +99,7 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
     entries = [entry.strip() for entry in text.split(",")]
     allowed = f"write all, corners, or numbers from 0 to {world_size - 1} with commas between"
     if not all(entry.isdecimal() for entry in entries):
-        raise UserError("--ranks", text, "is no list of ranks", fix=allowed)
+        raise UserError("--ranks", text, "is not a list of ranks", fix=allowed)
     ranks = sorted({int(entry) for entry in entries})
     if ranks[-1] >= world_size:
         raise UserError("--ranks", text, f"names rank {ranks[-1]} of {world_size}", fix=allowed)

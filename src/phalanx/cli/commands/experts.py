@@ -35,12 +35,12 @@ def experts(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Show how many tokens chose the experts of a run, by layer and by rank, and change which of them share a rank.
+    """Show how many tokens chose the experts of a run, per layer and rank, and change which experts share a rank.
 
-    Rank r has the r-th run of a layer's experts, by number. Experts that change their numbers together with their rows
-    of the router leave the model what it was: the newest checkpoint is written anew so (as it was it is kept beside
-    it, as step-N.before), and --resume goes on with it. Not while the run is under way. Tokens are those counted
-    between the run's last two evaluations. All of the checkpoint is held in memory.
+    Rank r has the r-th block of a layer's experts, by number. Experts that change their numbers together with their
+    rows of the router leave the model unchanged: the newest checkpoint is rewritten in this way (the old one stays as
+    step-N.before), and --resume continues with it. The run must not be active. Tokens are those counted between the
+    last two evaluations. The whole checkpoint is loaded into memory.
 
     Examples:
 
@@ -125,7 +125,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
             layer in names,
             "--order",
             str(file),
-            problem=f"{layer} is no layer with experts",
+            problem=f"{layer} is not a layer with experts",
             fix=f"use {', '.join(names)}",
         )
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)

@@ -19,8 +19,7 @@ def export(
     to: Annotated[str, typer.Option(help="Format: hf, which transformers and vLLM load.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
 ) -> None:
-    """Write a run's newest checkpoint, or what a swarm has learned by now, with its tokenizer, as a Hugging Face
-    directory.
+    """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.
 
     Examples:
 

@@ -19,11 +19,10 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue; empty begins a document.")] = "",
     tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0 from all.", min=0)] = 50,
+    top_k: Annotated[int, typer.Option(help="Draw from this number of likeliest tokens; 0 for all.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 0,
 ) -> None:
-    """Print a prompt and what a run's newest checkpoint continues it with, until it ends the text; of a swarm, what it
-    has learned by now.
+    """Print a prompt and its continuation by a run's newest checkpoint, or by a swarm's current model.
 
     Examples:
 

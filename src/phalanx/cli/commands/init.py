@@ -16,7 +16,7 @@ def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Write run.schema.json, for editors, beside the file.")
+        bool, typer.Option("--schema", help="Write run.schema.json, for editors, next to the file.")
     ] = False,
 ) -> None:
     """Write a commented run file: the demo's model and data, and every other key with its default.

@@ -64,10 +64,10 @@ def launch(
         str | None, typer.Option(help="SkyPilot: the GPU, as it calls it: H100.", metavar="NAME")
     ] = None,
 ) -> None:
-    """Write the file by which Slurm, Kubernetes or SkyPilot starts a run on its nodes, after a look at each.
+    """Write the file with which Slurm, Kubernetes or SkyPilot starts a run on its nodes, after a check of each node.
 
-    Slurm leaves out a node that is not well, Kubernetes starts another pod for it, six times a node, and SkyPilot ends
-    the run. One that was stopped and has saved is started again by all three, and goes on from its checkpoint.
+    Slurm excludes an unhealthy node, Kubernetes starts another pod for it, up to six times per node, and SkyPilot ends
+    the run. All three restart a run that was stopped and has a checkpoint; it continues from there.
 
     Examples:
 

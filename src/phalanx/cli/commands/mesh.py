@@ -26,8 +26,9 @@ AXIS_MEANINGS = {
 
 
 def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json = False) -> None:
-    """Show every group of every axis, the ranks in it, whether it stays inside a node, and whether the run's model and
-    batches can be divided so.
+    """Show the groups of every axis: their ranks, and whether they stay inside a node.
+
+    The command also checks that the run's model and batches can be divided in this way.
 
     Examples:
 

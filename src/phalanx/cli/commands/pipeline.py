@@ -253,8 +253,8 @@ def check(
 ) -> None:
     """Accept or reject a schedule, naming what is wrong; exits with 1 if it is rejected.
 
-    A file with idle (empty) cells is a picture: every cell is a tick, and an action must come in a later one than what
-    it needs. Without idle cells, or with --order, each rank goes on as soon as it can.
+    A file with idle (empty) cells is a picture: every cell is a tick, and an action must come in a later tick than its
+    inputs. Without idle cells, or with --order, each rank starts an action as soon as its inputs are there.
 
     Examples:
 

@@ -64,7 +64,7 @@ def _imbalance(costs: Sequence[float]) -> float:
 
 def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
+    for column in ("stage", "layers", "GFLOP per token", "share of the mean"):
         table.add_column(column, justify="left" if column == "layers" else "right")
     mean = sum(facts["flops_per_token"]) / facts["stages"]
     for stage, (layers, cost) in enumerate(

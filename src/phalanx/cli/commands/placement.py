@@ -61,14 +61,16 @@ def placement(
         bool, typer.Option("--pxn", help="Count as NCCL relays: to another rail by a neighbour on that rail.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Draw who sends how much to whom: .svg, .html or .png.", metavar="FILE")
+        Path | None, typer.Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Show where ranks sit, the bytes of a step by kind of link, the share of cross-rail and spine traffic, the load
-    of network cards, what collectives over all ranks send and how late they are, and whether products stay inside the
-    fast domain and stages on their rail.
+    """Show where ranks run, and the traffic of a step on each kind of link.
+
+    The output has the bytes by kind of link, the share of cross-rail and spine traffic, the load of network cards, the
+    bytes and latency of collectives over all ranks, and whether tensor-parallel groups stay inside the fast domain and
+    stages on their rail.
 
     Examples:
 

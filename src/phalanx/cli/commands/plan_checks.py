@@ -93,4 +93,4 @@ def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None
 
     last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)
     if not 1 <= number <= last:
-        raise UserError(option, number, "is no layout of the table", fix=f"use a number from 1 to {last:,}")
+        raise UserError(option, number, "is not a layout of the table", fix=f"use a number from 1 to {last:,}")

@@ -63,7 +63,7 @@ def certs(
         create_certificate_authority(folder)
         print(f"{folder}/ca.key: keep it to yourself")
     elif not members:
-        raise UserError("NAME", None, "is missing", fix=f"say for whom: phalanx swarm certs {folder} ann bob")
+        raise UserError("NAME", None, "is missing", fix=f"name the nodes: phalanx swarm certs {folder} ann bob")
     for member in members or []:
         print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
 
@@ -75,11 +75,11 @@ def serve(
     listen: Annotated[str, typer.Option(help="Address and port to listen at.", metavar="HOST:PORT")] = "0.0.0.0:7077",
     set_: Overrides = None,
 ) -> None:
-    """Lead a swarm: wait for nodes, give them experts and text, and put together what they learn, round by round.
+    """Coordinate a swarm: wait for nodes, assign experts and text to them, and merge their updates, round by round.
 
-    It keeps the model and a journal in the run directory; killed and started again, it goes on with the same round. It
-    ends when the last round is done and the nodes have gone. It computes nothing but means (and updates of ddp), and
-    needs no GPU; its memory is that of a few tensors, not of models.
+    The coordinator saves the model and a journal in the run directory; after a crash and a restart it continues with
+    the same round. It exits when the last round is done and the nodes have left. It computes only means (and updates
+    of ddp), and needs no GPU; it holds a few tensors in memory, not models.
 
     Examples:
 
@@ -179,9 +179,10 @@ def plan(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Say what a round costs a node by each method: bytes, memory, time on the wire, and how much of its time is left
-    to learn; so that a group can choose `every` and `codec` before it begins. DiLoCo's bytes are fedavg's, too; ddp
-    exchanges after each of the round's steps.
+    """Predict the cost of a round for a node, per method: bytes, memory, transfer time and the share of time to train.
+
+    With it a group can choose `every` and `codec` before the start. DiLoCo sends the same bytes as fedavg; ddp
+    exchanges after each step of the round.
 
     Examples:
 
@@ -216,7 +217,7 @@ def _parse_link(text: str) -> tuple[float, float]:
     except ValueError:
         speeds = 0.0, 0.0
     if not 0 < min(speeds) <= max(speeds) < inf:
-        raise UserError("--link", text, "is no speed", fix="write Mbit/s up, and down if that differs: 20:100")
+        raise UserError("--link", text, "is not a speed", fix="write Mbit/s up, and down if that differs: 20:100")
     return speeds
 
 
@@ -298,4 +299,4 @@ def _check_installed() -> None:
 def _check_address(address: str, field: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(field, address, "is no address", fix="write host and port: 203.0.113.7:7077")
+        raise UserError(field, address, "is not an address", fix="write host and port: 203.0.113.7:7077")

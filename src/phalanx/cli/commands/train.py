@@ -50,8 +50,8 @@ def train(
     nodes: Annotated[
         str | None,
         typer.Option(
-            help="Nodes of the run, or at least and at most so many: it goes on with fewer when one is lost, and with "
-            "more when one comes. By default cluster.nodes.",
+            help="Nodes of the run, or their minimum and maximum: the run continues with fewer nodes if one is lost, "
+            "and with more if one joins. By default cluster.nodes.",
             metavar="N|LEAST:MOST",
         ),
     ] = None,
@@ -68,7 +68,8 @@ def train(
     profile_memory: Annotated[
         bool,
         typer.Option(
-            "--profile-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
+            "--profile-memory",
+            help="Measure memory and traffic of one early step on each rank, and compare them with the plan.",
         ),
     ] = False,
     profile_steps: Annotated[
@@ -109,7 +110,7 @@ def train(
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
     Ranks that fail are started again from the newest checkpoint ([recovery]). Exit codes: 0 the run is at its end; 1 it
-    failed, or this node did, as one of several; 2 something is to be mended first; 75 a signal stopped it, with a
+    failed, or this node did, as one of several; 2 something must be fixed first; 75 a signal stopped it, with a
     checkpoint; 130 Ctrl-C did.
     """
     described = _load(run, set_ or [], machine)

@@ -38,9 +38,9 @@ def watch(
 ) -> None:
     """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
 
-    Ends with the run's last step, or on Ctrl-C; with exit code 1 where the run ended before, which takes a minute to
-    know: after a failure it may go on. Where the output is no terminal it prints a line for each step. Pages
-    and numbers are served until Ctrl-C, also of a run that has ended.
+    The command ends with the run's last step, or on Ctrl-C. If the run ended before its last step, the exit code is 1;
+    this takes a minute to decide, since a failed run may continue. Without a terminal it prints a line for each step.
+    Pages and numbers are served until Ctrl-C, also for a run that has ended.
 
     Examples:
 
@@ -92,7 +92,7 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
             print(f"phalanx: {failure}", file=sys.stderr)
             raise typer.Exit(1)
         if failure and failure != reported:
-            print(f"phalanx: {failure}; waiting whether it goes on", file=sys.stderr)
+            print(f"phalanx: {failure}; waiting for the run to continue", file=sys.stderr)
         reported = failure
         time.sleep(every_seconds)
 

@@ -112,12 +112,12 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
     other_options = [other for other in plan.layouts[: index + 6] if other is not option]
     if other_options:
-        console.print("\nothers, beside it", style="bold")
+        console.print("\nother layouts, compared with it", style="bold")
         for other in other_options:
             console.print(
                 f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
             )
-    console.print("\nwhat if, beside the fastest layout", style="bold")
+    console.print("\nwhat if, compared with the fastest layout", style="bold")
     for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)

@@ -138,7 +138,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
         0 < min_nodes <= max_nodes,
         "--nodes",
         text,
-        problem="is no number of nodes",
+        problem="is not a number of nodes",
         fix="write how many (4), or the fewest and the most (2:4)",
     )
     return min_nodes, max_nodes

@@ -93,12 +93,12 @@ FAIL_ON_USER_ERROR = """\
 
 CHECK_CONTAINER = """\
       initContainers:
-        - name: check  # phalanx doctor exits with 2 where something of the node must be mended
+        - name: check  # phalanx doctor exits with 2 for a node that must be repaired
           command:
             - sh
             - -c
             - |
-              # A mistake in the run file is no fault of the node: it ends this with 2.
+              # A mistake in the run file is not a fault of the node: exit with 2.
               phalanx train "$@" --print-config --resume > /dev/null || exit
               phalanx doctor "$@" --quick
               [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
@@ -208,7 +208,7 @@ def _job_name(run_name: str) -> str:
         len(name) <= MAX_NAME_LENGTH and name[0].isalpha(),
         "name",
         run_name,
-        problem=f"is no name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
+        problem=f"is not a name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
         fix="take another with --set name=...",
     )
     return name

@@ -37,9 +37,9 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 """
 
 CHECK_SCRIPT = """\
-# A mistake in the run file is no fault of the nodes: it ends this with 2.
+# A mistake in the run file is not a fault of the nodes: exit with 2.
 phalanx train {run} {checking} --print-config --resume > /dev/null || exit
-# phalanx doctor exits with 2 where something of the node must be mended.
+# phalanx doctor exits with 2 for a node that must be repaired.
 phalanx doctor {run} --quick {checking}
 [ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}
 """

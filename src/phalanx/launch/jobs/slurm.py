@@ -27,18 +27,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS-$((cores > nproc ? cores / nproc : 1))}
 """
 
 SRUN_SCRIPT = """
-# One task on each node. The death of a task or of a node ends none of the others: `phalanx train` goes on without it.
+# One task on each node. The death of a task or of a node ends none of the others: `phalanx train` continues without it.
 each=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
 mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
 CHECK_SCRIPT = """
 [ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
-# A mistake in the run file is no fault of the nodes: it ends this with 2.
+# A mistake in the run file is not a fault of the nodes: exit with 2.
 phalanx train "$run" OPTIONS --print-config --resume > /dev/null || { code=$?; [ $code -eq 1 ] || exit $code; }
 
-# Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer in
-# these minutes.
+# Nodes in which `phalanx doctor` finds no failure (it exits with 2 for failures), and that answer in these minutes.
 mapfile -t well < <("${each[@]}" --time=MINUTES --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
     bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" --quick OPTIONS | sort -V)
 sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
@@ -57,7 +56,7 @@ together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM
 """
 
 TRAIN_SCRIPT = """
-# A job that is stopped goes on later if it has got on.
+# A job that was stopped is requeued if it made progress.
 newest() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 before=$(newest)
 
@@ -149,7 +148,7 @@ def parse_time_limit(time: str) -> int:
         UserError: The text has another format.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
-    require(match is not None, "--time", time, problem="is no time limit", fix="write it as HH:MM:SS, or as D-HH:MM:SS")
+    require(match is not None, "--time", time, problem="is not a time limit", fix="write HH:MM:SS, or D-HH:MM:SS")
     assert match is not None
     parts = [int(part) for part in match["rest"].split(":")]
     if match["days"]:

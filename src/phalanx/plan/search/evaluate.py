@@ -123,7 +123,7 @@ class LayoutPredictions:
     """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
     p_oom: Column
     peak_flops: float
-    """Of one rank's device."""
+    """Peak FLOP/s of one rank's device."""
 
 
 def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:

@@ -39,7 +39,7 @@ class EvaluatedLayout:
     parts: dict[str, float]
     """Seconds of the step per part. They add up to `step_seconds`."""
     memory_bytes: float
-    """Memory of the fullest rank; on a calibrated machine with what a process has beside tensors."""
+    """Memory of the fullest rank; on a calibrated machine including memory of the process besides tensors."""
     host_bytes: float
     """CPU memory of the rank that offloads most."""
     stages: dict[str, dict[str, float]]
@@ -50,8 +50,10 @@ class EvaluatedLayout:
     """Probability that the memory of a rank is not enough."""
     tokens_per_second: float
     mfu: float
-    """As in the metrics of the trainer: attention counts the causal half of the pairs. Tables of published rows count
-    all pairs (`job_columns.flops_per_token`), as most publications do."""
+    """Model FLOPs utilization as in the trainer's metrics, with the causal half of attention's pairs.
+
+    Tables of published rows count all pairs (`job_columns.flops_per_token`), as most publications do.
+    """
     hfu: float
     """Like `mfu`, with recomputation counted."""
 
@@ -140,13 +142,15 @@ class Plan:
 
     @property
     def best(self) -> EvaluatedLayout:
-        """The layout to train with: the first of `layouts` whose memory is almost certainly enough. If there is none,
-        the layout with the lowest `p_oom`."""
+        """The layout to train with.
+
+        It is the first of `layouts` whose memory is almost certainly enough, or else the one with the lowest `p_oom`.
+        """
         return self.first_safe or min(self.layouts, key=lambda option: option.p_oom)
 
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
-        """Those of `layouts` that no other beats in both time and memory, the fastest first."""
+        """The layouts that no other layout beats in both time and memory, the fastest first."""
         front: list[EvaluatedLayout] = []
         for option in sorted(self.layouts, key=lambda option: option.step_seconds):
             if not front or option.memory_bytes < front[-1].memory_bytes:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DROPPED_BITS = 8
-"""Of the 23 bits of a float's fraction: what stays is exact to one part in 65,536, and the page shows three digits."""
+"""Dropped bits of a float's 23-bit fraction: the rest is exact to one part in 65,536, and a page shows three digits."""
 MAX_VALUES = 65_536
 """Distinct values of a column of choices, at most: indices are 16-bit numbers."""
 

@@ -79,7 +79,7 @@ def _traffic(run: RunSpec, world_size: int) -> dict[str, dict[str, float]]:
 
 
 def _timeline(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:
-    """The simulated pipeline, or a note why there is none."""
+    """Return the simulated pipeline, or a note why there is none."""
     num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
     if run.cluster.ranks_per_core > 1:
         return {"note": "Ranks share cores: the simulation gives each rank a core of its own, so it is not shown."}

@@ -28,7 +28,7 @@ SCRIPTS = ("data.js", "scatter.js", "figures.js", "cards.js", "explorer.js")
 SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 )
-"""What the page may load: nothing but itself, and answers of the server that it came from."""
+"""Content security policy: the page loads only itself and answers of its own server."""
 CHOICE_COLUMNS = (
     "data_parallel",
     "dp",
@@ -79,7 +79,7 @@ LINK_COLORS = {"fast": "#009e73", "node": "#56b4e9", "rail": "#e69f00", "spine":
 
 @dataclass(frozen=True)
 class PageContext:
-    """What a page says of how it was made."""
+    """How a page was made."""
 
     plan_command: str
     """The `phalanx plan` with its run file, machine and overrides."""
