@@ -1,8 +1,6 @@
 """Rules of style that ruff does not have (docs/contributing/style.md).
 
-`python tests/test_style.py [PATH ...]` prints the findings under these paths. Files that had some before the rules
-existed are listed with their numbers in `style_exceptions.tsv`, which may only shrink;
-`python tests/test_style.py --write` writes it anew.
+`python tests/test_style.py [PATH ...]` prints the findings under these paths.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "phalanx"
-EXCEPTIONS = Path(__file__).parent / "style_exceptions.tsv"
 FIRST_WORDS = {"Of", "What", "Who", "Whether", "Those", "As", "Around", "It", "They", "Whom", "Whose"}
 """Words that do not begin a docstring: it says what a function does, or names a thing."""
 DIALECT = re.compile(
@@ -111,24 +108,10 @@ def findings(path: Path) -> list[Finding]:
     return found
 
 
-def count_findings() -> Counter[tuple[str, str]]:
-    """Return the number of findings by file, relative to the package, and rule."""
-    return Counter(
-        (path.relative_to(SOURCE).as_posix(), rule) for path in SOURCE.rglob("*.py") for rule, _, _ in findings(path)
-    )
-
-
-def read_exceptions() -> Counter[tuple[str, str]]:
-    rows = [line.split("\t") for line in EXCEPTIONS.read_text().splitlines()]
-    return Counter({(path, rule): int(count) for path, rule, count in rows})
-
-
-def test_findings_are_those_of_exceptions() -> None:
-    found, expected = count_findings(), read_exceptions()
-    more = {key: count for key, count in found.items() if count > expected[key]}
-    fewer = {key: count for key, count in expected.items() if count > found[key]}
-    assert not more, "python tests/test_style.py PATH shows them"
-    assert not fewer, "shrink the list: python tests/test_style.py --write"
+@pytest.mark.parametrize("package", sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()))
+def test_package_has_no_findings(package: str) -> None:
+    found = {path: findings(path) for path in sorted((SOURCE / package).rglob("*.py"))}
+    assert not {path.relative_to(SOURCE).as_posix(): broken for path, broken in found.items() if broken}
 
 
 @pytest.mark.parametrize(
@@ -155,10 +138,6 @@ def test_findings_allow_related_assignments_and_keywords(source: str, tmp_path: 
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--write"]:
-        rows = sorted((path, rule, count) for (path, rule), count in count_findings().items())
-        EXCEPTIONS.write_text("".join(f"{path}\t{rule}\t{count}\n" for path, rule, count in rows))
-        return
     counts: Counter[str] = Counter()
     for root in map(Path, sys.argv[1:] or [SOURCE]):
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
