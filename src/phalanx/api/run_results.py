@@ -118,7 +118,7 @@ def diagnose(run_dir: str | Path) -> Explanation:
     Example:
         >>> explanation = phalanx.diagnose("runs/first")
         >>> explanation.verdict.kind, explanation.verdict.summary
-        ('nothing', 'the run ended in order, after step 8')
+        ('nothing', 'the run finished after step 8')
     """
     directory = Path(run_dir)
     if not (directory / RUN_FILE).is_file():

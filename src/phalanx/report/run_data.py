@@ -191,7 +191,7 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
 def _describe_progress(
     run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, is_active: bool | None
 ) -> Iterator[str]:
-    """Say how far a run is that is not at its end."""
+    """Yield the failure or the progress of a run that has not finished."""
     if failure:
         yield failure
     elif not steps:
@@ -201,15 +201,15 @@ def _describe_progress(
 
 
 def _describe_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[str]:
-    """Say how often a run failed, went back to a checkpoint, or had a damaged one."""
+    """Yield how often a run failed, rolled back or had a damaged checkpoint."""
     if failures := describe_failures(events, exclude_last=failure is not None):
         count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
-        yield f"it broke off {count_text} and went on, the last time at {failures[-1]}"
+        yield f"it failed {count_text} and resumed, the last time at {failures[-1]}"
     if rollbacks := describe_rollbacks(events):
         count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        yield f"it went back {count_text}, the last time at {rollbacks[-1]}"
+        yield f"it rolled back {count_text}, the last time at {rollbacks[-1]}"
     if damaged_checkpoints := describe_damaged_checkpoints(events):
-        yield f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}"
+        yield f"checkpoints were damaged, the last one found at {damaged_checkpoints[-1]}"
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:

@@ -78,7 +78,7 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
 
 def test_plan_states_every_assumption_in_one_line(run):
     """Under the table, under comparisons and explanations, and in JSON; what is given is not in it."""
-    machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=32768")
+    machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=16384")
     found = plan_json(run, *machine, "--top", 1)
     text = plan_output(run, *machine, "--top", 1)
     assert text.splitlines()[-1] == f"assumed: {'; '.join(found['assumed'])}"
@@ -98,7 +98,7 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
-    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=32768")
+    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=16384")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow)
     found = plan_json(run, *cards)
     faster = found["faster_but_too_large"]
@@ -273,7 +273,7 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
         (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
         (
             ("--export", "nanotron", "--set", "model.preset=mixtral-8x7b"),
-            "model.moe: cannot be(.|\n)*the run goes to Megatron-LM, torchtitan, DeepSpeed$",
+            "model.moe: cannot be(.|\n)*trainers for the unchanged run: Megatron-LM, torchtitan, DeepSpeed$",
         ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not KEY=VALUE"),
