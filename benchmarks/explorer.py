@@ -1,6 +1,6 @@
 """How large the explorer's page of a hundred thousand layouts is, how fast it loads, and how fast a click is answered.
 
-    python -m benchmarks.explorer       # prints the table and writes docs/benchmarks/explorer.md
+    python -m benchmarks.explorer       # prints the table and writes docs/results/benchmarks/explorer.md
 
 Needs Chromium (apt-get install chromium), which draws without a GPU here."""
 

@@ -2,7 +2,7 @@
 
 The names below are imported when they are first used: `import phalanx` imports neither torch nor numpy.
 `plan_run`, `train_run` and `report_run` are not called `plan`, `train` and `report`: those are packages, and importing
-one of their modules would replace the function. docs/python-api.md is the guide.
+one of their modules would replace the function. docs/guides/python-api.md is the guide.
 """
 
 from __future__ import annotations

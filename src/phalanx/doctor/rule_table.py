@@ -1,4 +1,4 @@
-"""Table of all rules for docs/doctor.md: `python -m phalanx.doctor.rule_table` prints it."""
+"""Table of all rules for docs/reference/doctor-rules.md: `python -m phalanx.doctor.rule_table` prints it."""
 
 from __future__ import annotations
 

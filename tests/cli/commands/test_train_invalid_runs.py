@@ -268,7 +268,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
     ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "use at most 16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/launching.md")),
+    ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/guides/multi-node.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),

@@ -60,7 +60,7 @@ def doctor(
     Every probe is a process with a time limit. Ranks start only with --collectives.
 
     Exit code: 0 no finding, 1 warnings, 2 failures (or a mistake in the command), 3 nothing could be checked. Checks
-    that do not apply are skipped, with the reason. docs/guides/doctor.md lists every check, its threshold and source.
+    that do not apply are skipped, with the reason. docs/reference/doctor-rules.md lists all checks.
 
     Examples:
 

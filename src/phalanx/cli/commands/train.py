@@ -234,7 +234,7 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
     """
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
+        fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/guides/multi-node.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix=fix)
     is_waiting = False
     deadline = time.monotonic() + patience_seconds

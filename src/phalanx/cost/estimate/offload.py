@@ -124,7 +124,7 @@ def _disk_bytes(jobs: JobTable) -> Column:
     """Return the bytes per parameter that a step reads from and writes to files.
 
     ZeRO-1 and 2: rows and state, and the rows once more for the gather. ZeRO-2 also reads and writes gradients at every
-    micro-batch (as measured: docs/benchmarks/offload.md). ZeRO-3: the optimizer state.
+    micro-batch (as measured: docs/results/benchmarks/offload.md). ZeRO-3: the optimizer state.
     """
     gradients = np.where(jobs.zero_stage >= 2, 2 * jobs.gradient_bytes * jobs.micro_batches, 0.0)
     row_bytes = 2 * _trained_state_bytes(jobs) + master_weight_bytes(jobs.compute_dtype_bytes) + gradients

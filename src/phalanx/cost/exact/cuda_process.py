@@ -34,7 +34,7 @@ PIPELINE_PEER_BYTES = PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS
 LOST_SHARE = 0.55
 """Fraction of the largest tensor that is lost in gaps.
 
-The value is the best fit to the 53 ranks of docs/accuracy.md ("Memory on CUDA"), which need 0 to 1.2.
+The value is the best fit to the 53 ranks of docs/results/accuracy.md ("Memory on CUDA"), which need 0 to 1.2.
 """
 
 
