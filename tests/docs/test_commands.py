@@ -1,4 +1,4 @@
-"""Commands of README.md and of the guides run, in the order of the page, with the `phalanx` of this checkout.
+"""Commands of README.md, of the guides and of the course run, in the order of the page, with the `phalanx` of this checkout.
 
 Training commands are short: few steps of little text in fp32 (`SHORT_RUN`), unless the command itself has other values.
 Pages whose commands take long are for `make test-all` (tests/thorough.tsv). `pytest -s` prints how many commands
@@ -18,8 +18,9 @@ import pytest
 from tests.helpers.doc_commands import FencedBlock, fenced_blocks, lines_outside_fences
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "guides").glob("*.md"))]
-PAGES = [page for page in PAGES if page.name != "log.md"]
+FOLDERS = (ROOT / "docs", ROOT / "docs" / "guides", ROOT / "docs" / "course")
+PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md")) if page.name != "log.md"]
+PAGES.insert(0, ROOT / "README.md")
 RUN_SECONDS = 600
 PAGE_SECONDS = 1800
 """Limits for a hang; a page takes 10 to 90 s of processor time."""
