@@ -1,4 +1,4 @@
-"""Commands of README.md, of the guides and of the course run, in the order of the page, with the `phalanx` of this checkout.
+"""Commands of README.md, guides and course run, in the order of the page, with the `phalanx` of this checkout.
 
 Training commands are short: few steps of little text in fp32 (`SHORT_RUN`), unless the command itself has other values.
 Pages whose commands take long are for `make test-all` (tests/thorough.tsv). `pytest -s` prints how many commands
@@ -99,6 +99,13 @@ def test_blocks_have_commands_with_continuation_lines() -> None:
     file, commands = fenced_blocks(page)
     assert (file.title, file.body, file.commands) == ("a.toml", ("x = 1",), [])
     assert (commands.not_run, commands.commands) == ("a GPU", ["a \\\n    b", "c"])
+
+
+def test_blocks_may_be_indented_and_have_here_documents() -> None:
+    (block,) = fenced_blocks(
+        "note\n    ```console\n    $ cat > a <<'EOF'\n    x\n    EOF\n    output\n    $ b\n    ```\n"
+    )
+    assert block.commands == ["cat > a <<'EOF'\nx\nEOF", "b"]
 
 
 def test_block_without_end_is_an_error() -> None:

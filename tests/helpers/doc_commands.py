@@ -1,8 +1,9 @@
 """Read the commands of a Markdown page.
 
-A fenced block of `console` has commands: lines that start with `$ `, and lines after a line that ends with a backslash.
-Other lines are output. A fenced block with a `title="FILE"` is a file that the commands after it read. A line
-`<!-- not run: REASON -->` right before a block of commands says why the test of the page leaves the block out."""
+A fenced block of `console` has commands: lines that start with `$ `, lines after a line that ends with a backslash, and
+here-documents. Other lines are output. Blocks may be indented, as those of a note. A fenced block with a `title="FILE"`
+is a file that the commands after it read. A line `<!-- not run: REASON -->` right before a block of commands says why
+the test of the page leaves the block out."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
-FENCE = re.compile(r"```(\w*)(?: title=\"([^\"]+)\")?$")
+FENCE = re.compile(r"( *)```(\w*)(?: title=\"([^\"]+)\")?$")
+HERE_DOCUMENT = re.compile(r"<<'(\w+)'$")
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,19 @@ class FencedBlock:
     def commands(self) -> list[str]:
         """Commands of a console block, each with its continuation lines."""
         commands: list[str] = []
-        continued = False
+        continued, here_document_end = False, ""
         for line in self.body if self.language == "console" else ():
-            if continued:
+            if continued or here_document_end:
                 commands[-1] += "\n" + line
             elif line.startswith("$ "):
                 commands.append(line.removeprefix("$ "))
             else:
                 continue
-            continued = line.endswith("\\")
+            if here_document_end:
+                here_document_end = "" if line == here_document_end else here_document_end
+            elif begin := HERE_DOCUMENT.search(line):
+                here_document_end = begin[1]
+            continued = not here_document_end and line.endswith("\\")
         return commands
 
 
@@ -53,12 +59,12 @@ def fenced_blocks(page: str) -> Iterator[FencedBlock]:
             at += 1
             continue
         try:
-            end = lines.index("```", at + 1)
+            end = lines.index(f"{fence[1]}```", at + 1)
         except ValueError:
             raise ValueError(f"line {at + 1}: the fenced block does not end") from None
-        reason = NOT_RUN.match(lines[at - 1]) if at else None
-        body = tuple(lines[at + 1 : end])
-        yield FencedBlock(at + 1, fence[1], fence[2] or "", reason[1] if reason else "", body)
+        reason = NOT_RUN.match(lines[at - 1].strip()) if at else None
+        body = tuple(line.removeprefix(fence[1]) for line in lines[at + 1 : end])
+        yield FencedBlock(at + 1, fence[2], fence[3] or "", reason[1] if reason else "", body)
         at = end + 1
 
 
