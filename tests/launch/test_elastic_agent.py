@@ -58,7 +58,7 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
         meeting = NonHostRendezvous(
             "run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1
         )
-        with pytest.raises(UserError, match="is no place where nodes meet") as other:
+        with pytest.raises(UserError, match="is not a rendezvous") as other:
             run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)
     assert not isinstance(other.value, RendezvousError)
     with pytest.raises(RendezvousError, match="nobody answered in 1 s"):

@@ -216,7 +216,7 @@ def test_parse_nodes_accepts_only_number_or_range(min_nodes: int, extra_nodes: i
         f"{min_nodes}-{min_nodes + extra_nodes}",
         "",
     ):
-        with pytest.raises(UserError, match="no number of nodes"):
+        with pytest.raises(UserError, match="is not a number of nodes"):
             parse_nodes(text)
 
 
@@ -423,7 +423,7 @@ def test_launch_rejects_output_directory_outside_volume(run_file: Path, target: 
         (("--to", "skypilot", "--nproc", "8"), "(?s)^--image: .*\n--volume: .*\n--accelerator: "),
         (("--to", "skypilot", "--nproc", "8", *IMAGE), "is needed: the GPU"),
         (("--to", "skypilot", "--nproc", "8", *IMAGE, "--accelerator", "H100", *CPU), "has no meaning with"),
-        (("--to", "kubernetes", "--nproc", "8", *IMAGE, "--set", f"name={'n' * 53}"), "is no name for Kubernetes"),
+        (("--to", "kubernetes", "--nproc", "8", *IMAGE, "--set", f"name={'n' * 53}"), "is not a name for Kubernetes"),
         (("--to", "slurm", "--nproc", "8", "--set", "layout='auto'"), "nobody names it"),
         (("--to", "slurm", "--nproc", "8", "--out", "/nowhere/a.sbatch"), "cannot be written"),
     ],

@@ -222,8 +222,8 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("phalanx: recovery.loss_spike_ratio = 2.0", "recovery.max_rollbacks = 0 says never"),
     ),
     ({**NVME}, ("layout.offload_directory", "is needed", "local disk")),
-    ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "no directory")),
-    ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "no directory")),
+    ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "is not a directory")),
+    ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "is not a directory")),
     ({**NVME, "layout.offload_directory": '"/proc"'}, ("layout.offload_directory = '/proc'", "fix: name")),
     (
         {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn_hidden_size": 10**12},
