@@ -65,7 +65,7 @@ def test_balance_spec_ratio_rises_linearly_to_one():
             {"layout": {"ep": 2, "data_parallel": "zero3"}},
             r"layout\.data_parallel = 'zero3': splits what expert-parallel ranks train",
         ),
-        ({}, {"layout": {"data_parallel": "parameter_server"}}, "no layout for inside a node"),
+        ({}, {"layout": {"data_parallel": "parameter_server"}}, "is not supported inside a node"),
         ({}, {"model": {**MODEL, "moe": None}}, "shares out experts, and the model has none"),
         ({}, {"model": {**MODEL, "moe": {**MODEL["moe"], "bias_update_rate": 0.1}}}, "bias_update_rate = 0.1"),
         ({"methd": "spes"}, {}, "did you mean 'method'"),
