@@ -37,8 +37,8 @@ from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
 """Layouts in the planner's order that a page has, with all their details in a file."""
-MAX_CHOICE = 10**9
-"""Of a number on the page; what the planner allows is less, and it says so itself."""
+MAX_NUMBERS = {"nodes": 100_000, "batch": 10**7, "seq_len": 10**8, "layout": 10**9}
+"""Of the fields of a request: what more would only keep the planner busy for hours."""
 RENDEZVOUS = "HOST:29500"
 
 
@@ -112,9 +112,9 @@ def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, d
     if table["machine"] not in ("", *preset_names("machines")):
         raise UserError("machine", table["machine"], "is not a known machine", "choose one of the list")
     for name in fields[1:]:
-        value, low = table[name], 0 if name in more else 1
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_CHOICE:
-            raise UserError(name, value, "is not a valid number", f"give a whole number of at least {low}")
+        value, low, high = table[name], 0 if name in more else 1, MAX_NUMBERS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise UserError(name, value, "is not a valid number", f"give a whole number from {low} to {high:,}")
     return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
 
 
@@ -156,7 +156,6 @@ class ExplorerServer:
     """Answers of the planner to choices on the page. The plans of the last choices are kept."""
 
     def __init__(self, arguments: PlanArguments) -> None:
-        self._arguments = arguments
         self._lock = Lock()
         self._explore = lru_cache(maxsize=4)(lambda choices: _explore(with_choices(arguments, choices)))
         run, _ = arguments.load()
