@@ -192,7 +192,14 @@ def test_plan_prints_rent_of_training_when_price_is_set(run):
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     text = plan_output(run, *H100, "--explain", 1)
-    for words in ("the optimizer", "activations", "other layouts, compared with it", "twice the memory", "P(OOM)", "HFU"):
+    for words in (
+        "the optimizer",
+        "activations",
+        "other layouts, compared with it",
+        "twice the memory",
+        "P(OOM)",
+        "HFU",
+    ):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(

@@ -109,6 +109,7 @@ def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
             code, answer = ask(address, "plan", table)
             assert code == 422
             assert problem in answer["problem"]
+            assert "\n  fix: " in answer["problem"]
         assert ask(address, "layout", {**CHOICES, "layout": 10**8})[0] == 422
         assert ask(address, "plan", CHOICES, Host="evil.example")[0] == 403
         with pytest.raises(urllib.error.HTTPError, match="404"):

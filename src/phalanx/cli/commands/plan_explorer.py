@@ -37,8 +37,8 @@ from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
 """Number of layouts on a page, in the planner's order, all with details in a file."""
-MAX_CHOICE = 10**9
-"""Upper limit of a number on the page. The planner's own limits are lower, and it reports them."""
+MAX_NUMBERS = {"nodes": 100_000, "batch": 10**7, "seq_len": 10**8, "layout": 10**9}
+"""Upper limits of the fields of a request: larger numbers would keep the planner busy for hours."""
 RENDEZVOUS = "HOST:29500"
 
 
@@ -117,8 +117,9 @@ def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, d
     for name in fields[1:]:
         value = table[name]
         low = 0 if name in more else 1
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_CHOICE:
-            raise UserError(name, value, "is not a valid number", fix=f"give a whole number of at least {low}")
+        high = MAX_NUMBERS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise UserError(name, value, "is not a valid number", fix=f"give a whole number from {low} to {high:,}")
     return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
 
 
@@ -160,7 +161,6 @@ class ExplorerServer:
     """Server of the explorer, which plans for choices on the page and caches the last plans."""
 
     def __init__(self, arguments: PlanArguments) -> None:
-        self._arguments = arguments
         self._lock = Lock()
         self._explore = lru_cache(maxsize=4)(lambda choices: _explore(with_choices(arguments, choices)))
         run, _ = arguments.load()
