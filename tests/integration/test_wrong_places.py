@@ -56,7 +56,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("plan", "none.toml", "--machine", "h100"), "no such file"),
     (("plan", "run.toml", "--machine", "h100", "--out", "run.toml"), "is the run file itself"),
     (("plan", "run.toml", "--machine", "h100", "--out", "mine"), "it is a directory"),
-    (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is not a directory none"),
+    (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
     (("plan", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "phalanx did not write it"),
     (("export", "mine", "out"), "has no checkpoint yet"),
     (("export", "none", "out"), "has no run.toml"),
