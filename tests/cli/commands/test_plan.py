@@ -117,9 +117,9 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     assert f"{option['step_seconds']:.3f} s" in plan_output(run, *cards, "--why-not", text)
     (setting,) = re.findall(r"It fits with --set (training\.seq_len=\d+) ", lines[number + 1])
     shown = plan_json(run, *cards, "--set", setting)
-    (same,) = (layout for layout in shown["layouts"] if layout["layout"] == option["layout"])
-    assert same["step_seconds"] == pytest.approx(faster["fitting_step_seconds"])
-    assert shown["faster_but_too_large"] is None
+    fitting = plan_output(run, *cards, "--set", setting, "--why-not", text)
+    assert f"{faster['fitting_step_seconds']:.3f} s" in fitting
+    assert shown["layouts"][0]["step_seconds"] <= faster["fitting_step_seconds"]
 
 
 @pytest.mark.parametrize("given_bytes", [None, 200 * GIB])
