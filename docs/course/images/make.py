@@ -313,7 +313,7 @@ def batch_size() -> Figure:
     label(axis, "steps", (0.13, 1 + 1 / 0.13), (6, 2), BLUE)
     label(axis, "tokens", (7.5, 8.5), (-6, 2), ORANGE, ha="right")
     axis.plot(1, 2, "o", color=RED)
-    label(axis, "twice the fewest of both", (1, 2), (0, 9), RED, ha="center")
+    label(axis, "twice the fewest of both", (1, 2), (0, 40), RED, ha="center")
     axis.set(xscale="log", yscale="log", xlabel=r"batch, $B\,/\,B_\mathrm{noise}$", ylabel="relative to the fewest")
     axis.set(ylim=(1, 20), xlim=(0.05, 20))
     axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
