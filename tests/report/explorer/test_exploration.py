@@ -19,7 +19,7 @@ def test_explore_ranks_layouts_as_plan_does():
     plan = plan_or_raise(found.run, found.world_size, NUM_FIRST_CHOICES)
     assert list(found.ranked.values()) == plan.layouts
     assert [found.layouts[index] for index in found.ranked] == [option.candidate for option in plan.layouts]
-    assert found.layouts[: plan.considered] == plan.layouts
+    assert found.layouts[: plan.searched] == plan.candidates
 
 
 def test_explore_predicts_every_layout_as_evaluate_does():

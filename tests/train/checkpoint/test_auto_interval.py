@@ -41,7 +41,7 @@ def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> N
     )
     assert pacing.reason is not None
     assert "every 4,653 steps (7.8 minutes)" in pacing.reason
-    assert f"expected every {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
+    assert f"expected time between failures: {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
     assert not pacing.due(pacing.next_step - 1, 0.1)
     assert pacing.due(pacing.next_step, 0.1)
     pacing.next_due_step(pacing.next_step, blocked_seconds=11, write_seconds=20)
@@ -87,7 +87,7 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
     steps = pacing.next_due_step(FIRST_STEPS, blocked_seconds=0.5, write_seconds=1) - FIRST_STEPS
     assert steps == pytest.approx(optimal_interval_seconds(0.5, 100) / 0.1, rel=0.02)
     assert pacing.reason is not None
-    assert "every 100 s (4 in 6.7 minutes)" in pacing.reason
+    assert "100 s (4 in 6.7 minutes)" in pacing.reason
 
 
 def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
