@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.parallel.data import zero
-from phalanx.parallel.data.offload import CpuOffload
+from phalanx.parallel.data.offload import CpuOffload, DiskOffload
 from phalanx.parallel.data.zero import ZeRO
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.chunks import chunk_by_bytes
@@ -96,3 +96,21 @@ def test_bf16_gradients_of_many_micro_batches_sum_in_fp32(
 ) -> None:
     for errors in rank_pool(world_size).run(summed_gradient_errors, stage, offload, in_pipeline):
         assert max(errors) < 3e-3  # summed in bf16: 8e-3 to 1e-2
+
+
+def count_files_after_many_micro_batches(directory: Path) -> int:
+    """Train two steps of 12 micro-batches with state in files; return the number of files of a weight's rows."""
+    layer, cpu = nn.Linear(128, 512, bias=False), torch.device("cpu")
+    offload = DiskOffload(directory)
+    strategy = ZeRO(layer, Layout(data_parallel="zero2"), None, cpu, torch.bfloat16, offload)
+    for _ in range(2):
+        strategy.zero_grad()
+        for index in range(12):
+            with strategy.accumulate(last=index == 11):
+                layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
+    return len(offload.files)
+
+
+def test_gradient_on_disk_that_widens_to_fp32_leaves_one_file(tmp_path: Path) -> None:
+    """Of the master rows and of their gradient, however it was summed before."""
+    assert rank_pool(1).run(count_files_after_many_micro_batches, tmp_path) == [2]

@@ -52,6 +52,9 @@ class CpuOffload:
             return pinned_zeros(like.shape, like.dtype)
         return torch.zeros_like(like, device="cpu")
 
+    def release(self, tensor: Tensor) -> None:
+        """Free the storage of an unused tensor that `to_host` returned."""
+
     def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Start to write tensors that were changed outside `stepping` to their storage."""
 
@@ -104,6 +107,10 @@ class DiskOffload(CpuOffload):
         if index not in self.pieces:
             self.pieces[index] = self._move_new_state_to_disk(optimizers, parameters, gradients)
         self._write(self.pieces[index])
+
+    def release(self, tensor: Tensor) -> None:
+        """Drop the file of a tensor; its blocks are freed after pending writes."""
+        self.files.pop(tensor.data_ptr(), None)
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Start to write the files of these tensors."""

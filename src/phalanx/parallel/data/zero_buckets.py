@@ -150,7 +150,9 @@ class OwnedParameter:
             self._host_gradient.copy_(received)
         else:
             if needs_fp32_sum(self._host_gradient.dtype, self._num_added):
-                self._host_gradient = offload.to_host(self._host_gradient.float())
+                narrow_sum = self._host_gradient
+                self._host_gradient = offload.to_host(narrow_sum.float())
+                offload.release(narrow_sum)
             self._host_gradient.add_(received)
         return self._host_gradient
 
