@@ -53,15 +53,7 @@ class Shape:
 
     @cached_property
     def model(self) -> ModelSpec:
-        return ModelSpec(
-            num_layers=self.layers,
-            hidden_size=self.width,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            ffn_hidden_size=self.ffn,
-            vocab_size=self.vocab,
-            max_seq_len=self.sequence,
-        )
+        return llama(self.layers, self.width, self.heads, self.kv_heads, self.ffn, self.vocab, self.sequence)
 
     @property
     def tokens(self) -> int:
@@ -83,6 +75,19 @@ class Shape:
             optimizer=OPTIMIZER,
             layout=Layout(**LAYOUTS[layout], micro_batch_size=self.micro_batch),
         )
+
+
+def llama(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int) -> ModelSpec:
+    """Return the model of this shape."""
+    return ModelSpec(
+        num_layers=layers,
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        vocab_size=vocab,
+        max_seq_len=seq_len,
+    )
 
 
 SHAPES = {

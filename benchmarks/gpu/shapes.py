@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.gpu.harness import real_or_dry
-from benchmarks.shapes import OPTIMIZER, SEED
+from benchmarks.shapes import OPTIMIZER, SEED, llama
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, RunSpec, TrainingSpec
@@ -44,18 +44,6 @@ class Shape:
             optimizer=OPTIMIZER,
             layout=Layout(data_parallel=data_parallel, micro_batch_size=self.micro_batch),
         )
-
-
-def llama(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int) -> ModelSpec:
-    return ModelSpec(
-        num_layers=layers,
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn_hidden_size=ffn,
-        vocab_size=vocab,
-        max_seq_len=seq_len,
-    )
 
 
 SHAPES = {

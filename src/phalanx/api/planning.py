@@ -13,11 +13,10 @@ from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import ProgressCallback
 from phalanx.spec.base import divisors
+from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-
-DEFAULT_RANKS_PER_NODE = 8
 
 
 def plan_run(
@@ -25,8 +24,8 @@ def plan_run(
     world_size: int,
     *,
     top: int = 20,
-    where: Callable[[CandidateLayout], bool] | None = None,
-    progress: ProgressCallback | None = None,
+    where: Callable[[CandidateLayout], bool] = lambda _: True,
+    progress: ProgressCallback = lambda *_: None,
 ) -> Plan:
     """Search for the fastest layouts of a run that fit in memory, as `phalanx plan` does.
 
@@ -58,7 +57,7 @@ def plan_run(
         {4}
     """
     placed = place_on_nodes(run, world_size).model_copy(update={"auto_layout": False})
-    return plan_or_raise(placed, world_size, top, report=progress or _ignore_progress, is_wanted=where or _accept)
+    return plan_or_raise(placed, world_size, top, report=progress, is_wanted=where)
 
 
 def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -> EvaluatedLayout:
@@ -155,12 +154,4 @@ def _ranks_per_node(nodes: int, is_cpu: bool, world_size: int) -> int:
         return world_size // nodes
     if is_cpu:
         return world_size
-    return max(size for size in divisors(world_size) if size <= DEFAULT_RANKS_PER_NODE)
-
-
-def _ignore_progress(_: str, __: int, ___: int) -> None:
-    pass
-
-
-def _accept(_: CandidateLayout) -> bool:
-    return True
+    return max(size for size in divisors(world_size) if size <= DEFAULT_DEVICES_PER_NODE)

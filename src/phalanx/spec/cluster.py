@@ -8,6 +8,9 @@ from pydantic import Field
 
 from phalanx.spec.base import Spec
 
+DEFAULT_DEVICES_PER_NODE = 8
+"""Devices of a node if neither option nor run file sets them."""
+
 
 class CalibrationSpec(Spec):
     """Results of runs on a machine, which replace those of published runs."""

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from phalanx.cli.commands.plan import DEFAULT_DEVICES_PER_NODE
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
 from phalanx.cli.common.output_file import check_replaceable
 from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
@@ -29,6 +28,7 @@ from phalanx.plan.placement.findings import (
 )
 from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices, traffic_matrices
 from phalanx.report.drawing.heatmap import Heatmap, save_picture
+from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import format_bytes, format_seconds, plural
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES, parallel_dims

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from phalanx.spec.cluster import ClusterSpec
     from phalanx.spec.run import RunSpec
 
-DEFAULT_DEVICES_PER_NODE = 8
-"""Devices of a node if neither option nor run file sets them."""
 MIN_SEARCHED = 10
 """Minimum number of layouts to search, so that a safer one than the first can be found."""
 
@@ -174,6 +172,7 @@ def run_on_cluster(
 
     A topology overrides the run file and the machine except for nproc; --set overrides the topology.
     """
+    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
     from phalanx.spec.files.load import load_run
 
     described = load_run(run, overrides, machine=machine)

@@ -250,6 +250,7 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     """Return the output of `phalanx plan --json`."""
     faster = find_faster_layout(run, world_size, plan)
+    front = plan.pareto_front
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
@@ -262,7 +263,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "layouts": [
             {
                 **option.to_json(),
-                "on_front": option in plan.pareto_front,
+                "on_front": option in front,
                 "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
             }
             for option in plan.layouts[:top]
