@@ -87,7 +87,7 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
     steps = pacing.next_due_step(FIRST_STEPS, blocked_seconds=0.5, write_seconds=1) - FIRST_STEPS
     assert steps == pytest.approx(optimal_interval_seconds(0.5, 100) / 0.1, rel=0.02)
     assert pacing.reason is not None
-    assert "100 s (4 in 6.7 minutes)" in pacing.reason
+    assert "expected time between failures: 100 s (4 in 6.7 minutes)" in pacing.reason
 
 
 def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
