@@ -76,7 +76,7 @@ def action_seconds(browser: Browser, action: str) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the browser did with the page."""
+    """Measurements of the page in the browser."""
 
     rows: int
     load: Times

@@ -10,6 +10,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,28 +26,15 @@ DIALECT = re.compile(
 )
 """Words for which the field has a term."""
 MAX_POSITIONAL = 3
-STANDARD_CALLS = {
-    *("print", "min", "max", "zip", "partial", "chain", "product", "join", "range", "add_row", "Path", "joinpath"),
-    *(
-        "isinstance",
-        "union",
-        "date",
-        "pack",
-        "pack_into",
-        "select",
-        "view",
-        "reshape",
-        "expand",
-        "permute",
-        "new_zeros",
-    ),
-    *("new_empty", "rand", "randn", "zeros", "ones", "empty", "stack", "einsum", "addcmul_", "lerp_", "apply", "step"),
-    *("save_for_backward", "all_to_all_single", "assemble", "run", "run_nvidia_smi", "query_gpus", "submit", "prctl"),
-    *("finalize", "posix_fadvise", "CompletedProcess", "__init__", "__call__", "TypeVar", "rms_norm", "attend", "make"),
-    *("CPU_ATTENTION", "CUDA_ATTENTION", "_table", "_grid", "_add_row", "_carry_metadata", "_read_joined"),
-    *("_flatten_group", "common_notes", "process_groups", "_send"),
-}
-"""Calls of libraries, and those that take any number of arguments of one kind."""
+LIBRARY_CALLS = re.compile(
+    "print|min|max|zip|partial|chain|product|range|join|joinpath|Path|isinstance|date|TypeVar|select|submit|finalize|prctl|"
+    "posix_fadvise|CompletedProcess|pack|pack_into|add_row|assemble|view|reshape|expand|permute|new_zeros|new_empty|"
+    "rand|randn|zeros|ones|empty|stack|einsum|addcmul_|lerp_|apply|step|rms_norm|save_for_backward|all_to_all_single|"
+    "__init__|__call__"
+)
+"""Calls of libraries with more arguments, and of what a superclass defines."""
+FUNCTION_VARIABLES = {"attend", "make", "CPU_ATTENTION", "CUDA_ATTENTION"}
+"""Functions that are called by a variable, whose arguments have no names."""
 
 Finding = tuple[str, str, int]
 """A rule, where it is broken (a qualified name), and the line."""
@@ -82,12 +71,22 @@ def is_unrelated_assignment(node: ast.AST) -> bool:
     return not assigned & used  # exchanged or advanced together: related
 
 
+@cache
+def variadic_functions() -> frozenset[str]:
+    """Return the names of the package's functions that accept any number of positional arguments."""
+    nodes = chain.from_iterable(ast.walk(ast.parse(path.read_text())) for path in SOURCE.rglob("*.py"))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return frozenset(function.name for function in functions if function.args.vararg)
+
+
 def has_many_positional(node: ast.AST) -> bool:
     """Whether a call has more positional arguments than a reader can tell apart."""
     if not isinstance(node, ast.Call) or any(isinstance(argument, ast.Starred) for argument in node.args):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return len(node.args) > MAX_POSITIONAL and name not in STANDARD_CALLS
+    return len(node.args) > MAX_POSITIONAL and not (
+        LIBRARY_CALLS.fullmatch(name) or name in FUNCTION_VARIABLES or name in variadic_functions()
+    )
 
 
 def findings(path: Path) -> list[Finding]:

@@ -22,7 +22,7 @@ from phalanx.plan.export.export import export
 
 CONFIG_MODULE, CONFIG_FUNCTION = "phalanx_run", "run"
 STEP_LINE = re.compile(r"step: +(\d+) .* memory: +([\d.]+)GiB.* tps: ([\d,]+) ")
-"""Of torchtitan 0.3.0's log, without colors."""
+"""A step in the log of torchtitan 0.3.0, without colors."""
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exhausted)\b.*)", re.MULTILINE)
 """The last line of a Python traceback."""
 LAUNCHER_ERROR = "ChildFailedError"
@@ -31,7 +31,7 @@ LAUNCHER_ERROR = "ChildFailedError"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What torchtitan logs of a step."""
+    """A step as torchtitan logs it."""
 
     step: int
     tokens_per_second: float

@@ -1,4 +1,4 @@
-"""What is wrong with a page as a browser shows it: expressions of JavaScript, each of a list that should be empty."""
+"""Faults of a page in a browser: expressions of JavaScript, each with a list that should be empty."""
 
 FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
   [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
@@ -19,4 +19,4 @@ FIND_OVERFLOWING_ELEMENTS = """[...document.querySelectorAll('main *')].filter(o
   if (figure && !one.matches('.annotation-text')) return false;
   return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
 }).map(one => one.outerHTML)"""
-"""What ends right of the page, and titles that end right of their figure."""
+"""Elements that end right of the page, and titles that end right of their figure."""

@@ -1,4 +1,4 @@
-"""What a cluster is planned for."""
+"""The device that a cluster is planned for."""
 
 import pytest
 

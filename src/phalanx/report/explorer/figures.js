@@ -14,7 +14,7 @@ function swatch(color) {
   return element("span", { class: "swatch", style: `background:${color}` });
 }
 
-/** Where the seconds of a step go: a bar, and a row for each part. `longest` is the longest step beside it. */
+/** Where the seconds of a step go: a bar, and a row for each part. `longest` is the longest compared step. */
 function breakdownFigure(setup, seconds_, total, longest) {
   const parts = Object.entries(setup.parts)
     .map(([name, { meaning, color }]) => ({ name, meaning, color, size: Math.max(0, seconds_[name]) }))
@@ -188,7 +188,7 @@ function describePass(canvas, setup, passes, makespan, row, event) {
 
 const tip = element("div", { id: "tip", role: "status" });
 
-/** Show a text beside the pointer, or nothing. */
+/** Show a text next to the pointer, or nothing. */
 function showTip(text, anchor, at) {
   tip.style.display = text ? "block" : "none";
   if (!text) return;
