@@ -273,5 +273,5 @@ def test_swarm_raises_user_error_for_invalid_arguments(
 
 
 def test_train_rejects_swarm_run_file(swarm_directory: Path) -> None:
-    with pytest.raises(UserError, match="is for several sites, and not for phalanx train"):
+    with pytest.raises(UserError, match="is a run of several sites, which phalanx train does not start"):
         command_output("train", write_swarm_run_file(swarm_directory, 8))

@@ -184,7 +184,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> None:
     out = cli_runner.command_output("dryrun", run_file, "--world", 4)
-    assert "plan and program agree on every rank traced, 4 of 4" in out
+    assert "plan and program agree on all 4 traced ranks of 4" in out
     facts = cli_runner.command_json("dryrun", run_file, "--world", 4, "--ranks", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]
@@ -205,7 +205,7 @@ def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> 
 
 @pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])
 def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, run_file: Path) -> None:
-    with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 with commas between"):
+    with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 separated by commas"):
         cli_runner.command_output("dryrun", run_file, "--world", 4, "--ranks", ranks)
 
 

@@ -143,7 +143,7 @@ def main() -> None:
     except PermissionError as error:
         if error.filename is None:  # no file name: the error is about a process or a socket
             raise
-        fix = "check its permissions, or name another"
+        fix = "check its permissions, or choose another file"
         print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix=fix)}", file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:

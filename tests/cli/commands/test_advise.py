@@ -68,10 +68,10 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     text = advise_output("oom", run, "--machine", "h100")
     lines = text.splitlines()
     assert re.fullmatch(
-        r"llama3-8b on 8 x h100: the fullest rank holds 229\.2 GiB of 7\d\.\d that it may: does not fit", lines[0]
+        r"llama3-8b on 8 x h100: the fullest rank holds 229\.2 GiB of the 7\d\.\d GiB available: does not fit", lines[0]
     )
     order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
-    assert lines.index(order) < lines.index("one after the other, until it fits")
+    assert lines.index(order) < lines.index("in sequence, until it fits")
     assert lines[lines.index(order) + 2].startswith("tensor parallelism")
     assert "not smaller micro-batch: a micro-batch is one sequence" in text
     assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
@@ -83,7 +83,7 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     sharded = advise_output("oom", run, "--machine", "h100", "--set", "layout.data_parallel=zero3")
     assert "\nmore devices" in sharded
     without_times = advise_output("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
-    assert "Of these enough: recompute blocks; ZeRO-2" in without_times
+    assert "Sufficient: recompute blocks; ZeRO-2" in without_times
     assert (
         "--set layout.data_parallel=zero2 --set layout.micro_batch_size=1 --set layout.activation_checkpointing=full"
         in without_times
@@ -100,7 +100,7 @@ def test_advise_oom_settings_make_run_fit_when_applied(run):
     assert then["now"] == needed["then"]
     assert then["now"]["fits"]
     assert (then["steps"], then["needed"]) == ([], [])
-    assert "The run fits already: nothing has to change." in advise_output("oom", run, "--machine", "h100", *settings)
+    assert "The run fits without changes." in advise_output("oom", run, "--machine", "h100", *settings)
     cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
     held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
     assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
@@ -108,7 +108,7 @@ def test_advise_oom_settings_make_run_fit_when_applied(run):
 
 def test_advise_oom_reports_when_no_remedy_sequence_fits(run):
     text = advise_output("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
-    assert "No order of these changes makes it fit." in text
+    assert "These changes together do not make it fit." in text
     assert "It fits with" not in text
 
 

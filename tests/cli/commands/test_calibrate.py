@@ -66,7 +66,7 @@ def test_calibrate_accepts_benchmark_file_of_bench_command(run_directory, tmp_pa
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_calibrate_warns_when_prediction_interval_is_too_wide(run_directory, tmp_path, monkeypatch, options):
-    said = "predicts too widely to choose by: add runs"
+    said = "are too wide to choose a layout: add longer runs"
     for least, wide in ((0.0, True), (100.0, False)):
         monkeypatch.setattr("phalanx.cli.commands.calibrate.MAX_LOG_HALF_WIDTH", least)
         assert (

@@ -69,7 +69,7 @@ def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
     arguments = [name, corpus, "--out", tmp_path / "made", *(["--tokenizer", "bytes"] if name == "prepare" else [])]
     run_data_command(*arguments)
     before = {path: path.read_bytes() for path in tmp_path.glob("made*")}
-    with pytest.raises(UserError, match="is there already") as caught:
+    with pytest.raises(UserError, match="already exists") as caught:
         run_data_command(*arguments)
     assert "--force" in caught.value.fix
     assert {path: path.read_bytes() for path in tmp_path.glob("made*")} == before

@@ -172,7 +172,7 @@ def test_doctor_reports_killed_rank_of_collectives_check_as_finding(
 
 def test_doctor_collectives_rejects_invalid_rank_count_nodes_and_layout(cpu_run: Path) -> None:
     for words, problem in (
-        (["--nproc", "1"], "leaves nobody"),
+        (["--nproc", "1"], "leaves no peer"),
         (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
         (["--nproc", "2", "--set", "layout.tp=7"], "layout.tp"),
     ):
@@ -187,7 +187,7 @@ def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
 def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),
-        (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "do not go together"),
+        (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "cannot be combined"),
         (["--from-snapshot", tmp_path / "nowhere"], "is not a directory"),
         (["--compare-reports", tmp_path], "has no"),
         ([tmp_path / "nothing.toml"], "nothing.toml"),

@@ -116,16 +116,16 @@ def test_experts_prints_rank_load_table_without_changing_checkpoint(stopped_run:
 
 INVALID_ORDERS: list[tuple[list[str], str | None, str]] = [
     (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.num_experts \(4\)"),
-    (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
+    (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "cannot be combined with --balance"),
     (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
     (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),
     (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "7 is not a layer with experts"),
-    (["--ep", "2", "--order", "ORDER"], '{"1": "3102"}', "does not name each expert once"),
-    (["--ep", "2", "--order", "ORDER"], '{"1": [1.9, 0.2, 2, 3]}', "does not name each expert once"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": "3102"}', "does not contain each expert exactly once"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": [1.9, 0.2, 2, 3]}', "does not contain each expert exactly once"),
     (
         ["--ep", "2", "--order", "ORDER"],
         '{"1": [0, 0, 2, 3]}',
-        "the order of layer 1, .* does not name each expert once",
+        "the order of layer 1, .* does not contain each expert exactly once",
     ),
 ]
 
@@ -149,7 +149,7 @@ def test_experts_rejects_damaged_dense_or_missing_run(stopped_run: Path, tmp_pat
         experts_output(stopped_run, "--ep", 2)
     dense = small_run(TEXT, tmp_path / "dense", {})
     create_run(dense, 1, resume=False)
-    with pytest.raises(UserError, match="is of a model without experts"):
+    with pytest.raises(UserError, match="has a model without experts"):
         experts_output(tmp_path / "dense" / dense.name, "--ep", 2)
     with pytest.raises(UserError, match=r"run\.toml"):
         experts_output(tmp_path / "nothing", "--ep", 2)

@@ -417,7 +417,7 @@ def test_launch_rejects_output_directory_outside_volume(run_file: Path, target: 
         (("--to", "slurm", "--nproc", "8", "--nodes", "2:48"), "on 48 nodes of 8 ranks: is 64 sequences"),
         (("--to", "slurm", "--nproc", "8", "--time", "17:00"), "leaves nothing to train"),
         (("--to", "slurm", "--nproc", "8", "--time", "soon"), "is not a time limit"),
-        (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
+        (("--to", "slurm", "--nproc", "8", "--image", "a"), "does not apply to slurm"),
         (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),
         (("--to", "kubernetes", "--nproc", "8", "--image", "a"), "is needed: the PersistentVolumeClaim"),
         (("--to", "skypilot", "--nproc", "8"), "(?s)^--image: .*\n--volume: .*\n--accelerator: "),

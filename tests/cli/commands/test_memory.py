@@ -47,7 +47,7 @@ def test_memory_lists_all_strategies_and_marks_configured_one(run):
         "parameter_server worker",
     ]
     assert "exact: parameters" in text
-    assert "estimated: activations" in text
+    assert "estimated: peak activations" in text
     assert "…" not in text
 
 
@@ -77,7 +77,7 @@ def test_memory_json_equals_rank_memory(run):
 
 def test_memory_uses_cluster_rank_count_unless_ranks_option_is_given(run):
     assert memory_json(run)["ranks"] == 1
-    assert "1 rank (one per node, since cluster.nproc_per_node is not set" in memory_output(run)
+    assert "1 rank (one per node, because cluster.nproc_per_node is not set" in memory_output(run)
     cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
     assert memory_json(run, *cluster)["ranks"] == 8
     assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in memory_output(run, *cluster)

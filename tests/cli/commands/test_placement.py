@@ -54,7 +54,7 @@ def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) 
     assert "assumed: every device has its own NIC, on the rail of its index" in lines
     table = {line.split()[0]: line for line in lines if line[:6].strip() in ("tp", "pp", "dp", "total", "share")}
     assert list(table) == ["tp", "pp", "dp", "total", "share"]
-    assert "0.0% go from rail to rail" in out
+    assert "0.0% cross rails" in out
     assert "good every tp group is inside a fast domain (4 devices)" in lines
 
 
@@ -167,8 +167,8 @@ def test_placement_ranks_per_node_follow_option_then_run_file_then_default(run: 
 
 
 def test_placement_reports_no_network_traffic_within_one_node(run: Path) -> None:
-    assert "no rank sends anything" in placement_output(run, "--ranks", "1")
-    assert "nothing goes over the network" in placement_output(run, "--ranks", "2")
+    assert "the run has no communication" in placement_output(run, "--ranks", "1")
+    assert "there is no traffic between nodes" in placement_output(run, "--ranks", "2")
 
 
 def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: 
 def test_placement_replaces_only_pictures_of_its_own(run: Path, tmp_path: Path) -> None:
     notes, picture = tmp_path / "notes.html", str(tmp_path / "heat.html")
     notes.write_text("my notes")
-    with pytest.raises(UserError, match="phalanx did not write it"):
+    with pytest.raises(UserError, match="was not written by phalanx"):
         placement_output(run, "--ranks", "4", "--out", str(notes))
     assert notes.read_text() == "my notes"
     for _ in range(2):

@@ -361,7 +361,7 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
     assert json.loads(plan_output(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
     one_gpu = ("--machine", "a100", "--nproc", 1, "--set", "model.rope.theta=10000")
-    with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
+    with pytest.raises(UserError, match=r"cannot express any layout of this run that fits; for the fastest, layout\.\w+ cannot"):
         plan_output(run, *one_gpu, "--export", "nanotron")
     out = tmp_path / "planned.toml"
     best = plan_json(run, *H100, "--out", out)["layouts"][0]
@@ -542,9 +542,9 @@ def test_memory_rejects_run_with_auto_layout(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
-        (("--explain", 1, "--json"), "is not what --explain prints"),
-        (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "has no layout to write"),
+        (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be combined"),
+        (("--explain", 1, "--json"), "--json: cannot be combined with --explain"),
+        (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "cannot be combined with"),
         (("--out", "run.toml"), "is the run file itself"),
     ],
 )

@@ -58,7 +58,7 @@ def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch)
 def test_plan_html_replaces_no_file_of_the_users(run_file):
     file = run_file.parent / "mine.html"
     file.write_text("<p>mine</p>")
-    with pytest.raises(UserError, match="exists, and phalanx did not write it"):
+    with pytest.raises(UserError, match="exists, and was not written by phalanx"):
         command_output("plan", run_file, "--machine", "h100", "--html", file)
     assert file.read_text() == "<p>mine</p>"
 
@@ -66,10 +66,10 @@ def test_plan_html_replaces_no_file_of_the_users(run_file):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--web", "--html", "x.html"), "cannot be shown at once"),
-        (("--html", "x.html", "--json"), "is not what --html prints"),
-        (("--web", "--out", "x.toml"), "has no layout to write"),
-        (("--port", "8000"), "is the port of --web"),
+        (("--web", "--html", "x.html"), "cannot be combined"),
+        (("--html", "x.html", "--json"), "--json: cannot be combined with --html"),
+        (("--web", "--out", "x.toml"), "cannot be combined with"),
+        (("--port", "8000"), "requires --web"),
     ],
 )
 def test_plan_rejects_options_that_the_explorer_cannot_take(run_file, options, problem):

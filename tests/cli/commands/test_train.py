@@ -136,18 +136,18 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
     monkeypatch.setattr(train, "gethostbyname", look_up)
     monkeypatch.setattr(train, "RETRY_SECONDS", 0)
     assert train.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
-    assert capsys.readouterr().err.count("first-0.first is not known here") == 1
+    assert capsys.readouterr().err.count("first-0.first cannot be resolved") == 1
     answers += [gaierror(-2, "Name or service not known")]
-    with pytest.raises(LocalNodeError, match=r"first-0\.first is not known here: Name or service not known"):
+    with pytest.raises(LocalNodeError, match=r"first-0\.first cannot be resolved: Name or service not known"):
         train.resolve_rendezvous("first-0.first:29500", -1)
 
 
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "is not known here"),
+        (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "cannot be resolved"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "sees no GPU"),
-        (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "says no place"),
+        (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "is not a valid rendezvous address"),
         (("--nproc", "8"), 2, "sees no GPU"),
     ],
 )

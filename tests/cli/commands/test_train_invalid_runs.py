@@ -268,7 +268,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
     ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "use at most 16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
-    ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/guides/multi-node.md")),
+    ({"cluster.nodes": 2}, ("--rendezvous: is not a valid rendezvous address", "docs/guides/multi-node.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),
@@ -413,8 +413,8 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
 @pytest.mark.parametrize(
     ("arguments", "expected_texts"),
     [
-        ((".",), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
-        ((".", "--resume"), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
+        ((".",), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
+        ((".", "--resume"), ("run directory = '.'", "did not create it", "phalanx train run.toml")),
         (("OUT",), ("run directory = 'OUT'", "is not a run directory")),
         (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files", "--set name=")),
         (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("contains files",)),

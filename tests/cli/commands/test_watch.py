@@ -167,5 +167,5 @@ def test_watch_prometheus_serves_metrics_at_metrics_path_only():
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
         with pytest.raises(UserError, match=f"--prometheus = {port}: cannot be served"):
             command_output("watch", two_rank_run(), "--prometheus", port)
-    with pytest.raises(UserError, match="goes without --web"):
+    with pytest.raises(UserError, match="cannot be combined with --web"):
         command_output("watch", two_rank_run(), "--prometheus", 0, "--web")

@@ -21,7 +21,7 @@ def test_write_file_replaces_only_what_phalanx_wrote(tmp_path: Path) -> None:
     assert file.read_text().endswith("2")
     for mine in ("# mine\n", "# A Phalanx run\n", run_file_template("run.toml", "run.schema.json")):
         file.write_text(mine)
-        with pytest.raises(UserError, match=r"--out = .*exists, and phalanx did not write it"):
+        with pytest.raises(UserError, match=r"--out = .*exists, and was not written by phalanx"):
             write_file("--out", file, f"# {WRITTEN_BY} plan\n3")
         assert file.read_text() == mine
 

@@ -24,12 +24,12 @@ class OptionalSubcommand(TyperCommand):
 
 def advise(
     first: Annotated[
-        str, typer.Argument(help="A run file; after `oom`, one that runs out of memory.", metavar="[oom] RUN.toml")
+        str, typer.Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
     ],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
-    nproc: Annotated[int | None, typer.Option(help="Devices in each node; by default 8.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8.", min=1)] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:

@@ -39,8 +39,8 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
         UserError: The number of ranks is unknown.
     """
     if ranks is None:
-        fix = "set cluster.nproc_per_node, or give --nproc"
-        raise UserError("layout", "auto", "needs to know how many ranks there are", fix=fix)
+        fix = "set cluster.nproc_per_node, or add --nproc"
+        raise UserError("layout", "auto", "requires the number of ranks", fix=fix)
     return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))
 
 

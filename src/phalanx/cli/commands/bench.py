@@ -32,20 +32,20 @@ class OptionalSubcommand(TyperCommand):
 def bench(
     first: Annotated[
         str,
-        typer.Argument(help="A run file; after the name of a part, only that is measured.", metavar="[PART] RUN.toml"),
+        typer.Argument(
+            help="A run file. A part before it restricts the measurement to that part.", metavar="[PART] RUN.toml"
+        ),
     ],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; by default one per GPU, or one.", min=1, metavar="N")
+        int | None, typer.Option(help="Ranks on this machine; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(
-            help="Sizes of collectives in addition to those of the run, each twice the last.", metavar="4KiB:16MiB"
-        ),
+        typer.Option(help="Range of additional message sizes for collectives, in powers of two.", metavar="4KiB:16MiB"),
     ] = None,
-    iterations: Annotated[int, typer.Option(help="Calls that are timed, after one that is not.", min=1)] = 20,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON there, too.", metavar="FILE")] = None,
+    iterations: Annotated[int, typer.Option(help="Timed calls per measurement, after one warm-up call.", min=1)] = 20,
+    out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -71,12 +71,12 @@ def bench(
     parts, path = _parse_arguments(first, second)
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
-        raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", fix="remove it, or measure collectives")
+        raise UserError("--sweep", sweep, f"does not apply to {parts[0]}", fix="remove it, or measure collectives")
     if out is not None:
         check_replaceable("--out", out)
     run = load_run(path, set_ or [])
     if nproc == 1 and parts == ["collectives"]:
-        raise UserError("--nproc", 1, "leaves nobody to send to", fix="start 2 ranks or more")
+        raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
     results = _measure(run, nproc, max(sizes, default=0), options=options)
     if out is not None:
@@ -171,7 +171,7 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
     needed_bytes = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
     if needed_bytes > memory_bytes / 2:
         problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
-        raise UserError("--sweep", f"...:{size_bytes}", problem, fix="end at a smaller size")
+        raise UserError("--sweep", f"...:{size_bytes}", problem, fix="use a smaller maximum size")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

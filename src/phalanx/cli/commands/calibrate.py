@@ -26,26 +26,26 @@ def calibrate(
     found_by: Annotated[
         list[Path],
         typer.Argument(
-            help="Directories of runs on this machine, and files of phalanx bench.",
+            help="Run directories from this machine, and result files of `phalanx bench`.",
             metavar="RUN_DIR... [MEASURED.json]...",
         ),
     ],
     machine: Annotated[
         str | None,
         typer.Option(
-            help="What is known of the machine: a preset or a file. By default this one's CPU.", metavar="NAME"
+            help="Starting description of the machine: a preset or a file. Default: this machine's CPU.", metavar="NAME"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The machine's file to write.", metavar="FILE")] = Path("machine.toml"),
+    out: Annotated[Path, typer.Option(help="Machine file to write.", metavar="FILE")] = Path("machine.toml"),
     json_: Json = False,
 ) -> None:
-    """Fit the planner to runs on your machine: the next plan is about it, not about published ones.
+    """Fit the planner's constants to runs on your machine, so that plans predict this machine.
 
-    Any runs of `phalanx train` do, of at least five steps; short ones in different layouts tell most: data, tensor,
-    context, pipeline and expert parallelism, small and large micro-batches. Of a step its whole time counts, and how
-    long its ranks computed and waited for collectives; of steps that were looked at closely (--profile-steps) also each
-    collective by size and group. Files of `phalanx bench --out` add what it found: matrix products, attention,
-    memory, collectives. What nothing decides stays as published.
+    Use runs of `phalanx train` with at least five steps. Short runs in different layouts give the most information:
+    data, tensor, context, pipeline and expert parallelism, small and large micro-batches. The fit uses the time of each
+    step, and how long its ranks computed and waited for collectives. Profiled steps (--profile-steps) add the time of
+    each collective by size and group. Files of `phalanx bench --out` add measured matrix products, attention, memory
+    bandwidth and collectives. Constants that the data do not determine keep their published values.
 
     Examples:
 
@@ -65,7 +65,12 @@ def calibrate(
     from phalanx.spec.errors import UserError
 
     if out.suffix != ".toml":
-        raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", fix="name a .toml file")
+        raise UserError(
+            "--out",
+            str(out),
+            "does not end in .toml, which --machine requires",
+            fix="use a file name that ends in .toml",
+        )
     check_replaceable("--out", out)
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
@@ -76,18 +81,21 @@ def calibrate(
 
     runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
     if not runs:
-        fix = "name the directory of a run of phalanx train, too: a short one does"
-        raise UserError("RUN_DIR", None, "is needed: only runs tell how all that adds up to a step", fix=fix)
+        fix = "add the directory of a run of phalanx train; a short run is enough"
+        raise UserError("RUN_DIR", None, "is required: benchmarks alone do not determine the time of a step", fix=fix)
     for directory in runs:
         if sum(other.resolve() == directory.resolve() for other in runs) > 1:
-            raise UserError(
-                "RUN_DIR", str(directory), "is given twice, and would count for two", fix="name each run once"
-            )
+            raise UserError("RUN_DIR", str(directory), "is given twice", fix="give each run once")
     measured = [with_measured_parts(read_measured_run(directory), directory) for directory in runs]
     sweeps = [read_benchmark_file(file) for file in files]
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
-        raise UserError("--machine", None, "is needed for runs on GPUs", fix="name theirs, such as --machine h100")
-    with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
+        raise UserError(
+            "--machine",
+            None,
+            "is required for runs on GPUs",
+            fix="give the machine of the runs, such as --machine h100",
+        )
+    with Console(stderr=True).status(f"fitting constants to {len(runs)} runs, and cross-validating them"):
         calibration = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
     write_machine(out, calibration.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
     if json_:
@@ -100,8 +108,8 @@ def calibrate(
         calibration.machine.calibration is not None
         and calibration.machine.calibration.log_half_width > MAX_LOG_HALF_WIDTH
     ):
-        fix = "add runs, longer ones, while nothing else uses the machine"
-        print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
+        fix = "add longer runs, measured while nothing else uses the machine"
+        print(f"the prediction intervals of {out} are too wide to choose a layout: {fix}", file=sys.stderr)
 
 
 def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> dict[str, Any]:
@@ -158,9 +166,9 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
         for name in measured.identified_constants
     ]
     lines = [
-        "before, now: the plan's error with the constants before, and now; by the others: fitted without that run",
-        f"measured now: {', '.join(decided) or 'nothing, the runs are too few or too much alike'}",
-        "all others are as on published machines, or between these and the runs",
+        "before, now: error of the plan with the old and the fitted constants; by the others: fitted without that run",
+        f"determined by these runs: {', '.join(decided) or 'nothing, the runs are too few or too similar'}",
+        "all other constants are published values, or between these and the runs",
         f"80 % of steps are expected within {100 * (exp(measured.log_half_width) - 1):.0f} % of a prediction",
         f"wrote {out}: phalanx plan RUN.toml --machine {out}",
     ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.data.tokenize import Progress, TokenizationCounts
     from phalanx.data.tokenizer import Tokenizer
 
-app = typer.Typer(help="Turn text into tokens, and look at tokens.", no_args_is_help=True)
+app = typer.Typer(help="Tokenize text and inspect tokens.", no_args_is_help=True)
 
 Sources = Annotated[
     list[str],
@@ -32,16 +32,16 @@ Sources = Annotated[
 ]
 TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite what is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx file to write.")],
+    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx files to write.")],
     tokenizer: Annotated[str, typer.Option(help='A Hugging Face tokenizer.json, or "bytes".')],
     text_key: TextKey = "text",
-    workers: Annotated[int, typer.Option(help="Threads that tokenize; 0 is one per core.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="Tokenizer threads; 0: one per core.", min=0)] = 0,
     end: Annotated[bool, typer.Option("--end/--no-end", help="Append the end token to documents.")] = True,
     force: Force = False,
     json_: Json = False,
@@ -78,7 +78,7 @@ def prepare(
 def tokenizer(
     sources: Sources,
     out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    vocab: Annotated[int, typer.Option(help="Ids in the vocabulary, at most.", min=BYTES_VOCAB)] = 2048,
+    vocab: Annotated[int, typer.Option(help="Maximum vocabulary size.", min=BYTES_VOCAB)] = 2048,
     text_key: TextKey = "text",
     force: Force = False,
     json_: Json = False,
@@ -110,11 +110,13 @@ def tokenizer(
 @app.command()
 def inspect(
     prefix: Annotated[str, typer.Argument(help="Prefix of a .bin/.idx pair.")],
-    tokenizer: Annotated[str | None, typer.Option(help='Decodes the first tokens: a path or "bytes".')] = None,
-    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show.", min=0)] = 32,
+    tokenizer: Annotated[
+        str | None, typer.Option(help='Tokenizer that decodes the first tokens: a path or "bytes".')
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to show from the start.", min=0)] = 32,
     json_: Json = False,
 ) -> None:
-    """Show what a .bin/.idx pair holds.
+    """Show the contents of a .bin/.idx pair.
 
     Examples:
 
@@ -150,7 +152,9 @@ def inspect(
 def _refuse_existing(paths: list[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
-            raise UserError("--out", str(path), "is there already", fix="name another, or overwrite it with --force")
+            raise UserError(
+                "--out", str(path), "already exists", fix="choose another name, or overwrite it with --force"
+            )
 
 
 def _load_tokenizer(name: str) -> Tokenizer:

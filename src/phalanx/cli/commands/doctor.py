@@ -20,36 +20,39 @@ from phalanx.spec.errors import UserError
 
 
 def doctor(
-    run: Annotated[Path | None, typer.Argument(help="A run file: what it is for.", metavar="RUN.toml")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run file: adds checks of its needs.", metavar="RUN.toml")
+    ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks of the run on a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
+        typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="In less than a minute: write less to the disk.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute: write less to the disk.")] = False,
     nccl_log: Annotated[
-        Path | None, typer.Option(help="A log of NCCL (NCCL_DEBUG=INFO): did it fall back to sockets?", metavar="FILE")
+        Path | None, typer.Option(help="NCCL log (NCCL_DEBUG=INFO) to check for a fallback to sockets.", metavar="FILE")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="Write there what joins GPUs, for phalanx plan, placement.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the links between GPUs, for `phalanx plan` and `placement`.", metavar="FILE"),
     ] = None,
     save_snapshot: Annotated[
-        Path | None, typer.Option(help="Write there all that was looked at, to be sent or kept.", metavar="DIR")
+        Path | None, typer.Option(help="Write all collected data to a new directory.", metavar="DIR")
     ] = None,
     from_snapshot: Annotated[
-        Path | None, typer.Option(help="Look at a machine that was so recorded, not at this one.", metavar="DIR")
+        Path | None, typer.Option(help="Check a saved snapshot instead of this machine.", metavar="DIR")
     ] = None,
     save_report: Annotated[
-        Path | None, typer.Option(help="Leave word of this node there, on storage that all share.", metavar="DIR")
+        Path | None, typer.Option(help="Write this node's report to a directory on shared storage.", metavar="DIR")
     ] = None,
     compare_reports: Annotated[
-        Path | None, typer.Option(help="Hold against each other what nodes left there.", metavar="DIR")
+        Path | None, typer.Option(help="Compare the node reports in a directory.", metavar="DIR")
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Benchmark instead, by ranks on this node, what the run sends.")
+        bool, typer.Option("--collectives", help="Benchmark the run's collectives with ranks on this node instead.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write findings.json, findings.md and failing_nodes.txt there.", metavar="DIR"),
+        typer.Option(help="Write findings.json, findings.md and failing_nodes.txt to a directory.", metavar="DIR"),
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -87,7 +90,7 @@ def doctor(
         {"--compare-reports": compare_reports, "--collectives": collectives or None},
     )
     if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
-        raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file of NCCL_DEBUG_FILE")
+        raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file that NCCL_DEBUG_FILE names")
     if (
         save_snapshot is not None
         and save_snapshot.exists()
@@ -96,8 +99,8 @@ def doctor(
         raise UserError(
             "--save-snapshot",
             str(save_snapshot),
-            "is there already",
-            fix="name a new directory: a snapshot is of one moment",
+            "already exists",
+            fix="use a new directory: a snapshot shows one point in time",
         )
     expected = replace(
         _load_expectations(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None
@@ -114,9 +117,14 @@ def doctor(
 def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
     given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
     if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
-        raise UserError(" ".join(given), None, "do not go together", fix="give one of them")
+        raise UserError(" ".join(given), None, "cannot be combined", fix="use one of them")
     if given == ["--collectives"] and run is None:
-        raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", fix="name it")
+        raise UserError(
+            "--collectives",
+            None,
+            "requires a run file, whose layout determines the collectives",
+            fix="add the run file",
+        )
 
 
 def _is_missing(file: Path) -> bool:
@@ -149,7 +157,7 @@ def _examine(
             "--from-snapshot",
             str(from_snapshot),
             "is not a directory",
-            fix="give one that phalanx doctor --save-snapshot wrote",
+            fix="give a directory that phalanx doctor --save-snapshot wrote",
         )
     machine = Machine(from_snapshot, save_snapshot)
     if topology is not None:
@@ -158,7 +166,7 @@ def _examine(
         return run_checks.run_all_checks(machine, expected, with_facts=save_snapshot is not None)
     save_report.mkdir(parents=True, exist_ok=True)
     node = run_checks.examine_node(machine, expected, clock_offset_seconds=storage_clock(save_report))
-    print(f"left {write_node_report(save_report, node)}", file=sys.stderr)
+    print(f"wrote {write_node_report(save_report, node)}", file=sys.stderr)
     return list(node.findings)
 
 
@@ -173,8 +181,8 @@ def _write_topology(machine: Machine, file: Path) -> None:
     try:
         file.write_text(matrix(machine))
     except CheckSkipped as skipped:
-        raise UserError("--topology", str(file), f"there is nothing to write: {skipped}", fix="leave it out") from None
-    print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
+        raise UserError("--topology", str(file), f"cannot be written: {skipped}", fix="remove --topology") from None
+    print(f"wrote {file}; use it with phalanx placement RUN.toml --topology {file}", file=sys.stderr)
 
 
 def _compare_reports(directory: Path, num_nodes: int) -> list[DoctorFinding]:
@@ -216,7 +224,7 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
 
     ranks = select_nproc(described, nproc)
     if ranks == 1:
-        raise UserError("--nproc", 1, "leaves nobody to send to", fix="start 2 ranks or more")
+        raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     check_layout(described, ranks)
     return launch_check(described, ranks)
 

@@ -23,26 +23,26 @@ def dryrun(
     run: RunFile,
     world: Annotated[
         int | None,
-        typer.Option(help="Ranks of the run; by default cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+        typer.Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
     ] = None,
     ranks: Annotated[
         str,
         typer.Option(
-            help="Which are traced: corners (the first and the last of every axis), all, or numbers.",
+            help="Ranks to trace: corners (the first and last rank of each axis), all, or a list.",
             metavar="all|corners|0,5,...",
         ),
     ] = "corners",
-    jobs: Annotated[int, typer.Option(help="Ranks traced at a time, on a core each.", min=1, metavar="N")] = 2,
+    jobs: Annotated[int, typer.Option(help="Ranks traced in parallel, one core each.", min=1, metavar="N")] = 2,
     machine: Machine = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Trace a training step of some ranks of a run of any size, with no hardware, and hold it against the plan.
+    """Trace a training step of selected ranks of a run of any size, without hardware, and compare it with the plan.
 
-    The very program that `phalanx train` runs is built and run on tensors without numbers, rank by rank: forward and
-    backward passes, clipping, the optimizer. Its collectives (operation, ranks, calls, bytes), its memory and its FLOPs
-    are compared with what the plan says: collectives and state must be equal, the peak of memory and FLOPs within 5 %.
-    Experts are balanced. Exit code 1 where plan and program disagree.
+    The program of `phalanx train` runs rank by rank on tensors without data: forward and backward passes, clipping, the
+    optimizer. Its collectives (operation, ranks, calls, bytes), memory and FLOPs are compared with the plan.
+    Collectives and state must be equal, peak memory and FLOPs within 5 %. Experts are balanced. The exit code is 1 if
+    plan and program disagree.
 
     Examples:
 
@@ -85,7 +85,7 @@ def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     per_node = min(nproc or world_size, world_size)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
-        raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix=fix)
+        raise UserError("--world", world_size, 'does not fill whole nodes, which layout = "auto" requires', fix=fix)
     cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
     return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
@@ -97,12 +97,12 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
     if text == "corners":
         return corners()
     entries = [entry.strip() for entry in text.split(",")]
-    allowed = f"write all, corners, or numbers from 0 to {world_size - 1} with commas between"
+    allowed = f"write all, corners, or numbers from 0 to {world_size - 1} separated by commas"
     if not all(entry.isdecimal() for entry in entries):
         raise UserError("--ranks", text, "is not a list of ranks", fix=allowed)
     ranks = sorted({int(entry) for entry in entries})
     if ranks[-1] >= world_size:
-        raise UserError("--ranks", text, f"names rank {ranks[-1]} of {world_size}", fix=allowed)
+        raise UserError("--ranks", text, f"contains rank {ranks[-1]}, but the run has {world_size} ranks", fix=allowed)
     return ranks
 
 

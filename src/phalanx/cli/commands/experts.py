@@ -23,24 +23,22 @@ Loads = dict[int, list[int]]
 
 
 def experts(
-    run: Annotated[Path, typer.Argument(help="The directory of a run of a mixture of experts.", metavar="RUN_DIR")],
-    ep: Annotated[
-        int | None, typer.Option(help="Ranks that have different experts; by default the run's layout.ep.", min=1)
-    ] = None,
+    run: Annotated[Path, typer.Argument(help="Run directory of a mixture-of-experts model.", metavar="RUN_DIR")],
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: the run's layout.ep.", min=1)] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Renumber experts so that ranks have about as much to do.")
+        bool, typer.Option("--balance", help="Renumber experts so that ranks have nearly equal loads.")
     ] = False,
     order: Annotated[
-        Path | None, typer.Option(help="Renumber them as a JSON file says: of each layer, by number, the order.")
+        Path | None, typer.Option(help="Renumber experts by a JSON file: layer number -> order of its experts.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Show how many tokens chose the experts of a run, per layer and rank, and change which experts share a rank.
+    """Show the tokens per expert of a run, by layer and rank, and renumber experts to balance ranks.
 
-    Rank r has the r-th block of a layer's experts, by number. Experts that change their numbers together with their
-    rows of the router leave the model unchanged: the newest checkpoint is rewritten in this way (the old one stays as
-    step-N.before), and --resume continues with it. The run must not be active. Tokens are those counted between the
-    last two evaluations. The whole checkpoint is loaded into memory.
+    Rank r holds the r-th block of a layer's experts, by number. Renumbering experts together with their rows of the
+    router does not change the model: the newest checkpoint is rewritten (the old one is kept as step-N.before), and
+    --resume continues with it. The run must not be active. Tokens are counted between the last two evaluations. The
+    whole checkpoint is loaded into memory.
 
     Examples:
 
@@ -53,7 +51,11 @@ def experts(
         echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
     """
     require(
-        not (balance and order), "--order", str(order), problem="does not go with --balance", fix="remove one of them"
+        not (balance and order),
+        "--order",
+        str(order),
+        problem="cannot be combined with --balance",
+        fix="remove one of them",
     )
     described = load_run(run / RUN_FILE, environment={})
     ranks = ep or described.layout.ep
@@ -88,7 +90,9 @@ def experts(
 def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     """Return the layers with experts that `ranks` ranks can share."""
     if spec.moe is None:
-        raise UserError("run directory", str(run), "is of a model without experts", fix="give one with model.moe")
+        raise UserError(
+            "run directory", str(run), "has a model without experts", fix="give the directory of a run with model.moe"
+        )
     fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
     problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
     require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem=problem, fix=fix)
@@ -99,7 +103,10 @@ def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
     """Return the tokens per expert between the last two evaluations, or up to now if there were none."""
     if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
         raise UserError(
-            "checkpoint", str(checkpoint), "counts no tokens of experts", fix="resume the run, and save again"
+            "checkpoint",
+            str(checkpoint),
+            "does not record tokens per expert",
+            fix="resume the run, and save another checkpoint",
         )
     until_now, before = manifest["expert_tokens"]
     return dict(zip(layers, before if any(map(sum, before)) else until_now, strict=True))
@@ -115,7 +122,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="name a JSON file") from None
+        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="give a JSON file") from None
     except ValueError:
         raise UserError("--order", str(file), "is not JSON", fix=fix) from None
     require(isinstance(table, dict), "--order", str(file), problem="is not a JSON object of lists of experts", fix=fix)
@@ -131,8 +138,8 @@ def _read_order(file: Path, loads: Loads) -> Loads:
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         last = len(loads[names[layer]]) - 1
-        problem = f"the order of layer {layer}, {order}, does not name each expert once"
-        require(is_permutation, "--order", str(file), problem=problem, fix=f"name 0 to {last}")
+        problem = f"the order of layer {layer}, {order}, does not contain each expert exactly once"
+        require(is_permutation, "--order", str(file), problem=problem, fix=f"list 0 to {last}")
     return {names[layer]: order for layer, order in table.items()}
 
 

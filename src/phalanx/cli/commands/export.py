@@ -13,11 +13,11 @@ from phalanx.spec.base import require
 
 def export(
     run: Annotated[
-        Path, typer.Argument(help="The directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
+        Path, typer.Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
     ],
-    directory: Annotated[Path, typer.Argument(help="Where to write; must not exist.", metavar="DIR")],
-    to: Annotated[str, typer.Option(help="Format: hf, which transformers and vLLM load.")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Of the weights: fp32 or bf16.")] = "fp32",
+    directory: Annotated[Path, typer.Argument(help="New directory to write.", metavar="DIR")],
+    to: Annotated[str, typer.Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
 ) -> None:
     """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.
 

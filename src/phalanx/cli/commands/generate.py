@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 def generate(
     run: Annotated[
-        Path, typer.Argument(help="The directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
+        Path, typer.Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty begins a document.")] = "",
-    tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from this number of likeliest tokens; 0 for all.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.", min=0)] = 0,
+    prompt: Annotated[str, typer.Option(help="Text to continue; empty: begin a document.")] = "",
+    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
 ) -> None:
     """Print a prompt and its continuation by a run's newest checkpoint, or by a swarm's current model.
 

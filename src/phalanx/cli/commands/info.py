@@ -40,7 +40,7 @@ def info(
         typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file."),
     ] = None,
     sequence: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; by default the model's context.", min=1)
+        int | None, typer.Option(help="Tokens per sequence; default: the model's context.", min=1)
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the presets of models and machines.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -66,7 +66,7 @@ def info(
             Console().print(_model_list(models), _machine_list(machines), sep="\n\n")
         return
     if model is None:
-        raise UserError("MODEL", None, "is missing", fix="name a model, such as phalanx info llama3-8b, or use --list")
+        raise UserError("MODEL", None, "is missing", fix="give a model, such as phalanx info llama3-8b, or use --list")
     spec = load_model_spec(model)
     tokens = _resolve_sequence(spec, sequence)
     if json_:

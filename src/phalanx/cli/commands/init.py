@@ -13,8 +13,8 @@ from phalanx.spec.files.template import run_file_template
 
 
 def init(
-    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Write run.schema.json, for editors, next to the file.")
     ] = False,
@@ -35,12 +35,14 @@ def init(
     schema_file = path.with_name(SCHEMA_FILE.name)
     if schema and not force and schema_file.exists() and schema_file.read_text(encoding="utf-8") != schema_text():
         raise UserError(
-            "--schema", str(schema_file), "exists already", fix="overwrite it with --force, or leave --schema out"
+            "--schema", str(schema_file), "exists already", fix="overwrite it with --force, or remove --schema"
         )
     try:
         if schema:
             schema_file.write_text(schema_text())
         path.write_text(run_file_template(str(path), f"./{SCHEMA_FILE.name}" if schema else SCHEMA_FILE.as_uri()))
     except OSError as error:
-        raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", fix="choose another place") from None
+        raise UserError(
+            "PATH", str(path), f"cannot be written: {error.strerror}", fix="choose another directory"
+        ) from None
     print(f"wrote {path}; train it with: phalanx train {path}")

@@ -27,44 +27,42 @@ WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 
 def launch(
     run: RunFile,
-    to: Annotated[str, typer.Option(help="What starts it.", metavar="slurm|kubernetes|skypilot")],
+    to: Annotated[str, typer.Option(help="System that starts the run.", metavar="slurm|kubernetes|skypilot")],
     nodes: Annotated[
         str | None,
         typer.Option(
-            help="Nodes, or the fewest and the most: 4, or 2:4. By default cluster.nodes.", metavar="N|MIN:MAX"
+            help="Number of nodes, or minimum and maximum: 4, or 2:4. Default: cluster.nodes.", metavar="N|MIN:MAX"
         ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks, and GPUs, of a node; by default cluster.nproc_per_node.", min=1, metavar="N"),
+        typer.Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
     ] = None,
     set_: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Write it to a file.", metavar="FILE")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: print.", metavar="FILE")] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Look at each node with phalanx doctor before it trains.")
+        bool, typer.Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
     ] = True,
     cpus: Annotated[
-        int | None, typer.Option(help="Cores of a node; by default Slurm gives whole nodes.", min=1, metavar="N")
+        int | None, typer.Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
     ] = None,
-    memory: Annotated[int | None, typer.Option(help="Memory of a node in GiB.", min=1, metavar="GIB")] = None,
-    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm: the account.", metavar="NAME")] = None,
+    memory: Annotated[int | None, typer.Option(help="Memory per node in GiB.", min=1, metavar="GIB")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm: time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: partition.", metavar="NAME")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm: account.", metavar="NAME")] = None,
     image: Annotated[
         str | None,
-        typer.Option(
-            help="Kubernetes, SkyPilot, which need it: the container image that has phalanx.", metavar="IMAGE"
-        ),
+        typer.Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE"),
     ] = None,
     volume: Annotated[
         str | None,
-        typer.Option(help="Kubernetes, SkyPilot, which need it: the volume for text and checkpoints.", metavar="NAME"),
+        typer.Option(help="Kubernetes, SkyPilot (required): volume for text and checkpoints.", metavar="NAME"),
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="SkyPilot: the GPU, as it calls it: H100.", metavar="NAME")
+        str | None, typer.Option(help="SkyPilot: GPU by its SkyPilot name, such as H100.", metavar="NAME")
     ] = None,
 ) -> None:
-    """Write the file with which Slurm, Kubernetes or SkyPilot starts a run on its nodes, after a check of each node.
+    """Write the job file that starts a run with Slurm, Kubernetes or SkyPilot, after a check of each node.
 
     Slurm excludes an unhealthy node, Kubernetes starts another pod for it, up to six times per node, and SkyPilot ends
     the run. All three restart a run that was stopped and has a checkpoint; it continues from there.
@@ -94,7 +92,7 @@ def launch(
     for name, value in target_options.items():
         if name not in allowed:
             targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
-            raise UserError(f"--{name}", value, f"means nothing to {to}", fix=f"leave it out: it is for {targets}")
+            raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
     described = load_run(run, set_ or [])
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
     given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
@@ -123,4 +121,4 @@ def _write(text: str, out: Path | None) -> None:
         print(text, end="")
         return
     write_file("--out", out, text)
-    print(f"written to {out}")
+    print(f"wrote {out}")

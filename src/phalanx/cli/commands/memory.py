@@ -41,17 +41,17 @@ CUDA_PARTS = ("unused", "nccl", "device")
 WIDTH = 175
 """Width of the table, so that a narrow terminal wraps lines instead of numbers."""
 NOTES = (
-    "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
-    "exact: parameters, gradients, optimizer state (of the fullest rank)",
-    "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
+    "*: the layout of the run; each strategy shows its fullest rank, or with --all every stage and role",
+    "exact: parameters, gradients, optimizer state of the fullest rank",
+    "estimated: peak activations of one micro-batch (in a pipeline: of all in flight), and an upper bound of "
     "communication buffers",
-    "total: the most at one time, less than the parts together, whose peaks come at different times",
+    "total: peak of the sum, less than the sum of the parts, which peak at different times",
     f"may not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more; does not fit: {MAX_OOM_PROBABILITY:.0%} or more, as in "
     "`phalanx plan` and `phalanx advise oom`",
 )
 CUDA_NOTE = (
-    "unused: reserved by PyTorch's allocator beyond the total (estimated); nccl: its buffers, as others measured them; "
-    f"device: all of these; the CUDA context takes {CONTEXT_BYTES / GIB:.1f} GiB more"
+    "unused: reserved by PyTorch's allocator beyond the total (estimated); nccl: NCCL's buffers (published "
+    f"measurements); device: sum of these; the CUDA context takes {CONTEXT_BYTES / GIB:.1f} GiB more"
 )
 
 
@@ -98,7 +98,7 @@ def memory(
         (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
     )
     if ranks is None and described.cluster.nproc_per_node is None:
-        ranks_source = "one per node, since cluster.nproc_per_node is not set; see --ranks"
+        ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
     nproc_per_node = -(-world_size // described.cluster.nodes)  # CPU ranks share a node's memory
     described = described.model_copy(
         update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}

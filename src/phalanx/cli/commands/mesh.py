@@ -18,10 +18,10 @@ from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, pr
 AXIS_MEANINGS = {
     "dp_replicate": "copies of the model",
     "dp_shard": "shards of one copy",
-    "pp": "stages that follow each other",
-    "cp": "parts of one sequence",
-    "tp": "parts of one matrix product",
-    "ep": "different experts, among the ranks of a stage",
+    "pp": "pipeline stages",
+    "cp": "shards of a sequence",
+    "tp": "shards of a matrix product",
+    "ep": "groups of experts, over the ranks of a stage",
 }
 
 
@@ -78,5 +78,5 @@ def _show(facts: dict[str, Any]) -> None:
             console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)
     if facts["problem"]:
         console.print(
-            f"\nthis run cannot be divided so: {facts['problem']}", style="yellow", highlight=False, soft_wrap=True
+            f"\nthis layout is not possible: {facts['problem']}", style="yellow", highlight=False, soft_wrap=True
         )

@@ -46,25 +46,27 @@ def show(
     times: Annotated[
         str,
         typer.Option(
-            help="What a micro-batch takes on a rank, in any unit: forward, backward to the input, backward to the "
-            "weights; and a transfer to the next rank.",
+            help="Times of a micro-batch on a rank, in any unit: forward pass, gradient of the input, gradient of the "
+            "weights, transfer to the next rank.",
             metavar="F,B,W,COMM",
         ),
     ] = "1,1,1,0",
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages of each rank (interleaved); by default 2.", min=1, metavar="V")
+        int | None, typer.Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(help="Micro-batches that a rank may hold (searched); by default P.", metavar="N"),
+        typer.Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N"),
     ] = None,
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="Write .svg or .png, .json (a trace for ui.perfetto.dev), or PyTorch's .csv; repeatable."),
+        typer.Option(
+            help="File to write: .svg, .png, .json (trace for ui.perfetto.dev) or PyTorch's .csv; repeatable."
+        ),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Draw a schedule: who does what when, its bubble, and the activations that each rank holds.
+    """Draw a schedule: the actions of each rank over time, the bubble, and the activations in memory.
 
     Examples:
 
@@ -78,7 +80,7 @@ def show(
     """
     for file in out or []:
         if file.suffix not in OUTPUT_SUFFIXES:
-            raise UserError("--out", str(file), "has an unknown ending", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
+            raise UserError("--out", str(file), "has an unknown suffix", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
     durations = _parse_times(times)
     _check_options(schedule, stages, microbatches, virtual_stages=virtual_stages, memory=memory)
     built: Schedule | None = None
@@ -100,18 +102,18 @@ def _check_options(
     name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
 ) -> None:
     """Raise UserError for an option that does not apply to this schedule."""
-    has_none = f"has no meaning with {name}"
+    has_none = f"does not apply to {name}"
     if name.endswith(".csv"):
         for option, value in (("--stages", stages), ("--microbatches", microbatches)):
-            require(value is None, option, value, problem=f"{has_none}, which says it itself", fix="leave it out")
+            require(value is None, option, value, problem=f"{has_none}, which defines it", fix=f"remove {option}")
     require(
         virtual_stages is None or name == "interleaved",
         "--virtual-stages",
         virtual_stages,
         problem=has_none,
-        fix="leave it out",
+        fix="remove --virtual-stages",
     )
-    require(memory is None or name == "searched", "--memory", memory, problem=has_none, fix="leave it out")
+    require(memory is None or name == "searched", "--memory", memory, problem=has_none, fix="remove --memory")
 
 
 def _require_sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -128,7 +130,7 @@ def _parse_times(text: str) -> list[Fraction]:
         values = []
     if not 3 <= len(values) <= 4 or min(values) < 0 or not any(values[:3]):
         raise UserError(
-            "--times", text, "is not three or four times", fix="give F,B,W or F,B,W,COMM, such as 1,1,1,0.2"
+            "--times", text, "is not a list of three or four times", fix="write F,B,W or F,B,W,COMM, such as 1,1,1,0.2"
         )
     return [*values, Fraction(0)][:4]
 
@@ -159,7 +161,9 @@ def _read(file: Path) -> list[list[Any]]:
     try:
         return read_csv(file.read_text(encoding="utf-8"), file.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("FILE", str(file), f"cannot be read: {error}", fix="give a CSV file, a row per rank") from None
+        raise UserError(
+            "FILE", str(file), f"cannot be read: {error}", fix="give a CSV file with a row per rank"
+        ) from None
 
 
 def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
@@ -185,7 +189,9 @@ def _check_schedule_file(file: Path) -> None:
         try:
             read_csv(file.read_text(encoding="utf-8"), str(file))
         except (UserError, UnicodeDecodeError, OSError):
-            raise UserError("--out", str(file), "exists, and holds no schedule", fix="choose another name") from None
+            raise UserError(
+                "--out", str(file), "exists, and does not contain a schedule", fix="choose another name"
+            ) from None
 
 
 def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
@@ -199,18 +205,20 @@ def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None)
         elif file.suffix != ".csv":
             draw(timeline, name, file)
         elif schedule is None:
-            raise UserError("--out", str(file), "cannot hold an idealised timeline", fix="write .svg, .png or .json")
+            raise UserError(
+                "--out", str(file), "cannot represent an idealised timeline", fix="write .svg, .png or .json"
+            )
         else:
             file.write_text(to_csv(schedule), encoding="utf-8")
     except OSError as error:
         raise UserError(
-            "--out", str(file), f"cannot be written: {error}", fix="name a file in an existing directory"
+            "--out", str(file), f"cannot be written: {error}", fix="choose a file in an existing directory"
         ) from None
 
 
 def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
     console = Console()
-    idealised = " (idealised: no real schedule; see 1f1b)" if "active" in facts else ""
+    idealised = " (idealised: not a schedule that can run; see 1f1b)" if "active" in facts else ""
     console.print(Text(facts["schedule"] + idealised, "bold"))
     margin = len(f"rank {facts['ranks'] - 1} ")
     for rank, line in enumerate(lines(timeline, console.width - margin)):
@@ -245,16 +253,16 @@ app.command()(split)
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="A schedule in PyTorch's CSV: a row per rank.", metavar="FILE.csv")],
-    order: Annotated[
-        bool, typer.Option("--order", help="Let ranks wait for each other: idle cells do not count.")
-    ] = False,
+    file: Annotated[
+        Path, typer.Argument(help="A schedule in PyTorch's CSV format, with a row per rank.", metavar="FILE.csv")
+    ],
+    order: Annotated[bool, typer.Option("--order", help="Ignore idle cells: ranks wait for their inputs.")] = False,
     json_: Json = False,
 ) -> None:
-    """Accept or reject a schedule, naming what is wrong; exits with 1 if it is rejected.
+    """Validate a schedule and list its violations; the exit code is 1 if it is rejected.
 
-    A file with idle (empty) cells is a picture: every cell is a tick, and an action must come in a later tick than its
-    inputs. Without idle cells, or with --order, each rank starts an action as soon as its inputs are there.
+    In a file with idle (empty) cells each cell is a tick, and an action must come in a later tick than its inputs.
+    Without idle cells, or with --order, each rank starts an action as soon as its inputs are available.
 
     Examples:
 
@@ -295,4 +303,4 @@ def _report(facts: dict[str, Any], runs: bool) -> None:
     for violation in facts["violations"]:
         console.print(Text(f"  {violation}"), soft_wrap=True)
     if runs:
-        console.print("its orders can run if ranks wait for each other: see --order", style="dim")
+        console.print("without its idle cells the schedule is valid: see --order", style="dim")

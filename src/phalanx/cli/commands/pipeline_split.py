@@ -20,7 +20,7 @@ from phalanx.spec.files.load import load_run
 def split(
     run: RunFile,
     stages: Annotated[
-        int | None, typer.Option(help="Stages in all; by default those of the run's layout.", min=1, metavar="N")
+        int | None, typer.Option(help="Total number of stages; default: those of the run's layout.", min=1, metavar="N")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -79,7 +79,7 @@ def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
     alone = facts["by_layers_alone"]
     block = costs[1]
     lines = [
-        f"a pipeline is as fast as its slowest stage: {1 / facts['slowest_over_mean']:.1%} of an even cut",
+        f"the slowest stage limits the pipeline: {1 / facts['slowest_over_mean']:.1%} of an even cut",
         f"the head costs {costs[-1] / block:.2g} of a block",
         f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
     ]

@@ -48,17 +48,20 @@ def placement(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks on a node; by default cluster.nproc_per_node, else the topology's GPUs, else 8.",
+            help="Ranks per node; default: cluster.nproc_per_node, else the topology's GPUs, else 8.",
             min=1,
             metavar="N",
         ),
     ] = None,
     topology: Annotated[
         Path | None,
-        typer.Option(help="What `nvidia-smi topo -m` prints, or a topology file of NCCL.", metavar="FILE"),
+        typer.Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE"),
     ] = None,
     pxn: Annotated[
-        bool, typer.Option("--pxn", help="Count as NCCL relays: to another rail by a neighbour on that rail.")
+        bool,
+        typer.Option(
+            "--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbour on the destination's rail."
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
@@ -213,7 +216,7 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["nodes"] > MAX_NODES_SHOWN:
         console.print(f"  ... and {facts['nodes'] - MAX_NODES_SHOWN} more nodes")
     if not sum(facts["bytes"]["total"].values()):
-        console.print("\nno rank sends anything")
+        console.print("\nthe run has no communication")
     else:
         console.print()
         console.print(_table(facts))
@@ -240,15 +243,15 @@ def _format_network(facts: dict[str, Any]) -> str:
     """Format the share of the spine, and the busiest network device."""
     total = facts["bytes"]["total"]
     if not total["rail"] + total["spine"]:
-        return "\nnothing goes over the network"
+        return "\nthere is no traffic between nodes"
     busiest = max(facts["nics"], key=lambda nic: max(nic["sent_bytes"], nic["received_bytes"]))
     mean = sum(nic["sent_bytes"] for nic in facts["nics"]) / len(facts["nics"])
     seconds = facts["busiest_nic_seconds"]
-    needs = f": {seconds:.3g} s at least" if seconds else ""
-    relay = " (with --pxn, as NCCL relays it, less)" if total["spine"] and not facts["pxn"] else ""
+    needs = f": at least {seconds:.3g} s" if seconds else ""
+    relay = " (less with PXN: see --pxn)" if total["spine"] and not facts["pxn"] else ""
     return (
-        f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, "
-        f"{facts['cross_rail_share_of_network']:.1%} go from rail to rail, by the spine{relay}\n"
+        f"\ntraffic between nodes: {format_bytes(total['rail'] + total['spine'])}, "
+        f"{facts['cross_rail_share_of_network']:.1%} cross rails over the spine{relay}\n"
         f"busiest network device: {busiest['nic']} of node {busiest['node']}, "
         f"sends {format_bytes(busiest['sent_bytes'])}, "
         f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"

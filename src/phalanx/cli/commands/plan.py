@@ -34,44 +34,48 @@ def plan(
         Path | None, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="[RUN.toml]")
     ] = None,
     machine: Machine = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Devices in each node; by default 8, or a CPU's cores.", min=1)
-    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)] = None,
     topology: Annotated[
         Path | None,
-        typer.Option(help="What joins a node's devices, as `phalanx doctor --topology` writes it.", metavar="FILE"),
+        typer.Option(help="Links between a node's devices, written by `phalanx doctor --topology`.", metavar="FILE"),
     ] = None,
-    top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
-    all_: Annotated[bool, typer.Option("--all", help="Show each schedule of a layout, not only its first.")] = False,
-    explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
+    top: Annotated[int, typer.Option(help="Number of layouts to show.", min=1)] = 10,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Show all schedules of a layout instead of the best one.")
+    ] = False,
+    explain: Annotated[
+        int | None, typer.Option(help="Explain time and memory of layout K of the table.", min=1, metavar="K")
+    ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw what --explain says: .svg, .html or .png.", metavar="FILE")
+        Path | None, typer.Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(help="To train on, for days, energy and cost; by default the run's.", min=1),
+        typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1),
     ] = None,
-    why_not: Annotated[str | None, typer.Option(help="A layout to hold against the best.", metavar="LAYOUT")] = None,
+    why_not: Annotated[str | None, typer.Option(help="Compare a layout with the best one.", metavar="LAYOUT")] = None,
     diff: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two side by side: layouts, or numbers of the table.", metavar="A B")
+        tuple[str, str] | None,
+        typer.Option(help="Compare two layouts, or numbers of the table, side by side.", metavar="A B"),
     ] = None,
     export: Annotated[
-        str | None, typer.Option(help="The layout for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")
+        str | None,
+        typer.Option(help="Print the layout for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the run with the best layout.", metavar="FILE")] = None,
-    batch: Annotated[Path | None, typer.Option(help="Predict each row of a table.", metavar="FILE.csv")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
+    batch: Annotated[Path | None, typer.Option(help="Predict each row of a CSV file.", metavar="FILE.csv")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page on which all layouts can be seen and compared.", metavar="FILE")
+        Path | None, typer.Option(help="Write a web page that shows and compares all layouts.", metavar="FILE")
     ] = None,
     web: Annotated[
-        bool, typer.Option("--web", help="Serve that page to this machine; it plans for other choices too.")
+        bool, typer.Option("--web", help="Serve that page locally; it can plan again with other choices.")
     ] = False,
-    port: Annotated[int, typer.Option(help="Of --web; 0 takes a free one.", min=0, max=65535, metavar="N")] = 0,
+    port: Annotated[int, typer.Option(help="Port of --web; 0: any free port.", min=0, max=65535, metavar="N")] = 0,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Rank the layouts that a run may have on a cluster: no GPU, no torch, seconds.
+    """Rank all parallel layouts of a run on a cluster, in seconds and without a GPU.
 
     Examples:
 
@@ -297,7 +301,7 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
     try:
         exported = export(exported_run, world_size, trainer)  # type: ignore[arg-type]
     except UserError as error:
-        problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
+        problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--export", trainer, problem, fix=error.fix) from None
     print(exported.text)
     print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
@@ -317,5 +321,5 @@ def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trai
         export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)  # type: ignore[arg-type]
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
-        return [f"Of all layouts the planner takes {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
+        return [f"The planner's best layout is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
     return []

@@ -35,22 +35,27 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
     views = [option for option in given if option in VIEWS]
     conflicting = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
-        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", fix="give one of them")
+        raise UserError("plan", None, "requires either a run file or --batch FILE.csv", fix="give one of them")
     if len(views) > 1:
-        raise UserError(" ".join(views), None, "cannot be shown at once", fix="give one of them")
+        raise UserError(" ".join(views), None, "cannot be combined", fix="use one of them")
     if batch is not None and conflicting:
-        fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
-        raise UserError("--batch", str(batch), f"does not go with {conflicting}", fix=fix)
+        fix = "remove these options: each row of the table has its own machine, ranks, layout and batch"
+        raise UserError("--batch", str(batch), f"cannot be combined with {conflicting}", fix=fix)
     if "--json" in given and views:
         raise UserError(
-            "--json", None, f"is not what {views[0]} prints", fix=f"leave {views[0]} out: JSON has every part"
+            "--json",
+            None,
+            f"cannot be combined with {views[0]}",
+            fix=f"remove {views[0]}: the JSON of `phalanx plan --json` has all parts",
         )
     if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", fix="name another file")
-    if out is not None and (view := {"--diff", "--web", "--html"} & set(views)):
-        raise UserError("--out", str(out), "has no layout to write", fix=f"leave {view.pop()} out")
+        raise UserError("--out", str(out), "is the run file itself", fix="choose another file")
+    without_layout = [view for view in views if view in ("--diff", "--web", "--html")]
+    if out is not None and without_layout:
+        fix = f"remove --out or {without_layout[0]}"
+        raise UserError("--out", str(out), f"cannot be combined with {without_layout[0]}", fix=fix)
     if "--port" in given and "--web" not in given:
-        raise UserError("--port", None, "is the port of --web", fix="add --web, or leave --port out")
+        raise UserError("--port", None, "requires --web", fix="add --web, or remove --port")
 
 
 def check_export(run: RunSpec, trainer: str) -> None:
@@ -71,7 +76,7 @@ def check_writable(option: str, file: Path) -> None:
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         problem = "permission denied"
     if problem:
-        raise UserError(option, str(file), f"cannot be written: {problem}", fix="name another file")
+        raise UserError(option, str(file), f"cannot be written: {problem}", fix="choose another file")
     check_replaceable(option, file)
 
 
@@ -83,7 +88,7 @@ def check_picture(file: Path, other_options: dict[str, object]) -> None:
     for option, value in other_options.items():
         if value is not None:
             raise UserError(
-                "--picture", str(file), f"draws what --explain says, and not {option}", fix=f"omit {option}"
+                "--picture", str(file), f"cannot be combined with {option}: it draws --explain", fix=f"remove {option}"
             )
 
 

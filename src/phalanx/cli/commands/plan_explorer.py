@@ -113,13 +113,13 @@ def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, d
     if not isinstance(table, dict) or set(table) != set(fields):
         raise UserError("request", None, f"does not have the fields {', '.join(fields)}", fix="reload the page")
     if table["machine"] not in ("", *preset_names("machines")):
-        raise UserError("machine", table["machine"], "is not a known machine", fix="choose one of the list")
+        raise UserError("machine", table["machine"], "is not a known machine", fix="choose one from the list")
     for name in fields[1:]:
         value = table[name]
         low = 0 if name in more else 1
         high = MAX_NUMBERS[name]
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise UserError(name, value, "is not a valid number", fix=f"give a whole number from {low} to {high:,}")
+            raise UserError(name, value, "is not a valid number", fix=f"use a whole number from {low} to {high:,}")
     return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
 
 
@@ -173,7 +173,7 @@ class ExplorerServer:
         """Respond to GET with the page, for the run of the command line."""
         if refusal := refuse_other_hosts(host):
             return refusal
-        return (200, "text/html", self._page) if path == "/" else (404, "text/plain", "there is nothing of this name")
+        return (200, "text/html", self._page) if path == "/" else (404, "text/plain", "not found")
 
     def post(self, path: str, host: str, body: bytes) -> Answer:
         """Respond to POST with a plan for new choices (/plan), or with a selected layout (/layout)."""

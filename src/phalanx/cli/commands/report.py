@@ -19,25 +19,23 @@ PAGE = "report.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs.", metavar="RUN_DIR...")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
     html: Annotated[
         Path | None,
-        typer.Option(
-            help=f"Where the page goes; by default RUN_DIR/{PAGE}, of several runs {PAGE} here.", metavar="FILE"
-        ),
+        typer.Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE"),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write what all ranks did on one clock, for ui.perfetto.dev.", metavar="FILE.json"),
+        typer.Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json"),
     ] = None,
     machine: Machine = None,
     json_: Json = False,
 ) -> None:
-    """Say where the time of a run went, what keeps it from being faster, and how far the prediction was off.
+    """Show where the time of a run went, its bottleneck, and the error of the prediction.
 
-    Prints it, and writes a page that needs no network (with --json only where --html says). Several runs are compared.
-    For the passes of a step, and memory over it, train with --profile-steps. Times are predicted for the machine of the
-    run file; with --machine for another description of it, such as what `phalanx calibrate` wrote.
+    Prints a summary and writes a self-contained page (with --json only if --html is given). Several runs are compared.
+    To see the passes of a step and its memory over time, train with --profile-steps. Predictions are for the machine of
+    the run file; --machine selects another description, such as a file by `phalanx calibrate`.
 
     Examples:
 
@@ -65,9 +63,7 @@ def report(
     data = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
-        raise UserError(
-            "run directory", str(runs[0]), "was not made by phalanx train", fix="name the page: --html FILE"
-        )
+        raise UserError("run directory", str(runs[0]), "was not created by phalanx train", fix="add --html FILE")
     if html or not json_:  # before any output, which a pager may cut off
         write_file("--html", file, page(data))
     if json_:
@@ -82,8 +78,8 @@ def _write_trace(recorded: list[RunData], file: Path) -> None:
     from phalanx.report.export.chrome_trace import chrome_trace
 
     if len(recorded) > 1:
-        raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", fix="give one RUN_DIR")
+        raise UserError("--trace", str(file), f"requires one run, not {len(recorded)}", fix="give one RUN_DIR")
     if not recorded[0].ranks:
-        fix = "train with metrics.per_rank_records = true, and with --profile-steps for passes and collectives"
-        raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix=fix)
+        fix = "train with metrics.per_rank_records = true, and add --profile-steps to record passes and collectives"
+        raise UserError("--trace", str(file), "requires records of the ranks, which this run does not have", fix=fix)
     write_file("--trace", file, json.dumps(chrome_trace(recorded[0])))

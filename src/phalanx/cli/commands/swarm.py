@@ -27,28 +27,32 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Learn one model at several sites, joined by slow links.",
+    help="Train one model at several sites over slow links.",
 )
 Certificates = Annotated[
-    Path, typer.Option("--certs", help="This member's folder, made by phalanx swarm certs.", metavar="DIR")
+    Path, typer.Option("--certs", help="Folder of this member, created by `phalanx swarm certs`.", metavar="DIR")
 ]
-Address = Annotated[str, typer.Argument(help="Where the coordinator listens.", metavar="HOST:PORT")]
+Address = Annotated[str, typer.Argument(help="Address of the coordinator.", metavar="HOST:PORT")]
 
 
 @app.command()
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Of the authority; made if it is not there.", metavar="FOLDER")],
-    members: Annotated[list[str] | None, typer.Argument(help="Who gets a certificate.", metavar="NAME...")] = None,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of the certificate authority; created if missing.", metavar="FOLDER")
+    ],
+    members: Annotated[
+        list[str] | None, typer.Argument(help="Members that receive a certificate.", metavar="NAME...")
+    ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address by which nodes reach this member, a coordinator.", metavar="HOST"),
+        typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST"),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long certificates hold.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="Validity of the certificates in days.", min=1)] = 365,
 ) -> None:
-    """Make a small certificate authority for a group, and certificates for its members.
+    """Create a certificate authority for a swarm, and certificates for its members.
 
-    The folder's ca.key can let anybody in: it stays with whoever leads. Each member is given the folder of its name,
-    over a way that you trust: its certificate says who it is, and a node can only tell what that node trains.
+    Keep the folder's ca.key private: its owner can admit anyone. Send each member the folder with its name over a
+    trusted channel. The certificate identifies the member, which can only send updates of what it trains.
 
     Examples:
 
@@ -61,18 +65,18 @@ def certs(
 
     if not (folder / "ca.key").exists():
         create_certificate_authority(folder)
-        print(f"{folder}/ca.key: keep it to yourself")
+        print(f"{folder}/ca.key: keep this key private")
     elif not members:
-        raise UserError("NAME", None, "is missing", fix=f"name the nodes: phalanx swarm certs {folder} ann bob")
+        raise UserError("NAME", None, "is missing", fix=f"list the members: phalanx swarm certs {folder} ann bob")
     for member in members or []:
         print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
 
 
 @app.command()
 def serve(
-    run: Annotated[Path, typer.Argument(help="A run file with a table [swarm].", metavar="SWARM.toml")],
+    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     certificates: Certificates,
-    listen: Annotated[str, typer.Option(help="Address and port to listen at.", metavar="HOST:PORT")] = "0.0.0.0:7077",
+    listen: Annotated[str, typer.Option(help="Address and port to listen on.", metavar="HOST:PORT")] = "0.0.0.0:7077",
     set_: Overrides = None,
 ) -> None:
     """Coordinate a swarm: wait for nodes, assign experts and text to them, and merge their updates, round by round.
@@ -107,16 +111,16 @@ def join(
     address: Address,
     certificates: Certificates,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks of this node; by default one per GPU, or one.", min=1, metavar="N")
+        int | None, typer.Option(help="Ranks of this node; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the node's directory is made.", metavar="DIR")] = Path("nodes"),
+    out: Annotated[Path, typer.Option(help="Parent of the node's directory.", metavar="DIR")] = Path("nodes"),
     set_: Overrides = None,
 ) -> None:
     """Take part in a swarm with this machine, from its next round on, until the last or Ctrl-C.
 
-    The coordinator tells what is learned; where this machine's text lies, and how its ranks share the work, can be said
-    with --set. All nodes read the same text, each another part of it. The node dials out and listens nowhere; it goes
-    on when the link breaks and comes back.
+    The coordinator sends the model and the training settings. With --set a node chooses its text, layout and cluster.
+    All nodes read different parts of the same text. The node only opens outgoing connections, and continues after the
+    link was interrupted.
 
     Examples:
 
@@ -137,7 +141,7 @@ def join(
 
 @app.command()
 def status(address: Address, certificates: Certificates, json_: Json = False) -> None:
-    """Say how far a swarm is, and who is in it.
+    """Show the progress and the nodes of a swarm.
 
     Examples:
 
@@ -168,13 +172,13 @@ MBIT = 1e6 / 8
 
 @app.command()
 def plan(
-    run: Annotated[Path, typer.Argument(help="A run file with a table [swarm].", metavar="SWARM.toml")],
+    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     link: Annotated[
-        str, typer.Option(help="Mbit/s that a node can send, and receive if that differs.", metavar="UP[:DOWN]")
+        str, typer.Option(help="Bandwidth of a node in Mbit/s: upload, and download if different.", metavar="UP[:DOWN]")
     ] = "20:100",
-    nodes: Annotated[int | None, typer.Option(help="By default swarm.nodes.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: swarm.nodes.", min=1)] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(help="Of one step on a node, as its records say.", min=1e-9, metavar="S")
+        float | None, typer.Option(help="Measured time of one step on a node.", min=1e-9, metavar="S")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -205,7 +209,7 @@ def plan(
 
 def _require_swarm(run: RunSpec) -> SwarmSpec:
     if run.swarm is None:
-        raise UserError("swarm", None, "is missing", fix="add a table [swarm] to the run file (phalanx init shows it)")
+        raise UserError("swarm", None, "is missing", fix="add a [swarm] table to the run file (phalanx init shows it)")
     return run.swarm
 
 
@@ -217,7 +221,9 @@ def _parse_link(text: str) -> tuple[float, float]:
     except ValueError:
         speeds = 0.0, 0.0
     if not 0 < min(speeds) <= max(speeds) < inf:
-        raise UserError("--link", text, "is not a speed", fix="write Mbit/s up, and down if that differs: 20:100")
+        raise UserError(
+            "--link", text, "is not a bandwidth", fix="write Mbit/s of upload, and of download if different: 20:100"
+        )
     return speeds
 
 
@@ -275,7 +281,7 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
         f"{swarm_status['method']} in {swarm_status['codec']}"
     ]
     if swarm_status["waits_for"]:
-        lines.append(f"it waits for {swarm_status['waits_for']}")
+        lines.append(f"waiting for {swarm_status['waits_for']}")
     if swarm_status["open_seconds"] is not None:
         closes = swarm_status["closes_in_seconds"]
         lines[0] += f", open for {swarm_status['open_seconds']:.0f} s"
@@ -284,8 +290,8 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
         last_seen_seconds = node["heard_seconds_ago"]
         parts = [f"  {node['node']:16} {'told' if node['told'] else 'learns':6}"]
         parts.append(f"experts {', '.join(map(str, node['experts']))}" if node["experts"] else "")
-        parts.append(f"heard of {last_seen_seconds:.0f} s ago" if last_seen_seconds is not None else "")
-        parts += [f"refused {count} x: {reason}" for reason, count in node["refused"].items()]
+        parts.append(f"last contact {last_seen_seconds:.0f} s ago" if last_seen_seconds is not None else "")
+        parts += [f"rejected {count} x: {reason}" for reason, count in node["refused"].items()]
         lines.append("  ".join(part for part in parts if part))
     return "\n".join(lines)
 

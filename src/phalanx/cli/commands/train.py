@@ -29,7 +29,7 @@ RETRY_SECONDS = 1.0
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is not a number of ranks: write a whole number above 0")
+        raise typer.BadParameter(f"{text!r} is not a valid number of ranks: write a whole number above 0")
     return int(text)
 
 
@@ -38,26 +38,28 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks on this machine; by default cluster.nproc_per_node, one per GPU, or one.",
+            help="Ranks on this machine; default: cluster.nproc_per_node, one per GPU, or one.",
             parser=_ranks,
             metavar="N",
         ),
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help='For layout = "auto": a known machine, or a file by `phalanx calibrate`.', metavar="NAME"),
+        typer.Option(help='Machine for layout = "auto": a preset, or a file by `phalanx calibrate`.', metavar="NAME"),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            help="Nodes of the run, or their minimum and maximum: the run continues with fewer nodes if one is lost, "
-            "and with more if one joins. By default cluster.nodes.",
+            help="Number of nodes, or minimum and maximum: the run continues with fewer nodes if one is lost, and "
+            "with more if one joins. Default: cluster.nodes.",
             metavar="N|LEAST:MOST",
         ),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(help="Where nodes meet: the address of one of them, and a free port there.", metavar="HOST:PORT"),
+        typer.Option(
+            help="Rendezvous of the nodes: the address of one of them, and a free port there.", metavar="HOST:PORT"
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
@@ -75,16 +77,15 @@ def train(
     profile_steps: Annotated[
         str | None,
         typer.Option(
-            help="Look closely at these steps, both ends among them: when every pass and collective was, and of the "
-            "first what memory held.",
+            help="Profile these steps (inclusive): all passes and collectives over time, and memory in the first step.",
             metavar="FIRST:LAST",
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Start also where more memory is planned than the machine has.")
+        bool, typer.Option("--force", help="Start even if the plan exceeds the machine's memory.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Check what would run, print it as TOML, and exit.")
+        bool, typer.Option("--print-config", help="Check the run, print it as TOML, and exit.")
     ] = False,
 ) -> None:
     """Train a model as a run file describes it.
@@ -109,14 +110,16 @@ def train(
 
         torchrun --nproc-per-node 8 -m phalanx.train run.toml
 
-    Ranks that fail are started again from the newest checkpoint ([recovery]). Exit codes: 0 the run is at its end; 1 it
-    failed, or this node did, as one of several; 2 something must be fixed first; 75 a signal stopped it, with a
-    checkpoint; 130 Ctrl-C did.
+    Failed ranks are restarted from the newest checkpoint ([recovery]). Exit codes: 0 the last step is done; 1 the run,
+    or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
+    Ctrl-C.
     """
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
-        fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
-        raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix=fix)
+        fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
+        raise UserError(
+            "swarm", described.swarm.method, "is a run of several sites, which phalanx train does not start", fix=fix
+        )
     if profile_steps is not None:
         check_profiled_steps(described, profile_steps)
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
@@ -130,12 +133,12 @@ def train(
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
-        print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
+        print("phalanx: stopped by a signal before the first step; nothing was saved", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
     if (seconds := described.training.seconds) is not None and not resume:
-        print(f"phalanx: trains for {seconds:g} s once the text is prepared, and then evaluates", file=sys.stderr)
+        print(f"phalanx: training for {seconds:g} s after the text is prepared, then evaluation", file=sys.stderr)
     options = [
         *(["--profile-memory"] if profile_memory else []),
         *(["--profile-steps", profile_steps] if profile_steps else []),
@@ -162,7 +165,7 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
         raise UserError(
-            "--profile-steps", steps, f"begins after the last step, {run.training.steps}", fix="begin earlier"
+            "--profile-steps", steps, f"begins after the last step, {run.training.steps}", fix="choose earlier steps"
         )
     if not run.metrics.per_rank_records:
         raise UserError(
@@ -178,15 +181,17 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     if not is_run_directory(path):
         run_file = path / RUN_FILE
         problem = "is not a run directory"
-        fix = "give a run file"
+        fix = "give a run file, or a directory created by phalanx train"
         if run_file.is_file():
-            problem = f"holds a {RUN_FILE}, but is not a run directory: phalanx train did not make it"
-            fix = f"to train as that file says: phalanx train {shlex.quote(str(run_file))}"
+            problem = f"contains a {RUN_FILE}, but is not a run directory: phalanx train did not create it"
+            fix = f"to train this run file: phalanx train {shlex.quote(str(run_file))}"
         raise UserError("run directory", str(path), problem, fix=fix)
     for override in overrides:
         if override.startswith("training.seconds=") and override != "training.seconds=":
-            fix = "set training.steps in its place, if it should have others"
-            raise UserError("--set", override, "is for new runs: this one has its steps since it began", fix=fix)
+            fix = "set training.steps instead"
+            raise UserError(
+                "--set", override, "applies to new runs only: the number of steps of this run is fixed", fix=fix
+            )
     directory = path.resolve()  # the directory may have been moved since its creation
     return load_run(
         path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
@@ -234,22 +239,27 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
     """
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/guides/multi-node.md)"
-        raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix=fix)
+        fix = "write the same node and free port on all nodes, such as node0:29500 (docs/guides/multi-node.md)"
+        raise UserError("--rendezvous", rendezvous, "is not a valid rendezvous address", fix=fix)
     is_waiting = False
     deadline = time.monotonic() + patience_seconds
     while isinstance(ip_address := _resolve_host(host), OSError):
         if time.monotonic() > deadline:
-            fix = "give a name that all nodes know, or an address"
+            fix = "use a host name that all nodes can resolve, or an IP address"
             raise LocalNodeError(
-                "--rendezvous", rendezvous, f"{host} is not known here: {ip_address.strerror}", fix=fix
+                "--rendezvous", rendezvous, f"{host} cannot be resolved: {ip_address.strerror}", fix=fix
             )
         if not is_waiting:
-            print(f"phalanx: {host} is not known here, waiting for it: {ip_address.strerror}", file=sys.stderr)
+            print(f"phalanx: {host} cannot be resolved yet ({ip_address.strerror}); retrying", file=sys.stderr)
         is_waiting = True
         time.sleep(RETRY_SECONDS)
     if ip_address.is_unspecified:
-        raise UserError("--rendezvous", rendezvous, "is any address", fix="give that of one of the nodes")
+        raise UserError(
+            "--rendezvous",
+            rendezvous,
+            "stands for all addresses of a machine",
+            fix="use the address of one of the nodes",
+        )
     return host, int(port)
 
 

@@ -20,23 +20,23 @@ PyTorch's import. A rendezvous of nodes takes `recovery.last_call_timeout_second
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN_DIR")],
-    every: Annotated[float, typer.Option(help="How often to look.", min=0.1, metavar="SECONDS")] = 2.0,
-    web: Annotated[
-        bool, typer.Option("--web", help="Serve a page that keeps itself new, to this machine only.")
-    ] = False,
-    port: Annotated[int, typer.Option(help="Of the page; 0 takes a free one.", min=0, max=65535, metavar="N")] = 8642,
+    run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")],
+    every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.1, metavar="SECONDS")] = 2.0,
+    web: Annotated[bool, typer.Option("--web", help="Serve a live page to this machine only.")] = False,
+    port: Annotated[
+        int, typer.Option(help="Port of the page; 0: any free port.", min=0, max=65535, metavar="N")
+    ] = 8642,
     prometheus: Annotated[
         int | None,
         typer.Option(
-            help="Serve the newest numbers at /metrics of this port, to all who reach this machine; 0 takes any.",
+            help="Serve metrics at /metrics on this port, on all addresses of this machine; 0: any free port.",
             min=0,
             max=65535,
             metavar="PORT",
         ),
     ] = None,
 ) -> None:
-    """Watch a run while it trains: its loss, its speed, where the time goes, and what keeps it from being faster.
+    """Watch a run while it trains: loss, speed, the parts of a step, and the bottleneck.
 
     The command ends with the run's last step, or on Ctrl-C. If the run ended before its last step, the exit code is 1;
     this takes a minute to decide, since a failed run may continue. Without a terminal it prints a line for each step.
@@ -55,7 +55,9 @@ def watch(
     from phalanx.report.run_data import read_run
 
     if web and prometheus is not None:
-        raise UserError("--prometheus", prometheus, "goes without --web", fix="start one command for each")
+        raise UserError(
+            "--prometheus", prometheus, "cannot be combined with --web", fix="start a second phalanx watch for it"
+        )
     read_run(run)  # a directory that is not a run is rejected before any output
     with suppress(KeyboardInterrupt):
         if prometheus is not None:

@@ -42,7 +42,7 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
                 return 200, "text/html", main(_current_facts(directory))
             case "/facts.json":
                 return 200, "application/json", json.dumps(_current_facts(directory))
-        return 404, "text/plain", "there is nothing of this name"
+        return 404, "text/plain", "not found"
 
     with make_http_server("--port", LOCAL_ADDRESS, port, get=answer) as server:
         serve_until_interrupted(server)
@@ -62,7 +62,7 @@ def serve_metrics(directory: Path, port: int) -> None:
 
     def answer(path: str, host: str) -> Answer:
         if path != "/metrics":
-            return 404, "text/plain", "there is /metrics only"
+            return 404, "text/plain", "not found: only /metrics is served"
         with lock:
             return 200, METRICS_TYPE, metrics.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
 

@@ -86,7 +86,7 @@ def make_http_server(
         return Server((host, port), Handler)
     except OSError as error:
         problem = f"cannot be served: {error.strerror}"
-        raise UserError(option, port, problem, fix="name another, or 0 for any") from None
+        raise UserError(option, port, problem, fix="choose another port, or 0 for any free port") from None
 
 
 def refuse_other_hosts(host: str) -> Answer | None:
@@ -100,5 +100,5 @@ def refuse_other_hosts(host: str) -> Answer | None:
 def serve_until_interrupted(server: ThreadingHTTPServer, path: str = "") -> None:
     """Print the address of a page, and serve it until Ctrl-C."""
     host, port = server.server_address[:2]
-    print(f"http://{host!s}:{port}/{path}  (Ctrl-C ends it)", flush=True)
+    print(f"http://{host!s}:{port}/{path}  (Ctrl-C to stop)", flush=True)
     server.serve_forever()

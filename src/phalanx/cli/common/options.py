@@ -10,12 +10,12 @@ import typer
 RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")]
 Ranks = Annotated[
     int | None,
-    typer.Option(help="Ranks of the run; by default cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+    typer.Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
 ]
 Machine = Annotated[
     str | None,
     typer.Option(
-        help="A known machine (`phalanx info --list`), or a file that `phalanx calibrate` wrote.", metavar="NAME|FILE"
+        help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.", metavar="NAME|FILE"
     ),
 ]
 Overrides = Annotated[

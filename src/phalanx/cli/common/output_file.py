@@ -21,7 +21,7 @@ def check_replaceable(option: str, file: Path) -> None:
         return
     if head and WRITTEN_BY.encode() not in head:
         raise UserError(
-            option, str(file), "exists, and phalanx did not write it", fix="choose another name, or remove it"
+            option, str(file), "exists, and was not written by phalanx", fix="choose another name, or remove it"
         )
 
 

@@ -29,7 +29,7 @@ def translate_usage_errors() -> Iterator[None]:
 def to_user_error(error: Any) -> UserError:
     """Convert a usage error to a UserError: option or argument, value, problem and fix."""
     command = error.ctx.command_path if error.ctx else "phalanx"
-    hint = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
+    hint = f"see `{command} --help`" if error.ctx else "see --help"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
         return _unknown_name_error("option", error.option_name, names)

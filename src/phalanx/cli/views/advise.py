@@ -46,9 +46,9 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
             _show(console, advice, best)
     console.print()
     for note in (
-        f"agrees: the fastest layout that obeys the rule takes less than {AGREEMENT_TOLERANCE:.0%} more time than the "
+        f"agrees: the fastest layout that follows the rule takes less than {AGREEMENT_TOLERANCE:.0%} longer than the "
         "planner's best",
-        f"{len(advised.inapplicable_rules)} rules do not apply; --json names them",
+        f"{len(advised.inapplicable_rules)} rules do not apply; --json lists them",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 

@@ -20,7 +20,7 @@ def print_benchmarks(results: Facts) -> None:
     Lines among collectives that are not in nccl-tests' format start with #.
     """
     console = Console(width=max(Console().width, 110), highlight=False)
-    ranks_note = f"{results['world_size']} ranks at once, each {results['device']}; the slowest counts"
+    ranks_note = f"{results['world_size']} concurrent ranks, each {results['device']}; times of the slowest"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
     parts = {"matmul": _matmul_table, "attention": _attention_table, "bandwidth": _bandwidth_table}
     print(f"# {results['run']} on {ranks}")
@@ -49,7 +49,7 @@ def _attention_table(results: Facts) -> Table:
     grid = _grid(f"attention, {results['precision']}", "times", "heads", "tokens", *passes)
     for row in results["attention"]:
         kind = "masked" if row["masked"] else "causal"
-        kind = kind if row["causal"] else "of others' tokens"
+        kind = kind if row["causal"] else "unmasked"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
         shown = (
@@ -85,7 +85,7 @@ def _format_timing(flops: float, seconds: float) -> tuple[str, str]:
 def collectives(results: Facts) -> str:
     """Return a table in nccl-tests' format per operation and group, with traffic per update and fit."""
     if not results["collectives"]:
-        return "# this run sends nothing"
+        return "# this run has no collectives"
     return "\n".join(_format_collective(collective) for collective in results["collectives"])
 
 
@@ -102,16 +102,16 @@ def _format_collective(collective: Facts) -> str:
 
 def _format_fit(fit: Facts | None, ranks: int) -> list[str]:
     if fit is None:
-        return ["# one size says nothing of latency and bandwidth: see --sweep"]
+        return ["# one size does not determine latency and bandwidth: see --sweep"]
     pieces = [_format_piece(piece) for piece in fit["pieces"]]
     time = pieces[0] if len(pieces) == 1 else f"{fit['joined']}({', '.join(pieces)})"
     sizes = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B"
     times = fit["times"].replace("_", "-")
     lines = [
-        f"# t = {time}: medians of {times} times, {fit['mean_error']:.0%} off, {fit['max_error']:.0%} at most",
-        f"# for {sizes} among {ranks} ranks; nothing is said of other sizes, or of other numbers of ranks",
+        f"# t = {time}: medians of {times} times, mean error {fit['mean_error']:.0%}, maximum {fit['max_error']:.0%}",
+        f"# valid for {sizes} among {ranks} ranks only",
     ]
-    return [*lines, f"# warning: some size is more than {WARN_ABOVE:.0%} off"] if fit["doubtful"] else lines
+    return [*lines, f"# warning: the error of some size exceeds {WARN_ABOVE:.0%}"] if fit["doubtful"] else lines
 
 
 def _format_piece(piece: Facts) -> str:

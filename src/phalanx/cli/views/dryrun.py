@@ -16,9 +16,8 @@ from phalanx.verify.dry_run_report import DryRunReport
 from phalanx.verify.plan_comparison import PlanCheck
 
 NOTES = (
-    "bytes are those that a rank sends (around a ring, where operations go around one); memory is what tensors hold, "
-    "its total the peak",
-    "experts are balanced; ranks are traced as on a CPU, where a reduce-scatter is an all-to-all and a sum",
+    "bytes: sent by a rank (with ring algorithms for reductions and gathers); memory: tensors, total at the peak",
+    "experts are balanced; ranks are traced as on a CPU, where a reduce-scatter is an all-to-all followed by a sum",
 )
 UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
@@ -55,7 +54,7 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
     for traced, checks in results[1:]:
         wrong = [check for check in checks if not check.agrees]
         if wrong:
-            console.print(f"\nrank {traced['rank']}: what disagrees", style="bold")
+            console.print(f"\nrank {traced['rank']}: differences", style="bold")
             console.print(_detail(wrong), soft_wrap=True)
     console.print()
     for note in NOTES:
@@ -65,7 +64,7 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
         console.print(f"plan and program disagree on ranks {', '.join(map(str, wrong_ranks))}", style="bold red")
     else:
         console.print(
-            f"plan and program agree on every rank traced, {len(results)} of {report.world_size:,}", style="bold green"
+            f"plan and program agree on all {len(results)} traced ranks of {report.world_size:,}", style="bold green"
         )
 
 

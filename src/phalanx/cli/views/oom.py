@@ -15,11 +15,11 @@ from phalanx.spec.run import RunSpec
 
 WIDTH = 180
 NOTES = (
-    "GiB: what the fullest rank holds, as in `phalanx memory`",
-    "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
-    "some choices)",
-    "alone: as little of the change as makes the run fit, or what frees most",
-    "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
+    "GiB: memory of the fullest rank, as in `phalanx memory`",
+    "step: predicted time; - if unknown (the machine has no speeds or is not calibrated in this precision, or the "
+    "planner does not cover the change)",
+    "each change alone: the smallest degree that makes the run fit, or the one that frees most",
+    "parts: each at its own peak, so their sum exceeds the total; fits: P(OOM) below "
     f"{SAFE_OOM_PROBABILITY:.0%}, may not fit: below {MAX_OOM_PROBABILITY:.0%}",
 )
 
@@ -29,7 +29,9 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     console = Console(width=max(Console().width, WIDTH))
     _print_head(console, run, diagnosis)
     order = (
-        "" if diagnosis.current_footprint.fits else ": those that make it fit, then those that help but do not suffice"
+        ""
+        if diagnosis.current_footprint.fits
+        else ": first those that make it fit, then those that help but do not suffice"
     )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
@@ -41,9 +43,9 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
             unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
     for problem, names in unhelpful.items():
-        console.print(f"not {', '.join(names)}: {problem}", style="dim", highlight=False, soft_wrap=True)
+        console.print(f"no effect: {', '.join(names)}: {problem}", style="dim", highlight=False, soft_wrap=True)
     if diagnosis.current_footprint.fits:
-        console.print("\nThe run fits already: nothing has to change.", style="green")
+        console.print("\nThe run fits without changes.", style="green")
     else:
         _print_steps(console, diagnosis)
     _print_best(console, diagnosis)
@@ -59,8 +61,8 @@ def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
     machine = cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
     console.print(
-        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.device)} of "
-        f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
+        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.device)} of the "
+        f"{diagnosis.limit_bytes / GIB:.1f} GiB available: {verdict}",
         style="bold green" if diagnosis.current_footprint.fits else "bold red",
         highlight=False,
         soft_wrap=True,
@@ -75,7 +77,7 @@ def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
 
 
 def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
-    console.print("\none after the other, until it fits", style="bold")
+    console.print("\nin sequence, until it fits", style="bold")
     if diagnosis.steps:
         table = _table("change", "frees GiB", "most in", "GiB then", "step s", "")
         before = diagnosis.current_footprint
@@ -83,12 +85,12 @@ def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
             before = _add_step(table, effect, before)
         console.print(table)
     if not fits_after(diagnosis.steps):
-        console.print("No order of these changes makes it fit.", style="red")
+        console.print("These changes together do not make it fit.", style="red")
         return
     last_effect = diagnosis.needed[-1]
     if len(diagnosis.needed) < len(diagnosis.steps):
         names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
-        console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
+        console.print(f"\nSufficient: {names}", highlight=False, soft_wrap=True)
     console.print(
         f"\nIt fits with  --set {_pasted_after_set(last_effect)}", style="green", highlight=False, soft_wrap=True
     )

@@ -27,7 +27,7 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
     """Print the assumptions of these predictions."""
-    line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing of the machine'}"
+    line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing about the machine'}"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -55,7 +55,7 @@ def describe_faster_layout(faster: FasterLayout) -> list[str]:
         seconds = f"{faster.fitting_step_seconds:,.1f} s a step"
         remedy = f"It fits with --set training.seq_len={faster.fitting_seq_len} ({seconds}). "
     return [
-        f"A layout that does not fit would be {faster.speedup:,.1f} times as fast as the fastest that does: "
+        f"A layout that does not fit would be {faster.speedup:,.1f} times as fast as the fastest layout that fits: "
         f"{option.candidate}, {option.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {option.p_oom:.0%}).",
         f'{remedy}--why-not "{layout_to_text(option.candidate.layout())}" compares it with layout 1.',
     ]

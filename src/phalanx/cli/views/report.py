@@ -77,7 +77,7 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
     curves = facts["curves"]
     run = facts["run"]
     if not curves["step"]:
-        return formatting.format_progress(run) if "swarm" in facts else "no step is done yet"
+        return formatting.format_progress(run) if "swarm" in facts else "no step is complete yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
     parts = [f"step {curves['step'][index]}{steps}"]
     parts += [
@@ -157,7 +157,7 @@ def rank_time_table(ranks: Sequence[Facts]) -> Group:
     table = _table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
     for rank in shown:
         table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
-    more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
+    more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} ranks that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
 
 
