@@ -73,12 +73,12 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
     assert lines.index(order) < lines.index("in sequence, until it fits")
     assert lines[lines.index(order) + 2].startswith("tensor parallelism")
-    assert "not smaller micro-batch: a micro-batch is one sequence" in text
+    assert "no effect: smaller micro-batch: a micro-batch is one sequence" in text
     assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
     assert "The planner's best of all layouts on these devices: " in text
     assert "…" not in text
     assert " layout.data_parallel=zero1 --set layout.offload=cpu " in text
-    assert "\nnot more devices: frees nothing on the fullest rank" in text
+    assert "\nno effect: more devices: frees nothing on the fullest rank" in text
     assert "\nmore devices" not in text
     sharded = advise_output("oom", run, "--machine", "h100", "--set", "layout.data_parallel=zero3")
     assert "\nmore devices" in sharded

@@ -31,7 +31,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     order = (
         ""
         if diagnosis.current_footprint.fits
-        else ": first those that make it fit, then those that help but do not suffice"
+        else ": those that make it fit, then those that help but do not suffice"
     )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
