@@ -175,7 +175,7 @@ def describe_assumptions(
     if cluster.num_sms is None and not cluster.uses_cpu:
         assumed["num_sms"] = "products of any shape are equally fast"
     if cluster.failures_per_device_hour is None:
-        assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.2g}, as of Llama 3 405B"
+        assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.3g}, as of Llama 3 405B"
     if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given:
         assumed["restart_seconds"] = f"{cluster.restart_seconds:g}"
     return [f"cluster.{name} = {text}" for name, text in assumed.items()]
