@@ -197,7 +197,7 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     for words in (
         "the optimizer",
         "activations",
-        "other layouts, compared with it",
+        "other layouts, compared with this one",
         "twice the memory",
         "P(OOM)",
         "HFU",
@@ -361,7 +361,9 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
     assert json.loads(plan_output(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
     one_gpu = ("--machine", "a100", "--nproc", 1, "--set", "model.rope.theta=10000")
-    with pytest.raises(UserError, match=r"cannot express any layout of this run that fits; for the fastest, layout\.\w+ cannot"):
+    with pytest.raises(
+        UserError, match=r"cannot express any layout of this run that fits; for the fastest, layout\.\w+ cannot"
+    ):
         plan_output(run, *one_gpu, "--export", "nanotron")
     out = tmp_path / "planned.toml"
     best = plan_json(run, *H100, "--out", out)["layouts"][0]

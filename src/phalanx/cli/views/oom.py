@@ -29,9 +29,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     console = Console(width=max(Console().width, WIDTH))
     _print_head(console, run, diagnosis)
     order = (
-        ""
-        if diagnosis.current_footprint.fits
-        else ": those that make it fit, then those that help but do not suffice"
+        "" if diagnosis.current_footprint.fits else ": those that make it fit, then those that help but do not suffice"
     )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")

@@ -66,16 +66,18 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     if (faster := find_faster_layout(run, world_size, plan)) is not None:
         for note in describe_faster_layout(faster):
             console.print(note, style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"*: no layout shown is both faster and smaller. All shown have {limit}.", style="dim")
+    console.print(f"*: on the Pareto front of time and memory. All layouts shown have {limit}.", style="dim")
     for note in (
-        f"Predictions do not tell steps within {UNCERTAIN_GAIN:.0%} apart: what has no offload, then what has fewer "
-        "kinds of parallelism, comes first.",
-        "Layouts that differ in their schedule alone are one row; --all shows each.",
+        f"Step times within {UNCERTAIN_GAIN:.0%} count as equal: layouts without offload, then with fewer kinds of "
+        "parallelism, come first.",
+        "One row per layout, with its best schedule; --all shows every schedule.",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
     for note in describe_memory_column(run.cluster, plan.layouts[:top]):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
-    console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
+    console.print(
+        "exposed: communication not hidden by compute. --explain K shows the parts of time and memory.", style="dim"
+    )
     console.print()
     for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)):
         console.print(line, highlight=False, soft_wrap=True)
@@ -90,7 +92,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
-        f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (with what is computed again)",
+        f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (including recomputation)",
         highlight=False,
         soft_wrap=True,
     )
@@ -112,14 +114,14 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
     other_options = [other for other in plan.layouts[: index + 6] if other is not option]
     if other_options:
-        console.print("\nother layouts, compared with it", style="bold")
+        console.print("\nother layouts, compared with this one", style="bold")
         for other in other_options:
             console.print(
                 f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
             )
     console.print("\nwhat if, compared with the fastest layout", style="bold")
     for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
-        then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
+        then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "no layout fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
     console.print()
     print_assumptions(console, run, world_size, options=[option, *other_options])
@@ -141,7 +143,7 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
     if cluster.calibration:
         note += ", with the rest of the process as measured"
     if option.memory_bytes > max(totals):
-        note += f"; the fullest rank is of another stage: {format_gib(option.memory_bytes)}"
+        note += f"; the fullest rank is in another stage: {format_gib(option.memory_bytes)}"
     console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -174,13 +176,13 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
     candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
     line = (
-        f"its schedule, simulated action by action: {seconds:.3f} s of compute, exchanges and bubble, "
-        f"{option.schedule_seconds:.3f} s above"
+        f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; "
+        f"{option.schedule_seconds:.3f} s in the table above"
     )
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     drawn = show_command(run, world_size, candidate)
     console.print(
-        f"to see it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
+        f"draw it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
     )
 
 
