@@ -15,7 +15,7 @@ from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_sh
 from phalanx.bench.timing import time_calls
 from phalanx.model.attention import Attention, Documents, attention_mask, has_flash_kernel
 from phalanx.model.dtypes import TORCH_DTYPES
-from phalanx.parallel.context_parallel import attention_backward, attention_with_lse
+from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
 
 Row = dict[str, Any]
