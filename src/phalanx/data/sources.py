@@ -70,7 +70,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
         field: Field or option that names the sources, for errors.
 
     Raises:
-        UserError: A source is missing or unreadable, a line is not valid, or there is no text at all.
+        UserError: A source is missing or unreadable, a line is not valid, or all documents are empty.
     """
     empty = True
     for source_file in list_source_files(sources, field):

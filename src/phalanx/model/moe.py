@@ -155,7 +155,7 @@ class Experts(nn.Module):
         Args:
             x_NI: Rows, sorted by expert.
             weight_EOI: Weight of each expert.
-            offsets_E: End of each expert's rows; in host memory if there is no grouped product.
+            offsets_E: End of each expert's rows; in host memory without a grouped product.
         """
         return grouped_linear(x_NI, weight_EOI, offsets_E)
 
