@@ -195,7 +195,7 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
 
 def _format_config(run: RunSpec, start: StartOptions) -> str:
     """Return the run as TOML, after the checks before reading all text. Raises UserError if one fails."""
-    from phalanx.data.prepare import check_sources
+    from phalanx.data.source_checks import check_sources
     from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
