@@ -26,7 +26,8 @@ from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
 from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
-from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
+from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
+from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
 
 LAZY_LOADING_DEVICES = ("cuda",)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads
 from phalanx.parallel.pipeline.stage_module import StageModule
-from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, Strategy
+from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
+from phalanx.parallel.strategy import Strategy
 from phalanx.schedule.schedule import Action
 
 
