@@ -19,7 +19,8 @@ from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.runs.swarm_records import LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
-from phalanx.swarm.coordinator.coordinator import NodeTask, aggregation_config
+from phalanx.swarm.aggregation.aggregate import aggregation_config
+from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.expert_ownership import Owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces

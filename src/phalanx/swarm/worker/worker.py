@@ -29,7 +29,7 @@ from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
-from phalanx.swarm.coordinator.coordinator import NodeTask
+from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.pieces import fragment_pieces
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
