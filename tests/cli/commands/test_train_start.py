@@ -25,7 +25,7 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
     monkeypatch.setattr(train_start, "gethostbyname", look_up)
     monkeypatch.setattr(train_start, "RETRY_SECONDS", 0)
     assert train_start.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
-    assert capsys.readouterr().err.count("first-0.first is not known here") == 1
+    assert capsys.readouterr().err.count("first-0.first cannot be resolved") == 1
     answers += [gaierror(-2, "Name or service not known")]
-    with pytest.raises(LocalNodeError, match=r"first-0\.first is not known here: Name or service not known"):
+    with pytest.raises(LocalNodeError, match=r"first-0\.first cannot be resolved: Name or service not known"):
         train_start.resolve_rendezvous("first-0.first:29500", -1)
