@@ -33,9 +33,9 @@ from benchmarks.breaking import (
     same_bits,
 )
 from phalanx.launch.elastic_agent import run_until_done, stop_signals_as_exit
+from phalanx.launch.failure_policy import FailurePolicy
 from phalanx.launch.process import exit_rank, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE
-from phalanx.launch.supervisor import FailurePolicy
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.events import ROLLED_BACK, read_events
 from phalanx.spec.errors import EXIT_STOPPED

@@ -2,8 +2,9 @@
 
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
-from phalanx.plan.tables.job_columns import model_columns, stage_columns, trainer_behaviour
+from phalanx.plan.tables.job_columns import model_columns, stage_columns
 from phalanx.plan.tables.machine_columns import machine_columns
+from phalanx.plan.tables.trainer_behaviour import trainer_behaviour
 from phalanx.spec.files.load import load_machine, load_model_spec
 
 

@@ -128,7 +128,13 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
 def list_files(
     sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
 ) -> list[SourceFile]:
-    """List the files of text or pairs."""
+    """List the files of text or pairs.
+
+    Args:
+        sources: Sources of the field.
+        field: The field of the run file that names them.
+        pair_suffixes: Suffixes of the files of a pair that count.
+    """
     names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
     return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
 

@@ -138,7 +138,7 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         world_size = dist.get_world_size() if dist.is_initialized() else 1
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
-    data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    data = sizes.with_cp_as_data_parallel(layout)
     if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
         return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data_dims=data)
     # dp_replicate, dp_shard, pp, cp, tp; then cp is moved next to its data-parallel axis

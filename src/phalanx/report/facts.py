@@ -6,7 +6,6 @@ Predicted and measured numbers have the same names and units.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -17,15 +16,12 @@ from phalanx.plan.predicted_vs_measured import Comparison, compare_with_predicti
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
-from phalanx.plan.search.result import EvaluatedLayout
-from phalanx.plan.training_cost import configured_goodput
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData, measured_peak
 from phalanx.report.step_breakdown import StepTimes, step_times
-from phalanx.runs.events import STARTED, active_seconds_until
-from phalanx.runs.jsonl import JsonRecord
+from phalanx.report.step_comparison import step_rows
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
@@ -160,73 +156,6 @@ def _comparison_row(row: Comparison) -> Facts:
     return {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio, **interval}
 
 
-def step_rows(
-    run_data: RunData, times: StepTimes | None, option: EvaluatedLayout | None, planned_timeline: Timeline | None
-) -> Iterator[Comparison]:
-    """Compare the time of a step and its parts, speed, bubble and goodput with the prediction."""
-    if times is None:
-        return
-    parts = option.parts if option else {}
-
-    def sum_predicted(*names: str) -> float | None:
-        return sum(parts[name] for name in names) if parts else None
-
-    def table_median(table: Any) -> float:
-        return float(np.median(table))
-
-    interval = (option.low_seconds, option.high_seconds) if option else None
-    yield Comparison(
-        "",
-        "step",
-        "s",
-        predicted=option.step_seconds if option else None,
-        measured=times.step_seconds,
-        interval=interval,
-    )
-    yield Comparison(
-        "", "compute", "s", predicted=sum_predicted("compute"), measured=table_median(times.compute.max(1))
-    )
-    if times.has_wait_times:
-        exposed = table_median(times.communication.min(1))
-        yield Comparison(
-            "", "exposed communication", "s", predicted=sum_predicted("exchange", "data_parallel"), measured=exposed
-        )
-    yield Comparison(
-        "", "update", "s", predicted=sum_predicted("update", "offload"), measured=table_median(times.optimizer.max(1))
-    )
-    yield Comparison("", "data", "s", predicted=0.0 if option else None, measured=table_median(times.data.max(1)))
-    steps = set(times.steps)
-    lines = [line for line in run_data.step_metrics if line["step"] in steps]
-    for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
-        values = [line[metric] for line in lines if line.get(metric) is not None]
-        if values:
-            yield Comparison(
-                "",
-                metric,
-                unit,
-                predicted=getattr(option, metric) if option else None,
-                measured=float(np.median(values)),
-            )
-    run = run_data.run
-    if run is not None and run.layout.pp > 1:
-        yield Comparison(
-            "",
-            "idle in the pipeline",
-            "s",
-            predicted=sum_predicted("bubble", "send"),
-            measured=table_median(times.idle),
-        )
-        yield Comparison(
-            "",
-            "bubble",
-            "",
-            predicted=float(planned_timeline.bubble) if planned_timeline else None,
-            measured=times.bubble,
-        )
-    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
-    yield Comparison("", "goodput", "", predicted=planned_goodput, measured=_goodput(run_data))
-
-
 def _rank_rows(run_data: RunData) -> list[Comparison]:
     """Compare memory by part and bytes by collective of each role of ranks in the measured step."""
     if run_data.run is None or not run_data.measured:
@@ -242,37 +171,6 @@ def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
         return simulate_candidate(run, world_size, candidate_from_run(run, world_size))
     except UserError:
         return None
-
-
-def _goodput(run_data: RunData) -> float | None:
-    """Return the share of the active time in steps that count.
-
-    Lost time is in checkpoints, evaluations, failures and restarts.
-    """
-    records = [record for record in run_data.ranks.values() if record.steps]
-    if not records:
-        return None
-    first_record = records[0]
-    lines = [*first_record.steps, *first_record.pauses]
-    ends = [line["start"] + _sum_seconds(line) for line in lines]
-    total_seconds = (
-        max(ends) - min(line["start"] for line in lines) + active_seconds_until(run_data.run_events, STARTED)
-    )
-    metrics_interval = run_data.run.metrics.every if run_data.run else 1
-    earlier_metrics = run_data.step_metrics if run_data.run_events else []
-    earlier_seconds = sum(
-        line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
-    )
-    return (
-        (earlier_seconds + sum(_sum_seconds(line) for line in first_record.steps)) / total_seconds
-        if total_seconds
-        else None
-    )
-
-
-def _sum_seconds(line: JsonRecord) -> float:
-    seconds = line["seconds"]
-    return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
 
 
 def _measures(run_data: RunData, times: StepTimes | None) -> Facts:

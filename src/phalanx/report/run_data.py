@@ -53,14 +53,14 @@ class RunData:
     run: RunSpec | None
     """The run specification, or None if run.toml has another version or its schedule does not exist."""
     world_size: int
-    began_after: int
-    ranks: dict[int, RankRecord]
+    began_after: int = 0
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
     """The records of the last start."""
-    metrics: list[JsonRecord]
+    metrics: list[JsonRecord] = field(default_factory=list)
     """Records of metrics.jsonl: of steps and of evaluations."""
-    measured: dict[int, JsonRecord]
+    measured: dict[int, JsonRecord] = field(default_factory=dict)
     """Measurements of one step by rank: memory, traffic and compute."""
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     """Descriptions of missing and unreadable data."""
     failure: str | None = None
     """The failure of the rank that failed first."""
@@ -139,13 +139,7 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         (8, 1, None)
     """
     directory = Path(run_dir)
-    if not (directory / RUN_FILE).is_file():
-        problem = (
-            f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
-        )
-        raise UserError(
-            "run directory", str(directory), problem, fix="give a run directory of phalanx train: runs/NAME"
-        )
+    _check_run_file(directory)
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
@@ -159,13 +153,10 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         world_size = steps[-1].get("ranks", 0)
         began_after = steps[-1].get("resumed_at_step", 0)
     run = _read_run(directory / RUN_FILE, world_size, problems)
-    if run is not None and run.swarm is not None and not rounds:
-        problems.append(f"no round has been written to {ROUNDS_FILE} yet")
-    if run is not None and machine is not None:
-        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
-    if run is not None and world_size:
-        peak = measured_peak(run, steps, world_size)
-        run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
+    if run is not None:
+        if run.swarm is not None and not rounds:
+            problems.append(f"no round has been written to {ROUNDS_FILE} yet")
+        run = _on_measured_machine(run, machine, steps, world_size=world_size, ranks=ranks)
     failure = describe_first_failure(directory)
     is_active = is_running(directory)
     events = read_events(directory)
@@ -186,6 +177,14 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         rounds=rounds,
         run_events=events,
     )
+
+
+def _check_run_file(directory: Path) -> None:
+    """Raise UserError if the directory has no run file."""
+    if (directory / RUN_FILE).is_file():
+        return
+    problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
+    raise UserError("run directory", str(directory), problem, fix="give a run directory of phalanx train: runs/NAME")
 
 
 def _describe_progress(
@@ -216,19 +215,7 @@ def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = read_valid_jsonl(directory / JOURNAL_FILE, problems, {"what", "at"})
     run = _read_run(directory / RUN_FILE, 0, problems)
     is_active = is_running(directory)
-    run_data = RunData(
-        directory,
-        run,
-        0,
-        began_after=0,
-        ranks={},
-        metrics=[],
-        measured={},
-        problems=problems,
-        failure=None,
-        in_progress=is_active,
-        swarm_journal=events,
-    )
+    run_data = RunData(directory, run, 0, problems=problems, in_progress=is_active, swarm_journal=events)
     if run is not None and run_data.step < run.training.steps:
         problems.append(f"step {run_data.step} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
     return run_data
@@ -249,6 +236,22 @@ def _read_run(file: Path, world_size: int, problems: list[str]) -> RunSpec | Non
         problems.append(f"run.toml {problem}, so there are no predictions: {first_line}")
         return None
     return run
+
+
+def _on_measured_machine(
+    run: RunSpec,
+    machine: ClusterSpec | None,
+    steps: Sequence[JsonRecord],
+    world_size: int,
+    ranks: dict[int, RankRecord],
+) -> RunSpec:
+    """Return the run on its machine, or the given one, with measured values."""
+    if machine is not None:
+        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
+    if not world_size:
+        return run
+    peak = measured_peak(run, steps, world_size)
+    return run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
 
 
 def _measured_machine(
@@ -278,7 +281,13 @@ def _measured_machine(
 
 
 def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) -> float | None:
-    """Return the peak FLOP/s of a rank that was measured or known at the start of the run."""
+    """Return the peak FLOP/s of a rank that was measured or known at the start of the run.
+
+    Args:
+        run: The run.
+        steps: The records of steps in metrics.jsonl.
+        world_size: The number of ranks, for steps that do not record it.
+    """
     flops = training_flops_per_token(run.model, run.training.seq_len)
     peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))
     peak = next((peak for peak in peaks if peak is not None), None)

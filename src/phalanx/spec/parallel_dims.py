@@ -8,7 +8,7 @@ from math import prod
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, check_inapplicable_options
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, check_inapplicable_options
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class ParallelDims:
         """Number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
-    def with_cp_as_data_parallel(self, sharded: bool) -> ParallelDims:
+    def with_cp_as_data_parallel(self, layout: Layout) -> ParallelDims:
         """Return these dimensions with context-parallel ranks counted as data-parallel.
 
         For storing and reducing model state they are more ranks with the same model and other data. They share one copy
-        if copies are `sharded`.
+        if the strategy of the layout shards copies.
         """
-        replicate, shard = (1, self.cp) if sharded else (self.cp, 1)
+        replicate, shard = (1, self.cp) if layout.data_parallel in SHARDED_STRATEGIES else (self.cp, 1)
         return replace(self, cp=1, dp_replicate=self.dp_replicate * replicate, dp_shard=self.dp_shard * shard)
 
     @property

@@ -162,33 +162,19 @@ def activation_bytes(
         stage: Stage of the pipeline.
         on_cuda: Count CUDA's kernels instead of a CPU's.
     """
-    layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
-    shape = ForwardShape(
-        batch,
-        seq_len,
-        precision,
-        layout=layout,
-        autocast=autocast and precision == "bf16",
-        masked=masked,
-        on_cuda=on_cuda,
-    )
-    stream_bytes = _stream_bytes(spec, shape)
-    inputs = Counter(inputs=saved_by_inputs(spec, shape, stage.first)) + _saved_at_stage_boundaries(spec, shape, stage)
-    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=inputs)
-    deferred = _deferred_weight_grads(spec, shape, stage) if stage.splits_backward else []
+    layout = layout or Layout()
+    stage = stage or StageBlocks(range(spec.num_layers), first=True, last=True)
+    autocast = autocast and precision == "bf16"
+    shape = ForwardShape(batch, seq_len, precision, layout=layout, autocast=autocast, masked=masked, on_cuda=on_cuda)
+    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=_saved_by_inputs(spec, shape, stage))
+    deferred = _deferred_weight_grads(spec, shape, stage)
     # Weight gradients that later layers and the head have deferred.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
-    mlp_gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
-    loss_gradients = 0
-    if stage.last:
-        saved += Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape)
-        mlp_gradients += stream_bytes  # in other stages the stream's gradient is a message
-        loss_gradients = _loss_gradient_bytes(spec, shape)
     return ActivationBytes(
-        **saved,
-        loss_gradients=loss_gradients,
-        mlp_gradients=mlp_gradients,
-        residual_gradient=stream_bytes,
+        **(saved + _saved_by_head(spec, shape, stage)),
+        loss_gradients=_loss_gradient_bytes(spec, shape) if stage.last else 0,
+        mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
+        residual_gradient=_stream_bytes(spec, shape),
         recomputed=max(recompute_peaks, default=0),
         recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
         deferred_weight_grads=sum(deferred),
@@ -205,15 +191,20 @@ def _norm_saves_stream(spec: ModelSpec, shape: ForwardShape) -> bool:
     return shape.on_cuda or spec.norm == "layernorm" or shape.residual_bytes == shape.high_precision_bytes
 
 
-def _saved_at_stage_boundaries(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
-    """Return the input and output of a pipeline stage, if no block saves them."""
+def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
+    """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
-    saved: Counter[str] = Counter()
+    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first))
     if not stage.first and not _norm_saves_stream(spec, shape) and shape.layout.activation_checkpointing != "full":
         saved += Counter(tp_boundaries=stream_bytes)
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
+
+
+def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
+    """Return what the last stage saves after its blocks: the last norm, the head and the loss."""
+    return Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape) if stage.last else Counter()
 
 
 def _saved_by_blocks(
@@ -254,8 +245,19 @@ def _saved_by_blocks(
 
 def _deferred_weight_grads(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> list[int]:
     """Return the bytes saved between the halves of a split backward pass, per block and for the head."""
+    if not stage.splits_backward:
+        return []
     deferred = [deferred_weight_grad_bytes(spec, layer, shape) for layer in stage.layers]
     return deferred + ([deferred_head_grad_bytes(spec, shape)] if stage.last else [])
+
+
+def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> int:
+    """Return the peak temporary bytes in the last block's MLP or experts, with the gradient of the residual stream.
+
+    In all stages but the last, that gradient is a message.
+    """
+    gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
+    return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
 
 
 def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

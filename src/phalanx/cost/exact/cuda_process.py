@@ -8,7 +8,6 @@ from __future__ import annotations
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
-from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -74,7 +73,7 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
 
 def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
     """Return the number of groups that reduce or gather: all ranks, and smaller groups of every axis."""
-    data_dims = dims.with_cp_as_data_parallel(sharded=run.layout.data_parallel in SHARDED_STRATEGIES)
+    data_dims = dims.with_cp_as_data_parallel(run.layout)
     sizes = [data_dims.dp_shard, data_dims.dp_replicate, dims.tp]
     if dims.ep > 1:
         sizes.append(dims.dp_size * dims.cp * dims.tp // dims.ep)
@@ -93,7 +92,7 @@ def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
     is_bf16 = run.training.precision == "bf16"
     has_muon = run.optimizer.name == "muon"
     reduces_bf16 = is_bf16 and layout.data_parallel in ("zero1", "zero2")
-    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    data_dims = dims.with_cp_as_data_parallel(layout)
     cp_peers = _peers(dims.cp, domain // dims.tp)
     peers = (min(2, cp_peers) if layout.cp_method == "ring" else cp_peers) + _peers(dims.ep, in_stage)
     if reduces_bf16 or has_muon:

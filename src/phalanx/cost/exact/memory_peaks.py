@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.activation_memory import ActivationBytes, PeakInFlightBytes
 from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
-from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements
+from phalanx.cost.exact.model_state import StateBytes
+from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import STATE_BYTES
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.run import RunSpec
 
 
@@ -34,6 +35,46 @@ class PersistentMemory:
     """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
+
+
+def split_persistent_memory(
+    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, num_replicas: int
+) -> PersistentMemory:
+    """Split a rank's state by the time at which it exists.
+
+    DDP's buckets exist all the time, and a parameter server's worker accumulates in place. Other strategies free
+    gradients after use. If a step leaves parts unused, DDP frees their gradients, and all micro-batches before the last
+    allocate them outside the buckets. In a pipeline, ZeRO-3 accumulates full gradients.
+
+    Args:
+        run: The run.
+        rank: Tensors of the rank.
+        strategy: Effective strategy of the layout.
+        state: State of the rank on its device.
+        accumulation: Micro-batches per step.
+        num_replicas: Number of data-parallel ranks.
+    """
+    layout = run.layout
+    gradients = state.gradients
+    has_buckets = strategy == "ddp" and num_replicas > 1 and layout.pp == 1
+    num_gradient_sets = max(has_buckets, accumulation > 1) + (
+        has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
+    )
+    summed_bytes = gradients
+    if strategy in ("zero3", "hsdp") and layout.pp > 1:
+        summed_bytes = STATE_BYTES[run.training.precision] * sum(
+            map(num_elements, [*rank.dense.values(), *rank.expert.values()])
+        )
+    if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
+        summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
+    before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
+    return PersistentMemory(
+        state.parameters + state.optimizer,
+        gradients,
+        before_bytes,
+        pipeline_gradients=summed_bytes,
+        optimizer_workspace=optimizer_step_bytes(run, rank, strategy),
+    )
 
 
 def memory_peaks(

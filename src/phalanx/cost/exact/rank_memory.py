@@ -13,35 +13,14 @@ reserve beyond the total, and `nccl` is NCCL's buffers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
-from phalanx.cost.exact.activation_memory import (
-    ActivationBytes,
-    PeakInFlightBytes,
-    StageBlocks,
-    activation_bytes,
-    peak_in_flight_bytes,
-    pipeline_stages,
-)
-from phalanx.cost.exact.comm_buffers import (
-    activation_exchange_bytes,
-    comm_buffer_peaks,
-    parameter_server_buffers,
-    pipeline_buffer_bytes,
-)
+from phalanx.cost.exact.comm_buffers import comm_buffer_peaks, parameter_server_buffers
 from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
 from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.memory_peaks import (
-    PersistentMemory,
-    memory_peaks,
-    optimizer_step_bytes,
-    pipeline_memory_peaks,
-    without_other_streams,
-)
+from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
-from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_state import (
     checkpoint_copy_bytes,
     effective_strategy,
@@ -50,12 +29,11 @@ from phalanx.cost.exact.rank_state import (
     resident_and_offloaded,
 )
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import BatchPlan, plan_batch
-from phalanx.spec.layout import SHARDED_STRATEGIES, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.layout import assign_parameters_to_servers
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 
@@ -152,151 +130,118 @@ def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     return [rank_model_state(run, rank, micro_batches) for rank in rank_tensors(run, world_size)]
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """Properties of a run on its ranks that all stages share."""
+
+    run: RunSpec
+    world_size: int
+    batch_plan: BatchPlan
+    data_dims: ParallelDims
+    """Parallel dimensions, with context-parallel ranks counted as data-parallel."""
+    strategy: Strategy
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self.batch_plan.gradient_accumulation_steps
+
+
+@dataclass(frozen=True)
+class _StageState:
+    """State of a rank from step to step, and its communication buffers."""
+
+    resident: StateBytes
+    offloaded: int
+    on_disk: int
+    buffer_peaks: list[CommBufferPeak]
+
+
+def _setup(run: RunSpec, world_size: int) -> _Setup:
+    data_dims = parallel_dims(run.layout, world_size).with_cp_as_data_parallel(run.layout)
+    strategy = effective_strategy(run.layout, data_dims.dp_shard)
+    return _Setup(run, world_size, plan_batch(run, world_size), data_dims=data_dims, strategy=strategy)
+
+
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Return the memory of a worker per pipeline rank."""
-    layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
-    batch_plan = plan_batch(run, world_size)
-    strategy = effective_strategy(layout, data_dims.dp_shard)
-    in_flight_peaks = _in_flight_peaks(run, batch_plan, strategy) if layout.pp > 1 else []
-    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
-    cache: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
+    setup = _setup(run, world_size)
+    cache: dict[object, _StageState] = {}
     memories = []
-    for pp_rank, rank in enumerate(rank_tensors(run, world_size)):
+    working_by_rank = working_memories(run, setup.batch_plan, setup.strategy)
+    for rank, working in zip(rank_tensors(run, world_size), working_by_rank, strict=True):
         signature = rank.signature
         if signature not in cache:
-            cache[signature] = (
-                resident_and_offloaded(run, rank, strategy, micro_batches=batch_plan.gradient_accumulation_steps),
-                comm_buffer_peaks(
-                    rank, run, strategy, dims=data_dims, accumulation=batch_plan.gradient_accumulation_steps
-                ),
-            )
-        (state, offloaded, on_disk), buffer_peaks = cache[signature]
-        persistent = _split_persistent_memory(
-            run,
-            rank,
-            strategy,
-            state=state,
-            accumulation=batch_plan.gradient_accumulation_steps,
-            has_no_replicas=data_dims.dp_size == 1,
-        )
-        if layout.pp == 1:
-            activations = _stage_activations(run, batch_plan, strategy)
-            comm_bytes = exchange
-            activation_peak = activations.peak
-            peaks = partial(memory_peaks, activations=activations, exchange=exchange)
-        else:  # activations in flight include the communication inside blocks
-            comm_bytes = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
-            activation_peak = max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients)
-            peaks = partial(pipeline_memory_peaks, passes=in_flight_peaks[pp_rank], links=comm_bytes)
-        memory = RankMemory(
-            state.parameters,
-            state.gradients,
-            state.optimizer,
-            activations=activation_peak,
-            communication=comm_bytes + max((peak.bytes for peak in buffer_peaks), default=0),
-            offloaded=offloaded,
-            on_disk=on_disk,
-        )
-        peak_bytes = max(peaks(persistent, buffer_peaks))
-        memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
-        if run.cluster.uses_cuda:
-            reserved = peak_bytes
-            largest_sum = 0
-            if strategy in ("zero3", "hsdp"):
-                buffers = fsdp_stream_buffers(rank, run, batch_plan.gradient_accumulation_steps)
-                reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
-                largest_sum = buffers.largest_sum
-            elif strategy == "ddp" and data_dims.dp_size > 1 and layout.pp == 1:
-                reserved += state.gradients  # DDP rebuilds its buckets in the second step, next to the first ones
-            reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum=largest_sum)
-            memory = replace(
-                memory,
-                unused=max(0, reserved - peak_bytes),
-                nccl=nccl_bytes(run, world_size),
-                checkpoint_copy=checkpoint_copy_bytes(run, rank, strategy),
-            )
-        memories.append(memory)
+            cache[signature] = _stage_state(setup, rank)
+        memories.append(_stage_memory(setup, rank, cache[signature], working=working))
     return memories
 
 
-def _split_persistent_memory(
-    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, has_no_replicas: bool
-) -> PersistentMemory:
-    """Split a rank's state by the time at which it exists.
+def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working: WorkingMemory) -> RankMemory:
+    """Return the memory of a rank from its state, its activations and its communication."""
+    run = setup.run
+    persistent = split_persistent_memory(
+        run,
+        rank,
+        setup.strategy,
+        state=state.resident,
+        accumulation=setup.micro_batches,
+        num_replicas=setup.data_dims.dp_size,
+    )
+    peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
+    memory = RankMemory(
+        state.resident.parameters,
+        state.resident.gradients,
+        state.resident.optimizer,
+        activations=working.activations,
+        communication=working.exchanged + max((peak.bytes for peak in state.buffer_peaks), default=0),
+        offloaded=state.offloaded,
+        on_disk=state.on_disk,
+    )
+    memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
+    if not run.cluster.uses_cuda:
+        return memory
+    reserved = _reserved_bytes(setup, rank, state, persistent=persistent, working=working)
+    return replace(
+        memory,
+        unused=max(0, reserved - peak_bytes),
+        nccl=nccl_bytes(run, setup.world_size),
+        checkpoint_copy=checkpoint_copy_bytes(run, rank, setup.strategy),
+    )
 
-    DDP's buckets exist all the time, and a parameter server's worker accumulates in place. Other strategies free
-    gradients after use. If a step leaves parts unused, DDP frees their gradients, and all micro-batches before the last
-    allocate them outside the buckets. In a pipeline, ZeRO-3 accumulates full gradients.
-    """
-    layout = run.layout
-    gradients = state.gradients
-    has_buckets = strategy == "ddp" and not has_no_replicas and layout.pp == 1
-    num_gradient_sets = max(has_buckets, accumulation > 1) + (
-        has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
-    )
-    summed_bytes = gradients
-    if strategy in ("zero3", "hsdp") and layout.pp > 1:
-        summed_bytes = STATE_BYTES[run.training.precision] * sum(
-            map(num_elements, [*rank.dense.values(), *rank.expert.values()])
-        )
-    if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
-        summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
-    before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
-    return PersistentMemory(
-        state.parameters + state.optimizer,
-        gradients,
-        before_bytes,
-        pipeline_gradients=summed_bytes,
-        optimizer_workspace=optimizer_step_bytes(run, rank, strategy),
-    )
+
+def _stage_state(setup: _Setup, rank: RankTensors) -> _StageState:
+    """Return the state and the buffers of a rank, which depend on its tensors only."""
+    run = setup.run
+    resident, offloaded, on_disk = resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)
+    buffer_peaks = comm_buffer_peaks(rank, run, setup.strategy, dims=setup.data_dims, accumulation=setup.micro_batches)
+    return _StageState(resident, offloaded, on_disk, buffer_peaks=buffer_peaks)
+
+
+def _reserved_bytes(
+    setup: _Setup, rank: RankTensors, state: _StageState, persistent: PersistentMemory, working: WorkingMemory
+) -> int:
+    """Return the bytes that CUDA's allocator reserves: memory of one stream cannot be reused by another."""
+    run = setup.run
+    peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
+    largest_sum = 0
+    if setup.strategy in ("zero3", "hsdp"):
+        buffers = fsdp_stream_buffers(rank, run, setup.micro_batches)
+        computing_peaks = working.peaks(*without_other_streams(persistent, state.buffer_peaks))
+        peak_bytes = max(computing_peaks) + buffers.side_streams
+        largest_sum = buffers.largest_sum
+    elif setup.strategy == "ddp" and setup.data_dims.dp_size > 1 and run.layout.pp == 1:
+        peak_bytes += state.resident.gradients  # DDP rebuilds its buckets in the second step, next to the first ones
+    return peak_bytes + gap_bytes(run, setup.batch_plan.micro_batch_size, rank, largest_sum=largest_sum)
 
 
 def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     """Return the bytes that the fullest rank stores in files (`layout.offload = "nvme"`)."""
-    layout = run.layout
-    dims = parallel_dims(run.layout, world_size)
-    strategy = effective_strategy(
-        layout, dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
-    )
-    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
+    setup = _setup(run, world_size)
     return max(
-        resident_and_offloaded(run, rank, strategy, micro_batches=micro_batches)[2]
+        resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)[2]
         for rank in rank_tensors(run, world_size)
     )
-
-
-def _stage_activations(
-    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None
-) -> ActivationBytes:
-    """Return the activations of a micro-batch, in a pipeline those of one stage."""
-    autocast = strategy in ("ddp", "parameter_server")
-    arguments = (
-        run.model,
-        batch_plan.micro_batch_size,
-        run.training.seq_len,
-        run.training.precision,
-        run.layout,
-        autocast,
-    )
-    return activation_bytes(*arguments, run.data.mask_documents, stage, run.cluster.uses_cuda)
-
-
-def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
-    """Return the peak activations per pipeline rank."""
-    schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    cache = dict[object, ActivationBytes]()
-    stage_activations = []
-    for stage in pipeline_stages(layers_per_stage(run), schedule):
-        signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
-        if signature not in cache:
-            cache[signature] = _stage_activations(run, batch_plan, strategy, stage=stage)
-        stage_activations.append(cache[signature])
-    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
-    return [
-        peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchange) for pp_rank in range(run.layout.pp)
-    ]
 
 
 def _largest_server(run: RunSpec, world_size: int) -> RankMemory:

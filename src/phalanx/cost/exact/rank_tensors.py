@@ -64,7 +64,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     spec = run.model
     layout = run.layout
     dims = parallel_dims(layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    data_dims = dims.with_cp_as_data_parallel(layout)
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
     expert_replicas = dims.dp_size * dims.cp * dims.tp // dims.ep // num_copies
     full_shapes = parameter_shapes(spec)

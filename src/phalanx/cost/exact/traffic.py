@@ -84,7 +84,7 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
     """
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
-    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    data_dims = dims.with_cp_as_data_parallel(layout)
     batch_plan = plan_batch(run, world_size)
     # In a pipeline, gradients are reduced once per step.
     num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
@@ -198,9 +198,7 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
     layout = run.layout
     spec = run.model
     batch_plan = plan_batch(run, world_size)
-    data_dims = parallel_dims(layout, world_size).with_cp_as_data_parallel(
-        sharded=layout.data_parallel in SHARDED_STRATEGIES
-    )
+    data_dims = parallel_dims(layout, world_size).with_cp_as_data_parallel(layout)
     shape = ForwardShape(
         batch_plan.micro_batch_size,
         run.training.seq_len,

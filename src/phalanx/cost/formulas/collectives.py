@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.spec.communication_groups import GroupKind
@@ -31,9 +32,14 @@ def bus_factor(operation: Collective, ranks: int) -> float:
 
 
 def sent_bytes(operation: Collective, size_bytes: float, ranks: int) -> float:
-    """Return the bytes that each rank sends with ring algorithms, for `size_bytes` as in `bus_factor`.
+    """Return the bytes that each rank sends with ring algorithms.
 
     A broadcast is a chain that starts at its root: every rank except the last forwards the full tensor.
+
+    Args:
+        operation: The collective.
+        size_bytes: Size as in `bus_factor`: that of the full tensor, or one rank's buffer for all_to_all.
+        ranks: Number of ranks.
     """
     return size_bytes * bus_factor(operation, ranks)
 
@@ -87,46 +93,50 @@ def step_traffic(
         replicas: R, the number of replicas of hsdp.
         reshard_after_forward: Free gathered parameters after the forward pass and gather them again for backward.
     """
-
-    def traffic_row(operation: Collective, size_bytes: float, num_calls: int, purpose: str) -> Traffic:
-        return Traffic(operation, num_calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=num_calls)
-
     match strategy:
         case "ddp":
-            return [traffic_row("all_reduce", gradient_bytes, 1, purpose="gradients, summed once per update")]
-        case "zero1" | "zero2":
-            num_calls = 1 if strategy == "zero1" else accumulation
-            return [
-                traffic_row(
-                    "reduce_scatter", gradient_bytes, num_calls, purpose="gradients, to the rank that updates them"
-                ),
-                traffic_row("all_gather", parameter_bytes, 1, purpose="updated parameters"),
-            ]
+            return [_collective("all_reduce", gradient_bytes, ranks, purpose="gradients, summed once per update")]
+        case "zero1":
+            return _zero_traffic(parameter_bytes, gradient_bytes, ranks)
+        case "zero2":
+            return _zero_traffic(parameter_bytes, gradient_bytes, ranks, num_reductions=accumulation)
         case "zero3" | "hsdp":
-            traffic = [
-                traffic_row("all_gather", parameter_bytes, accumulation, purpose="parameters, for the forward pass")
-            ]
-            if reshard_after_forward:
-                traffic += [
-                    traffic_row(
-                        "all_gather", parameter_bytes, accumulation, purpose="parameters, for the backward pass"
-                    )
-                ]
-            traffic += [
-                traffic_row(
-                    "reduce_scatter", gradient_bytes, accumulation, purpose="gradients, to the rank that keeps them"
-                )
-            ]
-            if strategy == "hsdp":
-                replica_bytes = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
-                traffic += [
-                    Traffic(
-                        "all_reduce", replica_bytes, "this rank's gradients, between replicas", group_kind="replicas"
-                    )
-                ]
-            return traffic
+            passes = ("forward", "backward") if reshard_after_forward else ("forward",)
+            traffic = _fsdp_traffic(parameter_bytes, gradient_bytes, ranks, accumulation=accumulation, passes=passes)
+            return traffic if strategy == "zero3" else [*traffic, _replica_traffic(gradient_bytes / ranks, replicas)]
         case "parameter_server":
             return [
                 Traffic("recv", parameter_bytes, "parameters, from the servers"),
                 Traffic("send", gradient_bytes, "gradients, to the servers"),
             ]
+
+
+def _zero_traffic(parameter_bytes: float, gradient_bytes: float, ranks: int, num_reductions: int = 1) -> list[Traffic]:
+    """Return the traffic of ZeRO-1 and 2: gradients to the rank that updates them, and parameters back."""
+    purpose = "gradients, to the rank that updates them"
+    return [
+        _collective("reduce_scatter", gradient_bytes, ranks, purpose=purpose, calls=num_reductions),
+        _collective("all_gather", parameter_bytes, ranks, purpose="updated parameters"),
+    ]
+
+
+def _fsdp_traffic(
+    parameter_bytes: float, gradient_bytes: float, ranks: int, accumulation: int, passes: Sequence[str]
+) -> list[Traffic]:
+    """Return the traffic of ZeRO-3: parameters for each of the `passes` of a micro-batch, and gradients."""
+    traffic = []
+    for name in passes:
+        purpose = f"parameters, for the {name} pass"
+        traffic.append(_collective("all_gather", parameter_bytes, ranks, purpose=purpose, calls=accumulation))
+    purpose = "gradients, to the rank that keeps them"
+    return [*traffic, _collective("reduce_scatter", gradient_bytes, ranks, purpose=purpose, calls=accumulation)]
+
+
+def _replica_traffic(gradient_bytes: float, replicas: int) -> Traffic:
+    """Return the traffic of hsdp between the replicas of one rank's gradients."""
+    row = _collective("all_reduce", gradient_bytes, replicas, purpose="this rank's gradients, between replicas")
+    return replace(row, group_kind="replicas")
+
+
+def _collective(operation: Collective, size_bytes: float, ranks: int, purpose: str, calls: int = 1) -> Traffic:
+    return Traffic(operation, calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=calls)

@@ -16,9 +16,10 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.constants import TimeConstants, time_constants
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.precision import Precision
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
@@ -92,14 +93,49 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         UserError: If precisions differ, or the planner does not support a layout.
     """
     _check_same_device(runs, machine)
+    precision = _common_precision(runs, sweeps)
+    start = _start_of_fit(runs, machine, precision)
+    machine = _with_measured_peak(runs, machine).model_copy(update={"calibration": start})
+    jobs = job_table([job_row(run, machine) for run in runs])
+    operations = _collect_operations(runs, jobs, sweeps, machine=machine)
+    truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
+    prior = Prior(time_constants_for(machine))
+    z = map_estimate(prior, jobs, truth)
+    constants = prior.constants(z)
+    errors = leave_one_out_errors(prior, jobs, truth, z=z)
+    memory = _fit_memory(runs)
+    fitted = {
+        "time_constants": _changed_constants(constants),
+        "identified_constants": identified_constants(prior, jobs, truth, z=z),
+        "log_half_width": Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too similar
+        "baseline_process_bytes": round(memory.process_bytes),
+        "bytes_per_counted_byte": memory.bytes_per_counted_byte,
+        "buffer_overhead": memory.buffer_overhead,
+    }
+    before, after = (np.broadcast_to(step_seconds(each, jobs).total, len(runs)) for each in (prior.start, constants))
+    return Calibration(
+        machine.model_copy(update={"calibration": start.model_copy(update=fitted)}),
+        before,
+        after,
+        leave_one_out=truth.step_total * np.exp(errors),
+        memory=memory.predicted,
+        operations=[_operation_fit(each, prior.start, constants) for each in operations],
+    )
+
+
+def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> Precision:
+    """Return the precision of the runs and benchmarks, which must be one."""
     precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
     if len(precisions) > 1:
         problem = "differs between the runs"
         fix = "calibrate with runs of one precision"
         raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix=fix)
-    precision = precisions.pop()
-    published = asdict(time_constants())
-    known = CalibrationSpec(
+    return precisions.pop()
+
+
+def _start_of_fit(runs: Sequence[MeasuredRun], machine: ClusterSpec, precision: Precision) -> CalibrationSpec:
+    """Return the constants from which the fit starts: those of an earlier calibration of the machine, if any."""
+    return CalibrationSpec(
         runs=len(runs),
         precision=precision,
         time_constants=dict(machine.calibration.time_constants) if machine.calibration else {},
@@ -108,50 +144,31 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         baseline_process_bytes=0,
         bytes_per_counted_byte=1.0,
     )
+
+
+def _with_measured_peak(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> ClusterSpec:
+    """Return the machine with the median of the measured peaks of its cores."""
     peaks = [run.peak_flops * _with_cluster_size(machine, run).ranks_per_core for run in runs if run.peak_flops]
-    if peaks and machine.cores:
-        peak = statistics.median(peaks)
-        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
-    machine = machine.model_copy(update={"calibration": known})
-    jobs = job_table([job_row(run, machine) for run in runs])
-    operations = _collect_operations(runs, jobs, sweeps, machine=machine)
-    truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
-    prior = Prior(time_constants_for(machine))
-    z = map_estimate(prior, jobs, truth)
-    constants = prior.constants(z)
-    errors = leave_one_out_errors(prior, jobs, truth, z=z)
-    process, share, buffers, memory = _fit_memory(runs)
-    measured = known.model_copy(
-        update={
-            "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
-            "identified_constants": identified_constants(prior, jobs, truth, z=z),
-            "log_half_width": Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too similar
-            "baseline_process_bytes": round(process),
-            "bytes_per_counted_byte": share,
-            "buffer_overhead": buffers,
-        }
-    )
-    before, after = (
-        np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
-    )
-    machine = machine.model_copy(update={"calibration": measured})
-    operation_names = [
-        OperationFit(
-            each.source,
-            each.kind,
-            len(each.seconds),
-            before=each.geometric_mean_error(prior.start),
-            after=each.geometric_mean_error(constants),
-        )
-        for each in operations
-    ]
-    return Calibration(
-        machine,
-        before,
-        after,
-        leave_one_out=truth.step_total * np.exp(errors),
-        memory=memory,
-        operations=operation_names,
+    if not (peaks and machine.cores):
+        return machine
+    peak = statistics.median(peaks)
+    return machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
+
+
+def _changed_constants(constants: TimeConstants) -> dict[str, float]:
+    """Return the constants that differ from those of published runs."""
+    published = asdict(time_constants())
+    return {name: value for name, value in asdict(constants).items() if value != published[name]}
+
+
+def _operation_fit(timings: OperationTimings, before: TimeConstants, after: TimeConstants) -> OperationFit:
+    """Return the model's errors on operations, before and after the fit."""
+    return OperationFit(
+        timings.source,
+        timings.kind,
+        len(timings.seconds),
+        before=timings.geometric_mean_error(before),
+        after=timings.geometric_mean_error(after),
     )
 
 
@@ -234,12 +251,22 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
 
 
-def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
-    """Return the memory constants and the memory that they predict.
+@dataclass(frozen=True)
+class _MemoryFit:
+    """Constants of memory, and the memory of the runs that they predict."""
 
-    The constants are the bytes of a process that trains nothing, the bytes of memory per counted byte, and the
-    additional factor per byte of buffers. None is negative: the smallest is removed, and the others explain the memory
-    alone.
+    process_bytes: float
+    """Bytes of a process that trains nothing."""
+    bytes_per_counted_byte: float
+    buffer_overhead: float
+    """Additional bytes per byte of buffers."""
+    predicted: Array
+
+
+def _fit_memory(runs: Sequence[MeasuredRun]) -> _MemoryFit:
+    """Fit the memory constants.
+
+    None is negative: the smallest is removed, and the others explain the memory alone.
     """
     held_bytes = np.array([run.counted_peak_bytes for run in runs], float)
     peak = np.array([run.memory_bytes for run in runs])
@@ -252,7 +279,7 @@ def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array
     while (solution := np.linalg.lstsq(rows[:, active], targets, rcond=None)[0]).min() < 0:
         del active[int(solution.argmin())]
     process, share, more = (float(solution[active.index(at)]) if at in active else 0.0 for at in range(3))
-    return process, share, more / share, columns[:, active] @ solution
+    return _MemoryFit(process, share, more / share, predicted=columns[:, active] @ solution)
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

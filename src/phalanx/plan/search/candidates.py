@@ -11,7 +11,7 @@ from phalanx.cost.kinds import ScheduleKind
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, RankOrder
+from phalanx.spec.layout import Layout, RankOrder
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -113,9 +113,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     require(
         known, "layout", value, problem=NOT_PREDICTED, fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}"
     )
-    data = effective_strategy(
-        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
-    )
+    data = effective_strategy(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
     keeps_parameters = layout.pp == 1 or ZERO_STAGES[data] < 3
     require(
         keeps_parameters,

@@ -1,4 +1,4 @@
-"""Columns of a job table for a model, a machine and the behavior of a trainer."""
+"""Columns of a job table for a model and its pipeline stages, and the constants of a machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.kinds import AttentionKernel, Column, OffloadTarget, ScheduleKind
+from phalanx.cost.kinds import Column, ScheduleKind
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
@@ -121,92 +121,3 @@ def interval_half_width(cluster: ClusterSpec, jobs: JobTable) -> Column:
     """Return half of the 80 % interval's width of step times, as a logarithm."""
     width = log_half_width(interval_constants(), jobs)
     return width if cluster.calibration is None else np.full_like(width, cluster.calibration.log_half_width)
-
-
-def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
-    """Return the default behavior of a trainer, from its description: schedule name and known facts.
-
-    The defaults are facts of software, not fitted. Megatron-LM and DeepSpeed of the fp16 era do not overlap
-    data-parallel communication and fuse softmax. bf16 came with Flash Attention. From Hopper on, Megatron-Core
-    overlaps, keeps fp32 gradients, and fuses norms. FSDP gathers during compute. XLA compiles. Trainers that name their
-    attention kernel run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv
-    2311.05610's). These and nanotron do not split pipeline messages over tensor-parallel ranks. ZeRO-1 and 2 of
-    DeepSpeed and nanotron wait for gathered parameters; Megatron-Core does not have to (overlap_param_gather). All have
-    pipelines outermost.
-
-    Args:
-        text: Description of the run.
-        precision: Precision of the run.
-        era: Hardware generation.
-        zero: ZeRO stage.
-        xla: The trainer compiles with XLA.
-    """
-    lowered = text.lower()
-    sharded = zero >= 3 or "fsdp" in lowered
-    named = "attention kernel=" in lowered
-    deepspeed = "deepspeed" in lowered
-    deepspeed = deepspeed and "megatron-deepspeed" not in lowered
-    attention = _attention_kernel(lowered, precision, era, sharded=sharded, deepspeed=deepspeed)
-    modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
-    disabled = "not overlapped" in lowered or "overlap disabled" in lowered
-    overlaps = "overlap" in lowered and not disabled
-    hidden = overlaps or ((sharded or era > 0 or modern) and not disabled)
-    compiled = "compile" in lowered or xla
-    parameters, gradients, state = (4, 4, 8) if sharded else (2, 2, 12)
-    if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in lowered):
-        gradients = 6 if deepspeed else 4
-    if "grad accumulation in fp32" in lowered:
-        gradients = 6
-    return {
-        "compute_dtype_bytes": 2,
-        "attention": attention,
-        "low_precision": float(is_low_precision(precision)),
-        "parameter_bytes": parameters,
-        "gradient_bytes": gradients,
-        "gradient_wire_bytes": 2 if sharded or gradients == 2 else 4,
-        "grad_reductions_per_step": 1,
-        "state_bytes": 16 if deepspeed and not sharded else state,
-        "compiled": float(compiled),
-        "fused_elementwise": float(
-            "rms kernel" in lowered or not (sharded or named or compiled or "nanotron" in lowered)
-        ),
-        "overlap_grad_reduce": float(hidden),
-        "overlap_param_gather": float(not (deepspeed or "nanotron" in lowered)),
-        "overlap_tp": float(
-            (overlaps and "tp" in lowered) or ("comm overlap" in lowered and overlaps) or "async" in lowered
-        ),
-        "overlap_tp_with_weight_grads": float(not (named or deepspeed or "nanotron" in lowered)),
-        "overlap_ep": float(
-            (era == 2 and "overlap disabled" not in lowered)
-            or any(keyword in lowered for keyword in ("a2a overlap", "1f1b overlap", "dualpipe"))
-        ),
-        "ulysses": 0,
-        "ring_gradient_bytes": 2,
-        "dedup_node_dispatch": float("deepep" in lowered or "hybridep" in lowered),
-        "tp_reductions_per_block": 1 if "parallel transformer block" in lowered or "parallel layers" in lowered else 2,
-        "deepspeed": float(deepspeed),
-        "scatter_gather_p2p": float(not (named or "nanotron" in lowered)),
-        "gathers_logits": float(named),
-        "optimizer_post_validation": float("zb-" in lowered),
-        "pipeline_outermost": 1,
-        "offload": OffloadTarget.CPU if "offload=true" in lowered else OffloadTarget.NONE,
-    }
-
-
-def is_low_precision(precision: str) -> bool:
-    """Return whether linear layers run in 8 bits or fewer."""
-    return "fp8" in precision or "fp4" in precision
-
-
-def _attention_kernel(description: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
-    if "kernel=torch" in description:
-        return AttentionKernel.SEPARATE
-    if "kernel=fused" in description:
-        return AttentionKernel.FUSED
-    if "flash_attentionv1" in description:
-        return AttentionKernel.FLASH_1
-    if "flash" in description or sharded:
-        return AttentionKernel.FLASH_2
-    if era > 0:
-        return AttentionKernel.FLASH_3
-    return AttentionKernel.FUSED if precision == "fp16" or deepspeed else AttentionKernel.FLASH_2

@@ -13,15 +13,10 @@ from phalanx.cost.exact.model_state import PUBLISHED_MIXED_PRECISION_ADAM
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.cells import read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
-from phalanx.plan.tables.job_columns import (
-    JobRow,
-    flops_per_token,
-    is_low_precision,
-    stage_columns,
-    trainer_behaviour,
-)
+from phalanx.plan.tables.job_columns import JobRow, flops_per_token, stage_columns
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.plan.tables.model_guess import model_from_row
+from phalanx.plan.tables.trainer_behaviour import is_low_precision, trainer_behaviour
 from phalanx.spec.base import did_you_mean, divisors, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

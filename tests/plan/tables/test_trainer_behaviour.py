@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.cost.kinds import AttentionKernel
-from phalanx.plan.tables.job_columns import trainer_behaviour
+from phalanx.plan.tables.trainer_behaviour import trainer_behaviour
 
 
 def test_trainer_behaviour_follows_trainer_name_and_facts():

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from phalanx.launch.elastic_agent import FailureAction
+from phalanx.launch.failure_policy import FailurePolicy
 from phalanx.launch.failures import as_user_error
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
-from phalanx.launch.supervisor import FailurePolicy
 from phalanx.runs.events import FAILED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
 from phalanx.spec.errors import EXIT_STOPPED, UserError

@@ -1,0 +1,119 @@
+"""Times, speed, bubble and goodput of a run's steps, compared with the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from phalanx.plan.predicted_vs_measured import Comparison
+from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.plan.training_cost import configured_goodput
+from phalanx.report.run_data import RunData
+from phalanx.report.step_breakdown import StepTimes
+from phalanx.runs.events import STARTED, active_seconds_until
+from phalanx.runs.jsonl import JsonRecord
+from phalanx.schedule.simulate import Timeline
+
+_row = partial(Comparison, "")
+"""Comparison of all ranks together: its arguments are the quantity, the unit, and both values."""
+
+
+def step_rows(
+    run_data: RunData, times: StepTimes | None, option: EvaluatedLayout | None, planned_timeline: Timeline | None
+) -> Iterator[Comparison]:
+    """Compare the time of a step and its parts, speed, bubble and goodput with the prediction.
+
+    Args:
+        run_data: The content of the run directory.
+        times: The measured times of steps; without them nothing is compared.
+        option: The prediction, if there is one.
+        planned_timeline: The simulated pipeline, if the run has one.
+    """
+    if times is None:
+        return
+    run = run_data.run
+    yield from _time_rows(times, option)
+    yield from _speed_rows(run_data, times, option)
+    if run is not None and run.layout.pp > 1:
+        yield from _pipeline_rows(times, option, planned_timeline)
+    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
+    yield _row("goodput", "", predicted=planned_goodput, measured=_goodput(run_data))
+
+
+def _time_rows(times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Comparison]:
+    """Compare the seconds of a step, and of its parts on the slowest rank."""
+    step_seconds = option.step_seconds if option else None
+    interval = (option.low_seconds, option.high_seconds) if option else None
+    yield _row("step", "s", predicted=step_seconds, measured=times.step_seconds, interval=interval)
+    compute = _predicted_seconds(option, "compute")
+    yield _row("compute", "s", predicted=compute, measured=_median(times.compute.max(1)))
+    if times.has_wait_times:
+        communication = _predicted_seconds(option, "exchange", "data_parallel")
+        exposed = _median(times.communication.min(1))
+        yield _row("exposed communication", "s", predicted=communication, measured=exposed)
+    update = _predicted_seconds(option, "update", "offload")
+    yield _row("update", "s", predicted=update, measured=_median(times.optimizer.max(1)))
+    yield _row("data", "s", predicted=0.0 if option else None, measured=_median(times.data.max(1)))
+
+
+def _speed_rows(run_data: RunData, times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Comparison]:
+    """Compare tokens per second and MFU."""
+    steps = set(times.steps)
+    lines = [line for line in run_data.step_metrics if line["step"] in steps]
+    for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
+        values = [line[metric] for line in lines if line.get(metric) is not None]
+        if values:
+            predicted = getattr(option, metric) if option else None
+            yield _row(metric, unit, predicted=predicted, measured=_median(values))
+
+
+def _pipeline_rows(
+    times: StepTimes, option: EvaluatedLayout | None, planned_timeline: Timeline | None
+) -> Iterator[Comparison]:
+    """Compare the idle time of ranks in a pipeline, and its share of the step."""
+    idle = _predicted_seconds(option, "bubble", "send")
+    yield _row("idle in the pipeline", "s", predicted=idle, measured=_median(times.idle))
+    bubble = float(planned_timeline.bubble) if planned_timeline else None
+    yield _row("bubble", "", predicted=bubble, measured=times.bubble)
+
+
+def _predicted_seconds(option: EvaluatedLayout | None, *parts: str) -> float | None:
+    return sum(option.parts[name] for name in parts) if option and option.parts else None
+
+
+def _median(values: Any) -> float:
+    return float(np.median(values))
+
+
+def _goodput(run_data: RunData) -> float | None:
+    """Return the share of the active time in steps that count.
+
+    Lost time is in checkpoints, evaluations, failures and restarts.
+    """
+    records = [record for record in run_data.ranks.values() if record.steps]
+    if not records:
+        return None
+    first_record = records[0]
+    lines = [*first_record.steps, *first_record.pauses]
+    ends = [line["start"] + _sum_seconds(line) for line in lines]
+    total_seconds = (
+        max(ends) - min(line["start"] for line in lines) + active_seconds_until(run_data.run_events, STARTED)
+    )
+    metrics_interval = run_data.run.metrics.every if run_data.run else 1
+    earlier_metrics = run_data.step_metrics if run_data.run_events else []
+    earlier_seconds = sum(
+        line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
+    )
+    return (
+        (earlier_seconds + sum(_sum_seconds(line) for line in first_record.steps)) / total_seconds
+        if total_seconds
+        else None
+    )
+
+
+def _sum_seconds(line: JsonRecord) -> float:
+    seconds = line["seconds"]
+    return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
