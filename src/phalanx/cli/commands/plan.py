@@ -38,12 +38,10 @@ def plan(
     nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)] = None,
     topology: Annotated[
         Path | None,
-        typer.Option(help="Links between a node's devices, written by `phalanx doctor --topology`.", metavar="FILE"),
+        typer.Option(help="Links of a node, written by `phalanx doctor --topology`.", metavar="FILE"),
     ] = None,
     top: Annotated[int, typer.Option(help="Number of layouts to show.", min=1)] = 10,
-    all_: Annotated[
-        bool, typer.Option("--all", help="Show all schedules of a layout instead of the best one.")
-    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show all schedules of each layout.")] = False,
     explain: Annotated[
         int | None, typer.Option(help="Explain time and memory of layout K of the table.", min=1, metavar="K")
     ] = None,
@@ -51,17 +49,16 @@ def plan(
         Path | None, typer.Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")
     ] = None,
     tokens: Annotated[
-        float | None,
-        typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1),
+        float | None, typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
     why_not: Annotated[str | None, typer.Option(help="Compare a layout with the best one.", metavar="LAYOUT")] = None,
     diff: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Compare two layouts, or numbers of the table, side by side.", metavar="A B"),
+        typer.Option(help="Compare two layouts, or rows of the table.", metavar="A B"),
     ] = None,
     export: Annotated[
         str | None,
-        typer.Option(help="Print the layout for megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER"),
+        typer.Option(help="Trainer to export to: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
     batch: Annotated[Path | None, typer.Option(help="Predict each row of a CSV file.", metavar="FILE.csv")] = None,
