@@ -347,10 +347,10 @@ def expert_metrics(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     counts = under_way.evaluate()["expert_tokens"]
     assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
     return [tuple(record[name] for name in kept if name in record) for record in records], counts
 

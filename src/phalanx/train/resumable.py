@@ -59,11 +59,6 @@ class ResumableLearner(Learner):
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus = corpus
         self.directory = directory
-        experts = run.model.moe.num_experts if run.model.moe else 0
-        self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
-        """Counts of choices of each expert of these layers, over all ranks.
-
-        The first row counts since the last evaluation, the second the interval before it."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.in_memory_checkpointer = None
@@ -110,7 +105,7 @@ class ResumableLearner(Learner):
             "rescaling": asdict(self.rescaling),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
-            "expert_tokens": self.expert_loads.long().tolist(),
+            "expert_tokens": self.experts.intervals.long().tolist(),
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:
@@ -148,8 +143,8 @@ class ResumableLearner(Learner):
     def _restore_progress(self, manifest: MetricsRecord) -> None:
         """Restore the progress of a manifest."""
         self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
-        if self.moe_layers and "expert_tokens" in manifest:
-            self.expert_loads.copy_(torch.tensor(manifest["expert_tokens"]))
+        if self.experts.layers and "expert_tokens" in manifest:
+            self.experts.load_state(manifest["expert_tokens"])
         self.step = manifest["step"]
         self.tokens = manifest["tokens"]
         self.skipped = manifest["skipped"]

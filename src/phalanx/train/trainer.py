@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
@@ -27,6 +25,7 @@ from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
 from phalanx.train.evaluator import evaluate, evaluation_message
+from phalanx.train.expert_counts import expert_metrics, hottest_expert
 from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.loggers import Logger
@@ -35,6 +34,7 @@ from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
 from phalanx.train.sample import generate_sample, is_sample_due, sample_message
+from phalanx.train.step_sums import StepSums
 from phalanx.train.time_budget import TimeBudget
 from phalanx.train.training_data import TrainingData
 
@@ -123,7 +123,7 @@ class Trainer(ResumableLearner):
                 self._check_divergence(record, consecutive_nonfinite)
                 should_evaluate = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
                 if should_evaluate:
-                    self.rotate_expert_counts()  # before saving, since a resumed run does not repeat the evaluation
+                    self.experts.start_interval()  # before saving, since a resumed run does not repeat the evaluation
                 self._save_if_due(record, is_finite, progress, rank_log=rank_log)
                 if should_evaluate:
                     with self._record_pause("evaluation", rank_log):
@@ -147,49 +147,51 @@ class Trainer(ResumableLearner):
         phases = StepPhaseTimer(self.strategy)
         micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
-        stop_state = float(self.stop_requested), 0 if self.strategy.runs_model else self.stop_after_step or 0
-        sums = self.forward_backward(micros, stop_state)
+        rank_sums = self.forward_backward(micros)
+        rank_sums.stop_requests.fill_(self.stop_requested)
+        rank_sums.stop_step.fill_(0 if self.strategy.runs_model else self.stop_after_step or 0)
         phases.end("passes")
-        reduced = self.reduce(sums)
-        sums, norm = copy_to_host(reduced.sums, reduced.norm)  # all values of a step in one copy
-        tokens, loss, auxiliary, stop_requests, announced_step, dropped = sums[:NUM_SCALARS].tolist()
+        reduced = self.reduce(rank_sums)
+        host_sums, norm = copy_to_host(reduced.sums, reduced.norm)  # all values of a step in one copy
+        sums = StepSums.unpack(host_sums, self.experts.load_shape)
         phases.end("reduce")
-        record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(norm)}
+        record: MetricsRecord = {
+            "step": self.step + 1 - reduced.steps_behind,
+            "loss": float(sums.loss) / float(sums.tokens),
+            "grad_norm": float(norm),
+        }
         is_finite = math.isfinite(record["grad_norm"])
-        if self.moe_layers:
-            self._count_expert_loads(reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), is_finite)
-            loads = sums[NUM_SCALARS:].view(self.expert_loads[0].shape)
-            if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
-                record["dropped_share"] = dropped / float(loads.sum())
-            relative_loads = loads / loads.mean(1, keepdim=True)
-            layer, expert = divmod(int(relative_loads.argmax()), relative_loads.shape[1])
-            hot_expert = self.moe_layers[layer], expert, float(relative_loads[layer, expert])
-            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hot_expert[2]}
+        if self.experts.layers:
+            self._count_expert_loads(StepSums.unpack(reduced.sums, self.experts.load_shape), is_finite)
         self._update_or_skip(is_finite)
         phases.end("optimizer")
-        self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
-        self._update_stop_step(record["step"], bool(stop_requests), int(announced_step))
+        self.step += 1
+        self.tokens += int(sums.tokens)
+        self._update_stop_step(record["step"], sums)
         if reduced.staleness is not None and self.run.layout.max_staleness is not None:
             record["staleness"] = reduced.staleness
         self.step_record = phases.to_step_record(self.step, peak_memory_bytes(self.device))
-        if self.moe_layers:
-            self.step_record["hot_expert"] = hot_expert
+        if self.run.model.moe and self.experts.layers:
+            hottest = hottest_expert(sums.expert_loads, self.experts.layers)
+            self.step_record["hot_expert"] = hottest
+            record |= expert_metrics(sums, hottest, has_capacity=self.run.model.moe.capacity_factor is not None)
         if self.strategy.pop_expert_rows is not None:
             self.step_record["expert_rows"] = self.strategy.pop_expert_rows()
-        return record | self._performance_metrics(self.step_record, int(tokens))
+        return record | self._performance_metrics(self.step_record, int(sums.tokens))
 
-    def _update_stop_step(self, step: int, stop_requested: bool, announced_step: int) -> None:
-        """Decide after which step all ranks stop, from the sums of `step`.
+    def _update_stop_step(self, step: int, sums: StepSums) -> None:
+        """Decide after which step all ranks stop, from the sums over ranks in `step`.
 
         Asynchronous workers may miss a step. Servers miss none, and announce a later step that no rank can have passed
         by then."""
         staleness = self.run.layout.max_staleness
+        stop_requested = bool(sums.stop_requests)
         if self.stop_after_step is not None:
             return
         if staleness is None:
             self.stop_after_step = step if stop_requested else None
         elif self.strategy.runs_model:
-            self.stop_after_step = announced_step or None
+            self.stop_after_step = int(sums.stop_step) or None
         elif stop_requested:
             self.stop_after_step = step + 1 + staleness
 
@@ -202,22 +204,20 @@ class Trainer(ResumableLearner):
             self.skipped += 1
             self.strategy.zero_grad()
 
-    def _count_expert_loads(self, loads: Tensor, apply: bool) -> None:
-        """Accumulate the loads of experts over all ranks, and update the routers' biases."""
-        self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
-        for moe_index, router in self.routers.items():
-            router.load.copy_(loads[moe_index])
-            router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker receives its biases
+    def _count_expert_loads(self, sums: StepSums, is_finite: bool) -> None:
+        """Count the choices of experts over all ranks, and update the routers' biases."""
+        self.experts.add(
+            sums.expert_loads,
+            self.routers,
+            self.strategy.router_count_multiplicity,
+            update_biases=is_finite and bool(self.strategy.trainable_parameters),  # a worker receives its biases
+        )
 
     # -- evaluation and saving ---------------------------------------------------------------------------------------
 
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""
         return evaluate(self, self.micro_batches)
-
-    def rotate_expert_counts(self) -> None:
-        """Move the expert counts to the record of the next evaluation, and restart them."""
-        self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
 
     def _save_if_due(
         self, record: MetricsRecord, is_finite: bool, progress: ProgressDisplay, rank_log: Logger | None

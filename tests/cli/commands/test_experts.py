@@ -56,7 +56,7 @@ def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[in
     under_way = make_trainer(run)
     assert under_way.resume()[0]
     losses = train_until(under_way, TOTAL_STEPS)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     return losses, under_way.evaluate()["expert_tokens"]
 
 
