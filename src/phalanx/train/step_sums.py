@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class StepSums:
     """Balance and z-losses of experts, summed over tokens."""
     stop_requests: Tensor
     """Number of ranks that received a signal to stop."""
+    finish_requests: Tensor
+    """Number of ranks whose callbacks request the end of the run."""
+    pending_saves: Tensor
+    """Number of ranks that save a checkpoint in the background."""
     stop_step: Tensor
     """Step after which all ranks stop, announced by an asynchronous server; 0: none."""
     dropped_choices: Tensor
@@ -41,21 +45,15 @@ class StepSums:
             packed: The vector, on any device.
             load_shape: Number of layers with experts, and of experts.
         """
-        tokens, loss, auxiliary_loss, stop_requests, stop_step, dropped_choices = packed[:NUM_SCALARS].unbind()
-        return cls(
-            tokens=tokens,
-            loss=loss,
-            auxiliary_loss=auxiliary_loss,
-            stop_requests=stop_requests,
-            stop_step=stop_step,
-            dropped_choices=dropped_choices,
-            expert_loads=packed[NUM_SCALARS:].view(load_shape),
-            packed=packed,
-        )
+        scalars = dict(zip(SCALARS, packed, strict=False))
+        return cls(**scalars, expert_loads=packed[len(SCALARS) :].view(load_shape), packed=packed)
 
     @classmethod
     def zeros(cls, load_shape: tuple[int, int], device: torch.device) -> StepSums:
         """Return sums of nothing, on the device."""
         num_layers, num_experts = load_shape
-        values = torch.zeros(NUM_SCALARS + num_layers * num_experts, dtype=torch.float64, device=device)
+        values = torch.zeros(len(SCALARS) + num_layers * num_experts, dtype=torch.float64, device=device)
         return cls.unpack(values, load_shape)
+
+
+SCALARS = tuple(field.name for field in fields(StepSums))[:NUM_SCALARS]
