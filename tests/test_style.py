@@ -36,6 +36,9 @@ LIBRARY_CALLS = re.compile(
 FUNCTION_VARIABLES = {"attend", "make", "CPU_ATTENTION", "CUDA_ATTENTION"}
 """Functions that are called by a variable, whose arguments have no names."""
 
+MAX_UNDOCUMENTED_PARAMETERS = 2
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 Finding = tuple[str, str, int]
 """A rule, where it is broken (a qualified name), and the line."""
 
@@ -89,6 +92,81 @@ def has_many_positional(node: ast.AST) -> bool:
     )
 
 
+def parameter_names(function: Function) -> list[str]:
+    """Return the names of the parameters without self and cls; *args and **kwargs do not count."""
+    parameters = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return [parameter.arg for parameter in parameters if parameter.arg not in ("self", "cls")]
+
+
+def has_args(function: Function) -> bool:
+    """Whether the docstring has a section of the arguments."""
+    return re.search(r"^Args:$", ast.get_docstring(function) or "", re.MULTILINE) is not None
+
+
+@cache
+def package_classes() -> dict[str, ast.ClassDef]:
+    """Return the classes of the package by name."""
+    nodes = chain.from_iterable(ast.walk(ast.parse(path.read_text())) for path in SOURCE.rglob("*.py"))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def overrides_documented_method(function: Function, owner: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    """Whether a base class in `classes` documents the arguments of the same method, with the same parameters."""
+    bases = [classes[name] for name in map(last_name, owner.bases) if name in classes]
+    documented = (
+        method.name == function.name and parameter_names(method) == parameter_names(function) and has_args(method)
+        for base in bases
+        for method in base.body
+        if isinstance(method, Function)
+    )
+    return any(documented) or any(overrides_documented_method(function, base, classes) for base in bases)
+
+
+def last_name(node: ast.expr) -> str:
+    """Return the last part of a dotted name, without the parameters of a generic class."""
+    return ast.unparse(node).partition("[")[0].rpartition(".")[2]
+
+
+def is_autograd_method(function: Function, owner: ast.ClassDef) -> bool:
+    """Whether PyTorch defines the arguments: those of an autograd function's passes."""
+    is_autograd_function = any(last_name(base).endswith("Function") for base in owner.bases)
+    return is_autograd_function and function.name in ("forward", "backward", "setup_context")
+
+
+def is_command(function: Function, path: Path) -> bool:
+    """Whether the docstring is a command's help text, whose options have their own help.
+
+    A command has a decorator of typer, parameters that are typer's, or the name of its file in cli/commands."""
+    decorators = (node.func if isinstance(node, ast.Call) else node for node in function.decorator_list)
+    if any(last_name(decorator) in ("command", "callback") for decorator in decorators):
+        return True
+    is_named_as_file = path.parent.name == "commands" and path.stem == function.name
+    return is_named_as_file or re.search(r"\btyper\.(Option|Argument)\b", ast.unparse(function.args)) is not None
+
+
+def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function, ast.ClassDef | None]]:
+    """Yield the qualified name, node and class of functions and of methods of public classes, without nested ones."""
+    for node in ast.iter_child_nodes(tree):
+        name = getattr(node, "name", "")
+        if isinstance(node, Function) and not name.startswith("_"):
+            yield f"{prefix}{name}", node, tree if isinstance(tree, ast.ClassDef) else None
+        elif isinstance(node, ast.ClassDef) and not name.startswith("_"):
+            yield from public_functions(node, f"{prefix}{name}.")
+
+
+def functions_without_args(tree: ast.Module, path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the name and line of public functions whose arguments are not documented."""
+    classes = package_classes() | {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for name, function, owner in public_functions(tree):
+        if len(parameter_names(function)) <= MAX_UNDOCUMENTED_PARAMETERS or has_args(function):
+            continue
+        if is_command(function, path):
+            continue
+        if owner and (is_autograd_method(function, owner) or overrides_documented_method(function, owner, classes)):
+            continue
+        yield name, function.lineno
+
+
 def findings(path: Path) -> list[Finding]:
     """Return what breaks a rule in a file."""
     tree = ast.parse(path.read_text())
@@ -104,6 +182,9 @@ def findings(path: Path) -> list[Finding]:
             found.append(("unrelated assignments in one line", ast.unparse(node)[:40], node.lineno))
         if has_many_positional(node):
             found.append(("more than three positional arguments", ast.unparse(node.func)[:40], node.lineno))
+    found += [
+        ("three or more parameters without Args", name, line) for name, line in functions_without_args(tree, path)
+    ]
     return found
 
 
@@ -121,6 +202,8 @@ def test_package_has_no_findings(package: str) -> None:
         ('print("rank 3 is beside itself")', "dialect in a message"),
         ("a, b = 1, f(2)", "unrelated assignments in one line"),
         ("plan(run, 8, 20, True)", "more than three positional arguments"),
+        ('def f(a, b, *, c):\n    """Return a + b + c."""', "three or more parameters without Args"),
+        ('class C:\n    def f(self, a, b, c):\n        """Return a."""', "three or more parameters without Args"),
     ],
 )
 def test_findings_name_broken_rule(source: str, rule: str, tmp_path: Path) -> None:
@@ -134,6 +217,35 @@ def test_findings_allow_related_assignments_and_keywords(source: str, tmp_path: 
     path = tmp_path / "module.py"
     path.write_text(source)
     assert findings(path) == []
+
+
+ARGS = "Return a.\\n\\n    Args:\\n        a: A.\\n        b: B.\\n        c: C.\\n    "
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f'def f(a, b, c):\n    """{ARGS}"""',
+        "def f(a, b):\n    def g(a, b, c): ...",
+        "def _f(a, b, c): ...",
+        "class C:\n    def f(self, a, b): ...",
+        "@app.command()\ndef f(a, b, c): ...",
+        "def f(a: Annotated[int, typer.Option()], b, c): ...",
+        "class F(torch.autograd.Function):\n    def forward(ctx, x, y): ...",
+        f'class A:\n    def f(self, a, b, c):\n        """{ARGS}"""\nclass B(A):\n    def f(self, a, b, c): ...',
+    ],
+)
+def test_findings_allow_functions_with_args_and_exceptions(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    assert findings(path) == []
+
+
+def test_findings_name_override_with_other_parameters(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    base = f'class A:\n    def f(self, a, b, c):\n        """{ARGS}"""\n'
+    path.write_text(f"{base}class B(A):\n    def f(self, a, b, d): ...")
+    assert [(rule, name) for rule, name, _ in findings(path)] == [("three or more parameters without Args", "B.f")]
 
 
 def main() -> None:

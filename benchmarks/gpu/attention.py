@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from benchmarks.gpu.harness import Table, median_milliseconds, real_or_dry, relative_error, require_on_device
 from benchmarks.gpu.kernels import all_scores, document_bounds, document_starts, gradients
 from phalanx.model.attention import attend_within_documents, document_mask
-from phalanx.parallel.context_parallel import attention_with_lse
+from phalanx.parallel.block_attention import attention_with_lse
 
 TITLE = "Attention kernels on a GPU"
 COLUMNS = ("kernel", "T", "rows", "error", "within 0.02", "ms, forward and backward", "TFLOP/s that count")

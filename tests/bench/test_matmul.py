@@ -21,7 +21,7 @@ from phalanx.bench.matmul import (
     benchmark_matmul,
 )
 from phalanx.model import attention
-from phalanx.parallel.context_parallel import attention_with_lse
+from phalanx.parallel.block_attention import attention_with_lse
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.helpers.small_runs import small_run

@@ -19,6 +19,14 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
     """Return this rank's process group for a kind of collective.
 
     All ranks must call this for the same kinds in the same order, because some groups are created by the call.
+
+    Args:
+        run: Run whose layout determines the groups.
+        mesh: Mesh of `run.layout` on all ranks.
+        kind: Kind of collective; a broadcast among servers creates the group of the first server and its workers.
+
+    Returns:
+        The group; torch's marker of a non-member if this rank is not in the group that the call created.
     """
     hybrid = run.layout.data_parallel == "hsdp"
     match kind.group_kind:

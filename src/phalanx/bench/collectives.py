@@ -129,6 +129,12 @@ def benchmark_cases(
 
     A rank sends S x `bus_factor` bytes for a call of size S. Sizes are rounded to an integer number of elements, equal
     for all ranks.
+
+    Args:
+        kind: Kind of collective.
+        roles: Traffic per update of each sending role, as in `collective_kinds_of_run`.
+        ranks: Number of ranks per group.
+        sweep: Sizes S in bytes, in addition to those of the calls.
     """
     calls: dict[int, int] = dict.fromkeys((_round_size(kind, size, ranks) for size in sweep), 0)
     for rows in roles:
@@ -169,7 +175,15 @@ def element_count(case: BenchmarkCase) -> int:
 def time_case(
     case: BenchmarkCase, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int
 ) -> CaseTiming:
-    """Run a case on this rank; all ranks of the group call this at the same time."""
+    """Run a case on this rank; all ranks of the group call this at the same time.
+
+    Args:
+        case: Kind of collective, and size of its buffers.
+        call: Function that is timed.
+        group: Group with this rank, of `case.ranks` ranks.
+        device: Device of the buffers.
+        iterations: Number of timed calls per buffer mode.
+    """
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:

@@ -15,7 +15,7 @@ from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_sh
 from phalanx.bench.timing import time_calls
 from phalanx.model.attention import Attention, Documents, attention_mask, has_flash_kernel
 from phalanx.model.dtypes import TORCH_DTYPES
-from phalanx.parallel.context_parallel import attention_backward, attention_with_lse
+from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
 
 Row = dict[str, Any]
@@ -23,7 +23,14 @@ Calls = dict[str, Callable[[], object]]
 
 
 def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients."""
+    """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients.
+
+    Args:
+        run: Run whose model, layout and precision determine the products.
+        world_size: Number of ranks in the layout; only this rank computes here.
+        device: Device that computes.
+        iterations: Number of timed calls per product and pass.
+    """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
@@ -47,7 +54,14 @@ def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device
 
 
 def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Return median seconds of each part of attention, forward and backward, with the model's kernels."""
+    """Return median seconds of each part of attention, forward and backward, with the model's kernels.
+
+    Args:
+        run: Run whose model, layout and precision determine the shapes.
+        world_size: Number of ranks in the layout; only this rank computes here.
+        device: Device that computes.
+        iterations: Number of timed calls per shape and pass.
+    """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():

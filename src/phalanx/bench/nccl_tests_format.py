@@ -130,8 +130,12 @@ def to_json_document(
 ) -> dict[str, Any]:
     """Return the results of one kind of collective, as one run of an nccl-tests program would write them.
 
-    `environment` has start_time, end_time, args, env and nccl_version; `devices` has rank, group, pid, hostname,
-    device, device_hex and device_info of every rank.
+    Args:
+        results: Results over all ranks, in ascending order of sizes; at least one.
+        iterations: Number of timed calls per size.
+        swept: True if sizes grow by a factor, false if the run determines them.
+        environment: Values of start_time, end_time, args, env and nccl_version.
+        devices: Values of rank, group, pid, hostname, device, device_hex and device_info per rank.
     """
     sizes = [result.case.size_bytes for result in results]
     num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)

@@ -68,8 +68,14 @@ def run_benchmarks(
 ) -> dict[str, Any]:
     """Run the benchmarks and return the results of all ranks, on each of them.
 
-    torch.distributed must be initialized if there are several ranks. `parts` are some of PARTS; `sweep` are sizes in
-    bytes for every collective, in addition to those that the run sends.
+    torch.distributed must be initialized if there are several ranks.
+
+    Args:
+        run: Run whose shapes, collectives and precision are measured.
+        device: Device of this rank.
+        parts: Benchmarks to run, some of PARTS.
+        iterations: Number of timed calls per benchmark.
+        sweep: Sizes in bytes for every collective, in addition to those that the run sends.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(run.layout, world_size, device.type)
@@ -116,7 +122,15 @@ def benchmark_collectives(
 ) -> list[dict[str, Any]]:
     """Benchmark each kind of collective that the run sends.
 
-    The result has its groups, its traffic per update, results in the format of nccl-tests, and a fit.
+    Args:
+        run: Run whose traffic is measured.
+        mesh: Mesh of the run's layout on all ranks.
+        device: Device of this rank.
+        iterations: Number of timed calls per size and buffer mode.
+        sweep: Sizes in bytes, in addition to those that the run sends.
+
+    Returns:
+        Per kind its groups, its traffic per update, results in the format of nccl-tests, and a fit.
     """
     world_size = mesh.dims.world_size
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
@@ -171,8 +185,15 @@ def _kind_result(
 def fit_to_dict(fit: PiecewiseFit | None, seconds: Sequence[float], mode: BufferMode) -> dict[str, Any] | None:
     """Return a fit to the median over iterations of the slowest rank's time, for files.
 
-    The mean is unreliable on a busy machine. The fit is valid for these sizes and this number of ranks; None for a
-    single size.
+    The mean is unreliable on a busy machine. The fit is valid for these sizes and this number of ranks.
+
+    Args:
+        fit: Fit of seconds over sizes; None for a single size.
+        seconds: Median seconds of each size of the fit, in the order of its sizes.
+        mode: Buffer mode in which the seconds were measured.
+
+    Returns:
+        The fit; None for a single size.
     """
     if fit is None:
         return None
@@ -240,9 +261,15 @@ def _timestamp() -> str:
 
 
 def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
-    """Launch local ranks that benchmark a run; return the results.
+    """Launch local ranks that benchmark a run.
 
-    After a failure its cause is printed and the exit code returned. `options` are those of this module, without --out.
+    Args:
+        run: Run to benchmark.
+        nproc: Number of ranks, all on this machine.
+        options: Command-line options of this module, without --out.
+
+    Returns:
+        The results of `run_benchmarks`; after a failure, whose cause is printed, the exit code.
     """
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:

@@ -38,6 +38,11 @@ def open_decompressed(path: str, field: str) -> BinaryIO:
 def import_extra(module: str, field: str, source: str) -> Any:
     """Import a module of the optional packages for data.
 
+    Args:
+        module: Name of the module, whose first part is the package.
+        field: Field or option that names the source, for the error.
+        source: Source that needs the module, for the error.
+
     Raises:
         UserError: The module is not installed.
     """

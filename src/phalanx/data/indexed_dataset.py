@@ -253,9 +253,15 @@ def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
 
 
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
-    """Split a pair into two: the last `fraction` of its tokens as `tail`, the other tokens as `head`.
+    """Split a pair into two, its tail and its other tokens.
 
     No token is copied: the new pairs have links to the dataset's tokens.
+
+    Args:
+        dataset: Pair to split; unchanged.
+        fraction: Fraction of the tokens in the tail; each new pair gets at least one token.
+        head: Prefix of the new pair with the first tokens.
+        tail: Prefix of the new pair with the last tokens.
 
     Raises:
         UserError: The dataset has fewer than two tokens.

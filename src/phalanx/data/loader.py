@@ -131,6 +131,11 @@ def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """Return a rank's rows of a global batch: a contiguous block, int64 [sequences / ranks].
 
     If the ranks do not divide the rows, the first ranks have one more each.
+
+    Args:
+        sequences: Rows of the global batch.
+        rank: Index of the data-parallel rank.
+        ranks: Number of data-parallel ranks.
     """
     rows_per_rank, remainder = divmod(sequences, ranks)
     start = rank * rows_per_rank + min(rank, remainder)
@@ -150,9 +155,12 @@ def concat_batches(batches: list[Batch]) -> Batch:
 
 
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
-    """Raise UserError for the first value of `identity` that differs from the checkpoint's.
+    """Raise UserError for the first value that differs from the checkpoint's.
 
-    The size of steps may differ if they are `resized`.
+    Args:
+        identity: Values that determine the order of tokens, by name.
+        state: Position that the checkpoint contains, with the same names.
+        resized: True if `sequences_per_step` may differ.
     """
     fields = {
         "seed": "training.seed",
@@ -186,8 +194,17 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield batches of this rank with each held-out token once, in order: [sequences_per_batch, T].
 
-    Every token but the first is a target exactly once over all ranks. `limit_tokens` > 0 limits their number. All ranks
-    get the same number of batches; the remainder of the last ones has targets of -100.
+    Every token but the first is a target exactly once over all ranks. All ranks get the same number of batches; the
+    remainder of the last ones has targets of -100.
+
+    Args:
+        dataset: Held-out tokens.
+        seq_len: Tokens of a row, T.
+        sequences_per_batch: Rows of one rank's batch.
+        rank: Index of the data-parallel rank.
+        ranks: Number of data-parallel ranks.
+        limit_tokens: Maximum number of targets over all ranks; 0 for all.
+        mask_documents: True for batches with `document_starts`.
 
     Raises:
         UserError: There are no held-out tokens.
@@ -219,10 +236,15 @@ def evaluation_batches(
 
 
 def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-    """Yield the batches of steps first_step..last_step - 1 from a background thread.
+    """Yield the batches of consecutive steps from a background thread.
 
-    The thread prepares up to `depth` batches ahead. Its errors are raised in place of the batch. Closing the generator
-    ends the thread.
+    The thread's errors are raised in place of the batch. Closing the generator ends the thread.
+
+    Args:
+        loader: Loader that only the thread calls until the generator is closed.
+        first_step: First step.
+        last_step: End of the steps; not included.
+        depth: Maximum number of batches that are ready ahead.
     """
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
     free_slots = threading.Semaphore(depth)

@@ -22,9 +22,15 @@ def pack_rows(
 ) -> Batch:
     """Build rows from a stream of documents that are located elsewhere in `tokens`.
 
-    Document d is the stream from begins[d] to begins[d + 1] (int64 [documents + 1]); stream position p of it is
-    tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] (int64 [B]). `mask`
-    requests `document_starts`.
+    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]].
+
+    Args:
+        tokens: Tokens of a file or of several joined files, [tokens].
+        begins: Start of each document in the stream and the end of the last, int64 [documents + 1].
+        shifts: Offset from the stream to `tokens`, int64 [documents].
+        first: Position in the stream of each row's first token, int64 [B].
+        seq_len: Tokens of a row, T; a row reads T + 1 tokens of the stream.
+        mask: True for `document_starts` in the batch, if a row has several documents.
     """
     rows = len(first)
     width = seq_len + 1
@@ -69,7 +75,14 @@ class EpochOrder:
 
 
 def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
-    """Shuffle epoch `epoch`; `offsets` int64 [documents + 1] are the document starts in the file."""
+    """Shuffle the documents and sequences of an epoch.
+
+    Args:
+        offsets: Starts of the documents in the file and the end of the last, int64 [documents + 1].
+        seq_len: Tokens of a sequence, T.
+        seed: Seed of the run.
+        epoch: Index of the epoch.
+    """
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)

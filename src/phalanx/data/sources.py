@@ -64,7 +64,13 @@ class SourceFile:
 def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
-    Raises UserError (under `field`) for a source missing or unreadable, a bad line, or no text at all.
+    Args:
+        sources: Files, directories, globs, "stdlib" or "hf:NAME".
+        text_key: Field or column with the text of a record.
+        field: Field or option that names the sources, for errors.
+
+    Raises:
+        UserError: A source is missing or unreadable, a line is not valid, or all documents are empty.
     """
     empty = True
     for source_file in list_source_files(sources, field):
@@ -107,9 +113,8 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f": {os.path.abspath(path)}, from where the command was started"
-        raise UserError(
-            field, source, f"no such file or directory{where}", fix="check the path; a pattern needs * or ?"
-        )
+        fix = "check the path; a pattern needs * or ?"
+        raise UserError(field, source, f"no such file or directory{where}", fix=fix)
     if not paths:
         raise UserError(field, source, "matches no file", fix="check the path")
     return [_source_file(match, root, field) for match in paths]
@@ -149,20 +154,20 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
         raise _unreadable_error(field, path, error) from None
     suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "unknown")
-    return SourceFile(
-        kind,
-        path,
-        os.path.relpath(path, root),
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        is_explicit=is_explicit,
-    )
+    name = os.path.relpath(path, root)
+    return SourceFile(kind, path, name, size=status.st_size, mtime_ns=status.st_mtime_ns, is_explicit=is_explicit)
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield the documents of one file in order, with the empty ones, so that numbers stay stable.
 
-    Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
+    Args:
+        source_file: File or dataset.
+        text_key: Field or column with the text of a record.
+        field: Field or option that names the source, for errors.
+
+    Raises:
+        UserError: The file cannot be read, or a line or row has no text under `text_key`.
     """
     readers = {
         "unknown": _read_by_content,
@@ -200,9 +205,8 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
     if is_text:
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
-        raise UserError(
-            field, source_file.path, "is not text: it has zero bytes", fix="name text, .jsonl, .json or .parquet files"
-        )
+        fix = "name text, .jsonl, .json or .parquet files"
+        raise UserError(field, source_file.path, "is not text: it has zero bytes", fix=fix)
 
 
 def _decode(raw: bytes) -> str:
@@ -215,8 +219,7 @@ def _decode(raw: bytes) -> str:
 def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     """Read the records of a file: JSON lines, an array, or one record.
 
-    Other content is text, unless the user named the file and it must be JSON by its suffix or its first two lines.
-    """
+    Other content is text, unless the user named the file and it must be JSON by its suffix or its first two lines."""
     with open_decompressed(source_file.path, field) as file:
         rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
     are_lines = bool(rows) and all(isinstance(row, dict) for row in rows)
@@ -266,21 +269,15 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
 
 def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
-        raise UserError(
-            "data.text_key",
-            text_key,
-            f"{location} is not a JSON object",
-            fix="give JSON objects, one per line or in an array",
-        )
+        fix = "give JSON objects, one per line or in an array"
+        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix=fix)
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
-        raise UserError(
-            "data.text_key", text_key, f"is not a field of {location}", fix=f"use one of its fields: {known}"
-        )
+        fix = f"use one of its fields: {known}"
+        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix=fix)
     if not isinstance(text := row[text_key], str):
-        raise UserError(
-            "data.text_key", text_key, f"of {location} is {type(text).__name__}, not text", fix="name a text field"
-        )
+        problem = f"of {location} is {type(text).__name__}, not text"
+        raise UserError("data.text_key", text_key, problem, fix="name a text field")
     return text
 
 
@@ -294,9 +291,8 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
-            raise UserError(
-                "data.text_key", text_key, f"is not a column of {source_file.path}", fix=f"use one of: {known}"
-            )
+            problem = f"is not a column of {source_file.path}"
+            raise UserError("data.text_key", text_key, problem, fix=f"use one of: {known}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
@@ -318,9 +314,8 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
         else:
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # a hub, a script or a cache may raise anything
-        raise UserError(
-            field, source, f"cannot be loaded: {error}", fix="check the name, and that it has a train split"
-        ) from None
+        fix = "check the name, and that it has a train split"
+        raise UserError(field, source, f"cannot be loaded: {error}", fix=fix) from None
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
 

@@ -58,7 +58,10 @@ def tokenize_documents(
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Yield each document with its ids, int32 [tokens], without end token.
 
-    Documents are in order and encoded in batches of `chunk` characters.
+    Args:
+        documents: Documents, which are yielded in this order.
+        tokenizer: Tokenizer.
+        chunk: Characters that are encoded in one batch.
     """
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _group_documents(documents, chunk):
@@ -78,10 +81,20 @@ def write_indexed_pairs(
     end: bool = True,
     progress: Progress | None = None,
 ) -> list[TokenizationCounts]:
-    """Write every document to the pair that `choose` selects; return the counts of each pair.
+    """Write every document to one of several pairs; return the counts of each pair.
 
-    A file next to each pair records the tokenizer. `end` appends the end token. After a failure, files at the prefixes
-    are unchanged. Errors of the file system are raised unchanged (OSError).
+    A file next to each pair records the tokenizer. After a failure, files at the prefixes are unchanged.
+
+    Args:
+        documents: Documents in the order of the pairs.
+        tokenizer: Tokenizer.
+        prefixes: Paths of the pairs without suffix; existing pairs are replaced.
+        choose: Function from a document to the index of its pair.
+        end: True to append the end token to each document.
+        progress: Callback with the counts of all pairs so far, after each document.
+
+    Raises:
+        OSError: The file system failed; the error is raised unchanged.
     """
     dtype = token_dtype(tokenizer.vocab)
     end_tokens = np.array([tokenizer.end] if end else [], np.int32)
@@ -108,7 +121,13 @@ def write_indexed_pairs(
 
 
 def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
-    """Return the error for a failed write under `path`, which `field` names."""
+    """Return the error for a failed write.
+
+    Args:
+        field: Field or option that names the path.
+        path: Path under which the write failed.
+        error: Error of the file system.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(field, str(path), "its disk is full", fix="free some space, or name another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -245,5 +245,11 @@ def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
 
 
 def describe_other_ranks(evidence: Evidence, ranks: Sequence[int], key: Key) -> str:
-    """Return the names of ranks; only their number if they are several of a large group."""
+    """Return the names of ranks; only their number if they are several of a large group.
+
+    Args:
+        evidence: Records of the run, which has the names.
+        ranks: Ranks to name.
+        key: Process group of the ranks.
+    """
     return evidence.names(ranks) if len(ranks) == 1 or len(key[1]) <= 4 else f"{len(ranks)} others"

@@ -136,7 +136,13 @@ def check_name(check: object) -> str:
 
 
 def run_check(module: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Run one check, and return its findings or one finding on its failure."""
+    """Run one check, and return its findings or one finding on its failure.
+
+    Args:
+        module: Module of the check, with a function `check`.
+        machine: Machine to examine.
+        expected: Requirements of the run.
+    """
     name = check_name(module)
     check: Check = module.check  # type: ignore[attr-defined]
     try:

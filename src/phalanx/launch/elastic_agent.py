@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -27,8 +26,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from phalanx.debug.oom import cgroup_oom_kills
-from phalanx.launch.process import LAUNCHER_PID_ENV, stop_signals
-from phalanx.launch.rank_processes import InheritedOutput, RankProcesses, RankStarter, rank_environments
+from phalanx.launch.process import stop_signals
+from phalanx.launch.rank_processes import (
+    InheritedOutput,
+    RankProcesses,
+    RankStarter,
+    exit_status,
+    quiet_torchelastic,
+    rank_environments,
+)
 from phalanx.launch.rendezvous import (
     SINGLE_NODE,
     Rendezvous,
@@ -151,13 +157,13 @@ class ElasticAgent(LocalElasticAgent):
 
     def _has_failed(self) -> bool:
         """Return whether a rank has exited with an error."""
-        return any(status not in (None, 0) for status in map(_exit_status, self._pids()))
+        return any(status not in (None, 0) for status in map(exit_status, self._pids()))
 
     def _kill_remaining(self) -> None:
         """Let ranks that wait for a lost one fail and report it; kill those that are stopped."""
         deadline = time.monotonic() + FAILURE_GRACE_SECONDS
         while (
-            running_pids := [pid for pid in self._pids() if _exit_status(pid) is None]
+            running_pids := [pid for pid in self._pids() if exit_status(pid) is None]
         ) and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS / 2)
         for pid in running_pids:
@@ -174,23 +180,14 @@ class ElasticAgent(LocalElasticAgent):
     def _stop(self, death_sig: signal.Signals) -> None:
         """Stop ranks in order. If the signal itself ended one, the others have `FAILURE_GRACE_SECONDS` left."""
         for pid in self._pids():
-            if _exit_status(pid) is None:
+            if exit_status(pid) is None:
                 os.kill(pid, death_sig)
         deadline = time.monotonic() + STOP_SECONDS
         pids = self._pids()
-        while any(_exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
-            if any(_exit_status(pid) == death_sig for pid in pids):
+        while any(exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
+            if any(exit_status(pid) == death_sig for pid in pids):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             time.sleep(MONITOR_SECONDS / 2)
-
-
-def _exit_status(pid: int) -> int | None:
-    """Return a child's exit status, left for torchrun to collect; None if it runs, 0 if collected already."""
-    try:
-        exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0
-    return None if exit_info is None else exit_info.si_status
 
 
 @contextmanager
@@ -221,10 +218,22 @@ def run_until_done(
     rendezvous: Rendezvous = SINGLE_NODE,
     rank_starter: RankStarter | None = None,
 ) -> bool:
-    """Run local ranks, with those of other nodes; return whether all succeeded.
+    """Run local ranks, with those of other nodes, until all have succeeded or `on_failure` decides against a restart.
 
-    Returns when all have succeeded, or `on_failure` decides against a restart. Raises UserError if nodes cannot
-    perform a rendezvous, RendezvousError if it fails.
+    Args:
+        nproc: Number of local ranks.
+        worker_command: Command of the ranks for a world size; the first node's applies to all nodes.
+        on_failure: Callback after a failure of local ranks.
+        rendezvous: Rendezvous of all nodes.
+        rank_starter: Starter of the ranks' processes; None for new interpreters.
+
+    Returns:
+        True if all ranks succeeded.
+
+    Raises:
+        UserError: Nodes cannot perform a rendezvous.
+        RendezvousError: The rendezvous failed.
+        RunEndedByOtherNode: Another node has ended the run.
     """
     if rendezvous.max_nodes > 1:
         nodes_text = plural(rendezvous.max_nodes, "node")
@@ -238,7 +247,7 @@ def run_until_done(
         started_at = time.monotonic()
         try:
             wait_for_host(rendezvous, deadline)
-            with _quiet_torchelastic():
+            with quiet_torchelastic():
                 return _run_once(
                     nproc, worker_command, on_failure, rendezvous=rendezvous, rank_starter=rank_starter or RankStarter()
                 )
@@ -292,19 +301,6 @@ def _run_once(
     return result is not None and not result.is_failed()
 
 
-@contextmanager
-def _quiet_torchelastic() -> Iterator[None]:
-    """Silence torchrun's own failure messages, and pass our process id to the ranks."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ[LAUNCHER_PID_ENV] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[LAUNCHER_PID_ENV]
-
-
 def launch_ranks(
     nproc: int,
     worker_args: Sequence[str],
@@ -313,8 +309,11 @@ def launch_ranks(
 ) -> int:
     """Run a module as local ranks, wait for them, and return the exit code.
 
-    `worker_args` are the module's name and its arguments. `report` receives the failures, prints the cause and returns
-    the code. `started` is a warm process that is already running.
+    Args:
+        nproc: Number of ranks.
+        worker_args: Name of the module, and its arguments.
+        report: Callback with the failures and the number of OOM kills. It prints the cause and returns the exit code.
+        started: Warm process that is already running; None to start one for several ranks.
     """
     code = 0
 

@@ -69,6 +69,11 @@ def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: i
     """Report failures of ranks whose directory will be deleted; return the exit code.
 
     The message contains the traceback unless the user can fix the error.
+
+    Args:
+        directory: Directory of the ranks' failure records.
+        failures: The agent's failures of this node's ranks.
+        kills: Number of OOM kills by the kernel since the ranks started.
     """
     first_failure = find_first_failure(directory, failures, kills)
     is_program_error = first_failure["code"] != 2

@@ -41,6 +41,11 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for errors that would stop this run later.
 
     Data is checked by `prepare`. No files are changed.
+
+    Args:
+        run: Run to check.
+        world_size: Number of ranks.
+        resume: True if the run resumes from its directory; otherwise its directory must not contain a run.
     """
     check_settings(run, world_size)
     _check_directory(run, resume)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
+from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessError
 
 
@@ -101,3 +104,25 @@ def rank_environments(group: WorkerGroup) -> dict[int, dict[str, str]]:
         }
         for worker in group.workers
     }
+
+
+def exit_status(pid: int) -> int | None:
+    """Return a child's exit status, left for torchrun to collect; None if it runs, 0 if collected already."""
+    try:
+        exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return None if exit_info is None else exit_info.si_status
+
+
+@contextmanager
+def quiet_torchelastic() -> Iterator[None]:
+    """Silence torchrun's own failure messages, and pass our process id to the ranks."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ[LAUNCHER_PID_ENV] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER_PID_ENV]

@@ -68,7 +68,13 @@ class SharedMemorySlot:
         HEADER.pack_into(self.memory, 0, -1, 0, 0)
 
     def commit(self, step: int, rank: int, metadata_length: int) -> None:
-        """Mark the copy as complete."""
+        """Mark the copy as complete.
+
+        Args:
+            step: Step after which the state was copied.
+            rank: Rank whose state was copied.
+            metadata_length: Bytes of the metadata at the start of the content.
+        """
         HEADER.pack_into(self.memory, 0, step, rank, metadata_length)
 
     def bytes(self) -> Tensor:

@@ -42,7 +42,13 @@ class Documents(NamedTuple):
 
     @classmethod
     def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
-        """Return one document per row."""
+        """Return one document per row.
+
+        Args:
+            rows: Rows of the batch, B.
+            row_tokens: Tokens of a row, T.
+            device: Device of the tensors.
+        """
         starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
         return cls(starts, torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens)
 
@@ -66,7 +72,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(spec.head_dim if per_head else value, spec.norm_eps)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> Tensor:
-        """Return the output of the layer, [B, T, D]."""
+        """Return the output of the layer, [B, T, D].
+
+        Args:
+            x_BTD: Input, already normalized.
+            rotary: Table of `rotary_table` for the positions of the tokens; None for learned positions.
+            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
+        """
         q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -91,7 +103,12 @@ class Attention(nn.Module):
     def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
         """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
 
-        `mask` is a result of `attention_mask`; None: all earlier tokens of the row are visible."""
+        Args:
+            q_BTHK: Queries.
+            k_BTHK: Keys, of as many heads as queries or a divisor of their number.
+            v_BTHK: Values, of as many heads as keys; their dtype is that of the products.
+            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
+        """
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
         if mask is not None and mask.ndim == 1:
             return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask)
@@ -116,9 +133,15 @@ class Attention(nn.Module):
 
 
 def attention_mask(documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """Return the mask argument of attention in `dtype`.
+    """Return the mask argument of attention.
 
-    It is the bounds of the documents if there is a kernel for them, otherwise their dense mask."""
+    It is the bounds of the documents if there is a kernel for them, otherwise their dense mask.
+
+    Args:
+        documents: Documents of the batch.
+        dtype: Dtype in which attention computes.
+        head_dim: Head width, K.
+    """
     if has_flash_kernel(documents.bounds.device, dtype, head_dim):
         return documents.bounds
     return document_mask(documents.starts)
@@ -131,7 +154,13 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention within documents has a kernel without a mask: flash attention, on CUDA."""
+    """Return whether attention within documents has a kernel without a mask: flash attention, on CUDA.
+
+    Args:
+        device: Device that computes.
+        dtype: Dtype in which attention computes.
+        head_dim: Head width, K.
+    """
     is_half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and is_half and is_flash_head_dim(head_dim)
 
@@ -140,7 +169,14 @@ def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, boun
     """Return causal attention, [B, T, H, K], within consecutive documents.
 
     On an H100 it takes 3.5 ms where a dense mask takes 62 (16,384 tokens in rows of 8,192,
-    docs/results/benchmarks/gpu-attention.md)."""
+    docs/results/benchmarks/gpu-attention.md).
+
+    Args:
+        q_BTHK: Queries.
+        k_BTHK: Keys, of as many heads as queries or a divisor of their number.
+        v_BTHK: Values, of as many heads as keys.
+        bounds: Bounds of the documents in the B x T tokens, as in `Documents`.
+    """
     packed = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
     row = q_BTHK.shape[1]  # no document is longer
     out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(-1, 0))

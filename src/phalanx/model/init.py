@@ -32,7 +32,13 @@ class DrawnWeights:
         return initial_weight(self.spec, name, shape, seed=self.seed)
 
     def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
-        """Return a parameter with only the given rows initialized; see `initial_weight`."""
+        """Return a parameter with only the given rows initialized (`initial_weight`).
+
+        Args:
+            name: Name of the parameter.
+            shape: Full shape of the parameter.
+            rows: Rows to draw; other rows are uninitialized.
+        """
         return initial_weight(self.spec, name, shape, seed=self.seed, rows=rows)
 
 
@@ -65,6 +71,12 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
 
 
 def named_generator(seed: int, name: str, block: int = 0) -> torch.Generator:
-    """Return the CPU generator of one block of a name; it depends on seed, name and block only."""
+    """Return a CPU generator that depends on its arguments only.
+
+    Args:
+        seed: Seed of the run.
+        name: Purpose of the random numbers, such as the name of a parameter.
+        block: Index of a block of the name's values, which ranks draw independently.
+    """
     # torch's CPU generator uses 32 bits of a seed, so seed, name and block must share them.
     return torch.Generator().manual_seed((zlib.crc32(f"{seed} {name}".encode()) + block) % 2**32)

@@ -150,12 +150,24 @@ class Experts(nn.Module):
         return self.product(hidden_NF, down, offsets_E)
 
     def product(self, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-        """Return each expert's rows times its transposed weight."""
+        """Return each expert's rows times its transposed weight, [N, O].
+
+        Args:
+            x_NI: Rows, sorted by expert.
+            weight_EOI: Weight of each expert.
+            offsets_E: End of each expert's rows; in host memory without a grouped product.
+        """
         return grouped_linear(x_NI, weight_EOI, offsets_E)
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return each expert's rows times its transposed weight: [N, O]."""
+    """Return each expert's rows times its transposed weight: [N, O].
+
+    Args:
+        x_NI: Rows, sorted by expert.
+        weight_EOI: Weight of each expert, in the dtype of the rows.
+        offsets_E: End of each expert's rows.
+    """
     return (_grouped_mm if supports_grouped_mm(x_NI, weight_EOI) else _looped_mm)(x_NI, weight_EOI, offsets_E)
 
 
@@ -205,7 +217,13 @@ class MoE(nn.Module):
         return out, auxiliary
 
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs for each token."""
+        """Return the weighted sum of the chosen experts' outputs for each token, [B, T, D].
+
+        Args:
+            x_BTD: Input of the layer.
+            weights_BTk: Weight of each choice; 0 for a dropped one.
+            chosen_BTk: Expert of each choice; E for a dropped one.
+        """
         moe = self.router.moe
         order, counts_E = sort_by_expert(chosen_BTk, moe.num_experts)
         num_rows = max_expert_rows(moe, chosen_BTk)
@@ -233,14 +251,24 @@ def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
 
 
 def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Return the row of the token of each choice, by the choice's index."""
+    """Return the row of each choice's token, [choices, D].
+
+    Args:
+        x_BTD: Tokens.
+        order: Indices of choices among all B x T x k, such as a part of `sort_by_expert`'s order.
+        top_k: Choices per token, k.
+    """
     return x_BTD.flatten(0, 1)[order // top_k]
 
 
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
     """Return the weighted sum of each token's expert outputs, [N, D].
 
-    `y` has rows in the `order` of `sort_by_expert`."""
+    Args:
+        y: Outputs of the experts for the first choices of `order`, [rows, D]; dropped choices have none.
+        order: Indices of the N x k choices in the order of `sort_by_expert`.
+        weights_BTk: Weight of each choice.
+    """
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

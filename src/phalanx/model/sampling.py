@@ -42,7 +42,14 @@ def stream_tokens(
 
 
 def sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """Return a token sampled from softmax(logits / temperature) over the `top_k` most likely tokens."""
+    """Return a token sampled from softmax(logits / temperature) over the most likely tokens.
+
+    Args:
+        logits_V: Logits of the next token.
+        temperature: Temperature; 0 for the most likely token.
+        top_k: Number of most likely tokens to sample from; 0 for all.
+        generator: Generator on the device of the logits; None for torch's default generator.
+    """
     if temperature == 0:
         return int(logits_V.argmax())
     vocab = len(logits_V)

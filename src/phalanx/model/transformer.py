@@ -29,7 +29,13 @@ class Block(nn.Module):
         self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
 
     def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts)."""
+        """Return the block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts).
+
+        Args:
+            x_BTD: Output of the previous block, or the embedding.
+            rotary: Table of `rotary_table` for the positions of the tokens; None for learned positions.
+            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
+        """
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
@@ -71,7 +77,13 @@ class Transformer(nn.Module):
     def run_blocks(
         self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of these blocks for `x_BTD`, and their auxiliary loss."""
+        """Return the output of some blocks, [B, T, D], and their auxiliary loss summed over blocks and tokens.
+
+        Args:
+            blocks: Blocks to apply, in order.
+            x_BTD: Input of the first of them.
+            documents: Documents of the batch; None if every row is one document.
+        """
         mask = None if documents is None else self.attention_mask(documents, compute_dtype(x_BTD))
         table = None
         if self.spec.position_embedding != "learned":

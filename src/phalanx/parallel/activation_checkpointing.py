@@ -14,9 +14,12 @@ from phalanx.model.transformer import Transformer
 def apply_activation_checkpointing(module: Transformer, mode: str, saves_counts: bool = False) -> None:
     """Wrap blocks so that their activations are recomputed in the backward pass.
 
-    `mode` is "full" for whole blocks (arXiv 1604.06174), "selective" for attention (arXiv 2205.05198), or "none". The
-    wrapped modules draw no random numbers. With `saves_counts`, blocks read their counts of tokens on the host once
-    (`checkpoint_with_saved_counts`).
+    The wrapped modules draw no random numbers.
+
+    Args:
+        module: Model whose blocks are wrapped in place.
+        mode: "full" for whole blocks (arXiv 1604.06174), "selective" for attention (arXiv 2205.05198), or "none".
+        saves_counts: True if blocks read their counts of tokens on the host once (`checkpoint_with_saved_counts`).
     """
     for name, block in list(module.blocks.named_children()):
         if mode == "full":

@@ -22,16 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attention, has_flash_kernel
+from phalanx.model.attention import Attention
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 class ContextParallelGroup:
@@ -228,7 +225,13 @@ def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Return the slices of a rank's queries and of another rank's keys with causal attention.
 
     Each rank has a piece from the front and one from the back (zig-zag). All queries see the front piece of a lower
-    `source` rank. Only queries of the back piece see a higher one, and they see all its keys."""
+    rank. Only queries of the back piece see a higher one, and they see all its keys.
+
+    Args:
+        rank: Rank of the queries.
+        source: Rank of the keys.
+        tokens: Tokens of one rank, t.
+    """
     all_tokens = slice(0, tokens)
     half = tokens // 2
     if source < rank:
@@ -254,69 +257,3 @@ def _merge_partial_attention(out: Tensor, lse: Tensor, partial_out: Tensor, part
     merged_lse = torch.logaddexp(lse, partial_lse)
     out.mul_((lse - merged_lse).exp()[..., None]).add_(partial_out * (partial_lse - merged_lse).exp()[..., None])
     lse.copy_(merged_lse)
-
-
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return attention [B, H, t, K] to some keys, and the log-sum-exp of its scores, [B, H, t]."""
-    if q.device.type == "cpu":
-        out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q))
-    elif mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
-        out, lse, *_ = CUDA_ATTENTION(q, k, v, 0.0, causal)
-    else:
-        scores = _attention_scores(q, k, causal, mask=mask)
-        lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeat_kv_heads(v, q)
-    if mask is not None:  # queries that see none of these keys
-        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
-    return out, lse
-
-
-def attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
-
-    `k` and `v` may be a part of the keys; `out` and `lse` are the results of the attention to all keys."""
-    if q.device.type == "cpu":
-        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
-        return cast(
-            tuple[Tensor, Tensor, Tensor],
-            CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q)),
-        )
-    if mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
-        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
-        dropout_state = q.new_empty(2, dtype=torch.int64)  # unused
-        return cast(
-            tuple[Tensor, Tensor, Tensor],
-            CUDA_ATTENTION_BACKWARD(
-                *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
-            ),
-        )
-    probs = (_attention_scores(q, k, causal, mask=mask) - lse[..., None]).exp()
-    grad_probs = gradient @ _repeat_kv_heads(v, q).mT
-    grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    grad_k = grad_scores.mT.to(q.dtype) @ q
-    grad_v = probs.mT.to(q.dtype) @ gradient
-    shape = (k.shape[1], -1)
-    return (
-        grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q),
-        grad_k.unflatten(1, shape).sum(2),
-        grad_v.unflatten(1, shape).sum(2),
-    )
-
-
-def _attention_scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    accumulate_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(accumulate_dtype) @ _repeat_kv_heads(k, q).to(accumulate_dtype).mT * q.shape[-1] ** -0.5
-    if causal and mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-
-
-def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat key/value heads, one for each query head."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def _additive_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))

@@ -190,7 +190,13 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
     """Make a mesh of named axes over a grid of ranks.
 
     On GPUs its groups use NCCL alone, unless they span the whole world: gloo would connect all pairs of ranks of each
-    group."""
+    group.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        rank_grid: Global ranks, with one dimension per axis.
+        axes: Names of the axes.
+    """
     if not _needs_gpu_groups(device_type):
         return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes)
     backends: list[tuple[str | None, Any]] = []

@@ -39,7 +39,13 @@ def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list
 def step_parameters(
     optimizers: Iterable[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 ) -> None:
-    """Step only these parameters, with these gradients; the other parameters' `grad` must be None."""
+    """Step only some parameters; the other parameters' `grad` must be None.
+
+    Args:
+        optimizers: Optimizers, of which each steps its own of the parameters.
+        parameters: Parameters to step; their `grad` is None afterwards.
+        gradients: Gradient of each of them; None for no step.
+    """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for optimizer in optimizers:
@@ -75,7 +81,13 @@ def place_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace a parameter in all modules that have it."""
+    """Replace a parameter in all modules that have it.
+
+    Args:
+        module: Module that is searched, with its submodules.
+        old: Parameter to replace, compared by identity.
+        new: Parameter in its place.
+    """
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is old:

@@ -157,7 +157,13 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
 
 
 def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
-    """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one."""
+    """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one.
+
+    Args:
+        directory: Directory of the checkpoints.
+        damaged: Names of the damaged checkpoints; quarantined ones of these names are replaced.
+        intact: Path of the checkpoint for `latest`; None to leave `latest` unchanged.
+    """
     for name in damaged:
         quarantine_path = directory / f"{name}{DAMAGED_SUFFIX}"
         if quarantine_path.exists():

@@ -10,9 +10,12 @@ T = TypeVar("T")
 
 
 def chunk_by_bytes(items: Iterable[T], limit: int, nbytes: Callable[[T], int] = attrgetter("nbytes")) -> list[list[T]]:
-    """Split `items` into chunks of adjacent items of at most `limit` bytes.
+    """Split items into chunks of adjacent items.
 
-    `nbytes` returns the size of an item in bytes.
+    Args:
+        items: Items in order.
+        limit: Maximum bytes of a chunk; a larger item is a chunk of its own.
+        nbytes: Function from an item to its size in bytes.
     """
     chunks: list[list[T]] = []
     size = 0

@@ -30,13 +30,18 @@ class TensorSharding:
 
 
 def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorSharding:
-    """Return the sharding of the parameter `name` over tensor- or expert-parallel ranks.
+    """Return the sharding of a parameter over tensor- or expert-parallel ranks.
 
     Queries, keys, values and the first projections of an MLP are sharded by output, the projections after them by input
     (Megatron-LM, arXiv 1909.08053, section 3). Key/value heads are replicated if there are fewer heads than ranks.
     Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
     they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2). Experts are sharded like MLPs, or with
     expert parallelism between experts.
+
+    Args:
+        spec: Model.
+        layout: Layout of the run.
+        name: Name of the parameter in the model.
     """
     tp = layout.tp
     (*_, module, leaf) = name.split(".")
@@ -85,9 +90,14 @@ def kv_head_replication(spec: ModelSpec, tp: int) -> int:
 
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
-    """Return the number of rows of a rank if `ranks` ranks share `rows` rows.
+    """Return the number of rows of a rank.
 
     The first ranks have ceil(rows / ranks) each, the last possibly fewer or none.
+
+    Args:
+        rank: Index of the rank.
+        rows: Rows that the ranks share.
+        ranks: Number of ranks.
     """
     rows_per_rank = -(-rows // ranks)
     return max(0, min(rows_per_rank, rows - rank * rows_per_rank))

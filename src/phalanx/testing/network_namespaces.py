@@ -61,7 +61,13 @@ class StarNetwork:
         _run_command([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
 
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
-        """Set the speed of a host's link, in Mbit/s from the host and to it."""
+        """Set the speed of a host's link.
+
+        Args:
+            name: Name of the host.
+            up_mbit: Speed from the host in Mbit/s.
+            down_mbit: Speed to the host in Mbit/s.
+        """
         host = self.hosts[name]
         for prefix, end, speed in (
             (host.prefix, host.interface, up_mbit),

@@ -129,7 +129,14 @@ class SwarmProcesses:
 def swarm_processes(
     network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
 ) -> Iterator[SwarmProcesses]:
-    """Create the processes of a swarm, and kill them on exit."""
+    """Create the processes of a swarm, and kill them on exit.
+
+    Args:
+        network: Hosts of the swarm.
+        folder: Directory of the test's files.
+        run_file: Run file of the swarm.
+        coordinator_directory: Run directory of the coordinator.
+    """
     processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
     try:
         yield processes

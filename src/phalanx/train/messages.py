@@ -67,7 +67,13 @@ def start_message(trainer: Trainer, resumed: int) -> str:
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
-    """Return the message at the end of a run."""
+    """Return the message at the end of a run.
+
+    Args:
+        trainer: Trainer after its last step.
+        evaluation: Record of the last evaluation; empty without one.
+        sample: Text that the model generated; empty without one.
+    """
     lines = []
     if evaluation:
         lines.append(evaluation_message(evaluation))

@@ -48,7 +48,13 @@ class TrainingData:
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
-    """Open prepared data; a run that is not `fresh` reads its weights from a checkpoint only."""
+    """Open prepared data.
+
+    Args:
+        run: Run with the initial weights.
+        prepared: Paths of the prepared data.
+        fresh: True if the run starts from initial weights; otherwise a checkpoint has all weights.
+    """
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
     weights = initial_weights(run) if fresh else await_checkpoint

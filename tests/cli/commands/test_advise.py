@@ -145,7 +145,7 @@ def test_advise_help_shows_usage_of_advise_and_advise_oom():
     assert "advise [oom] RUN.toml [OPTIONS]" in text
     assert "phalanx advise run.toml --machine h100 --nodes 4" in text
     assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
-    assert "or a file that phalanx calibrate wrote" in re.sub(r"[\s│]+", " ", text)
+    assert "or a file by phalanx calibrate" in re.sub(r"[\s│]+", " ", text)
 
 
 @pytest.mark.parametrize("subcommand", [[], ["oom"]])

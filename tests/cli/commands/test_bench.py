@@ -60,7 +60,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
     [
         (("matmul",), "bench = 'matmul': needs a run file"),
         (("memory", "run.toml"), r"bench = 'memory run.toml': is not \[PART\] RUN.toml"),
-        (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': has no meaning for matmul"),
+        (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': does not apply to matmul"),
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves no peer to communicate with"),
         (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the ranks that compute"),
         (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2: phalanx bench starts the ranks of"),
@@ -102,7 +102,7 @@ def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -
     assert [int(row[0]) for row in rows] == [each["size"] for way in ways for each in way["nccl_tests"]["results"]]
     assert {row[8] for row in rows} == {row[12] for row in rows} == {"0"}
     assert len(AVERAGE.findall(text)) == len(ways)
-    assert len(re.findall(r"^# t = .* at most$", text, re.MULTILINE)) == len(ways)
+    assert len(re.findall(r"^# t = .* maximum \d+%$", text, re.MULTILINE)) == len(ways)
     assert all(line.startswith("#") or not line.strip() or ROW.match(line) for line in text.splitlines())
 
 

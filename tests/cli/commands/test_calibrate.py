@@ -86,7 +86,7 @@ def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
     [
         (("calibrate", "nowhere"), r"nowhere.*metrics\.jsonl"),
         (("calibrate", "{run}", "--machine", "h1000"), "h100"),
-        (("calibrate", "measured.json"), "RUN_DIR.*only runs tell"),
+        (("calibrate", "measured.json"), "RUN_DIR.*benchmarks alone do not determine"),
         (("calibrate", "{run}", "{run}"), "is given twice"),
         (("calibrate", "{run}", "nowhere.json"), "nowhere.json.*cannot be read"),
         (("calibrate", "{run}", "--machine", "nowhere.toml"), "machine file = 'nowhere.toml': no such file"),

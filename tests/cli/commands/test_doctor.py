@@ -186,7 +186,7 @@ def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
 
 def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for words, problem in (
-        (["--collectives"], "needs a run file"),
+        (["--collectives"], "requires a run file"),
         (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "cannot be combined"),
         (["--from-snapshot", tmp_path / "nowhere"], "is not a directory"),
         (["--compare-reports", tmp_path], "has no"),

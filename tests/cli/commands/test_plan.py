@@ -272,7 +272,7 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         plan_output(run, *H100, "--picture", "step.gif")
     for other in (("--why-not", "tp=2"), ("--json",)):
-        with pytest.raises(UserError, match=f"omit {other[0]}"):
+        with pytest.raises(UserError, match=f"remove {other[0]}"):
             plan_output(run, *H100, "--picture", "step.svg", *other)
 
 
@@ -402,7 +402,7 @@ def test_plan_raises_user_error_for_invalid_arguments(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         plan_output()
     others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
-    with pytest.raises(UserError, match=r"'none\.csv': does not go with --machine, --top, --why-not, --set\n"):
+    with pytest.raises(UserError, match=r"'none\.csv': cannot be combined with --machine, --top, --why-not, --set\n"):
         plan_output("--batch", "none.csv", "--json", *others)
     with pytest.raises(UserError, match="did you mean 'h100'"):
         plan_output(run, "--machine", "h1000")

@@ -16,10 +16,10 @@ from tests.helpers import cli_runner
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: .*plan --help` shows"),
+        (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: see `phalanx plan --help`"),
         (("plan", "--explain", 0), "--explain = '0': must be greater than or equal to 1"),
         (("plan", "--tokens", "many"), "--tokens = 'many': must be a valid number"),
-        (("plan", "--explain"), "--explain: requires an argument\n  fix: --help"),
+        (("plan", "--explain"), "--explain: requires an argument\n  fix: see --help"),
         (("plan", "run.toml", "--diff", 1), "--diff: requires 2 arguments"),
         (("plan", "run.toml", "--json=3"), "--json: does not take a value"),
         (("plan", "run.toml", "--explan", 1), "option = '--explan': is not known\n  fix: did you mean '--explain'"),

@@ -18,7 +18,7 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     import json
 
     from phalanx.cli.common.progress import search_progress
-    from phalanx.cli.views.plan import plan_to_json
+    from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
     described = run.model_copy(update={"auto_layout": False})
@@ -45,10 +45,15 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """Return the planner's layout for other ranks than the run file's, `nproc` of them per node.
+    """Return the planner's layout for other ranks than the run file's.
 
-    With `nproc` None all are on this node. For a machine without a description the planner uses the run's measurements;
-    before there are any, the run's own layout stays.
+    For a machine without a description the planner uses the run's measurements; before there are any, the run's own
+    layout stays.
+
+    Args:
+        run: Run to plan.
+        nproc: Ranks per node; None if all are on this node.
+        ranks: Number of ranks.
 
     Raises:
         UserError: No layout fits.

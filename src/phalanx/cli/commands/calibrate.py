@@ -134,7 +134,13 @@ def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> di
 
 
 def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Path) -> None:
-    """Print predictions next to measurements, and the constants that the runs determine."""
+    """Print predictions next to measurements, and the constants that the runs determine.
+
+    Args:
+        runs: Measured runs.
+        calibration: Predictions of the same runs, and the fitted machine.
+        out: Machine file that was written.
+    """
     from math import exp
 
     from rich.console import Console

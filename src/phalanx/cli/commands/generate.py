@@ -56,9 +56,14 @@ def generate(
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Yield the text that each `new` token adds to that of the tokens `before`.
+    """Yield the text that each new token adds.
 
     A character is complete only with its last byte.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        before: Tokens of the prompt.
+        new: Tokens that follow, as they are sampled.
     """
     shown = tokenizer.decode(before)
     for token in new:

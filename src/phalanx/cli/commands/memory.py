@@ -181,7 +181,13 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
 
 
 def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
-    """Return the output of `phalanx memory --json`."""
+    """Return the output of `phalanx memory --json`.
+
+    Args:
+        run: Run with its own layout.
+        world_size: Number of ranks.
+        rows: Rows of the table.
+    """
     return {
         "model": run.model.preset or run.model.from_hf,
         "ranks": world_size,

@@ -115,7 +115,15 @@ def _rank_counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeT
 def placement_to_json(
     run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
-    """Return the output of `phalanx placement --json` without the matrix; bytes are per optimizer update."""
+    """Return the output of `phalanx placement --json` without the matrix; bytes are per optimizer update.
+
+    Args:
+        run: Run with its layout.
+        world_size: Number of ranks.
+        parts: Traffic per axis of the layout.
+        site: Devices and links of a node.
+        node: Topology of a node; None without a file.
+    """
     sizes = parallel_dims(run.layout, world_size)
     total_traffic = merge_matrices(world_size, list(parts.values()))
     links = bytes_by_link(total_traffic, site)
@@ -145,7 +153,13 @@ def placement_to_json(
 
 
 def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
-    """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3"."""
+    """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3".
+
+    Args:
+        run: Run with its layout.
+        world_size: Number of ranks.
+        nproc: Ranks per node.
+    """
     sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
     seats = []
@@ -163,7 +177,14 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
 
 
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
-    """Return the matrix of all traffic between ranks, nodes or groups of nodes."""
+    """Return the matrix of all traffic between ranks, nodes or groups of nodes.
+
+    Args:
+        run: Run with its layout.
+        world_size: Number of ranks.
+        parts: Traffic per axis of the layout, which the matrix adds up.
+        site: Devices and links of a node.
+    """
     total_traffic = merge_matrices(world_size, list(parts.values()))
     nodes = -(-world_size // site.nproc)
     name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"

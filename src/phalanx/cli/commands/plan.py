@@ -175,6 +175,14 @@ def run_on_cluster(
     """Return the run on the machines that the options name, and its number of ranks.
 
     A topology overrides the run file and the machine except for nproc; --set overrides the topology.
+
+    Args:
+        run: Run file.
+        machine: Preset or file of --machine; None for the run file's cluster.
+        nodes: Number of nodes; None for the cluster's.
+        nproc: Ranks per node; None for the cluster's, or else its number of cores or devices.
+        overrides: FIELD=VALUE of each --set.
+        topology: File of --topology; None without one.
     """
     from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
     from phalanx.spec.files.load import load_run
@@ -241,7 +249,7 @@ def _predict(file: Path, as_json: bool) -> None:
 def _print_json(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:
     import json
 
-    from phalanx.cli.views.plan import plan_to_json
+    from phalanx.cli.views.plan_json import plan_to_json
 
     print(json.dumps(plan_to_json(run, world_size, search_result, top=top, tokens=tokens), indent=2))
 

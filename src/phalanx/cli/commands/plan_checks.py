@@ -31,7 +31,14 @@ def given_options(context: typer.Context) -> list[str]:
 
 
 def check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
-    """Raise UserError for options that cannot be combined."""
+    """Raise UserError for options that cannot be combined.
+
+    Args:
+        run: Run file; None if it is not given.
+        batch: File of --batch; None if it is not given.
+        out: File of --out; None if it is not given.
+        given: Options of the command line, as in `given_options`.
+    """
     views = [option for option in given if option in VIEWS]
     conflicting = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
@@ -93,7 +100,13 @@ def check_picture(file: Path, other_options: dict[str, object]) -> None:
 
 
 def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:
-    """Raise UserError for a number that is not in the table; before a search, that cannot be in any table."""
+    """Raise UserError for a number that is not in the table.
+
+    Args:
+        option: Option with the number.
+        number: Number of a layout, from 1.
+        layouts: Layouts of the table; None before a search, for a number that cannot be in any table.
+    """
     from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS
 
     last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)

@@ -176,7 +176,13 @@ class ExplorerServer:
         return (200, "text/html", self._page) if path == "/" else (404, "text/plain", "not found")
 
     def post(self, path: str, host: str, body: bytes) -> Answer:
-        """Respond to POST with a plan for new choices (/plan), or with a selected layout (/layout)."""
+        """Respond to POST with a plan for new choices (/plan), or with a selected layout (/layout).
+
+        Args:
+            path: Path of the request.
+            host: Host header of the request, which must name this machine.
+            body: Choices as JSON.
+        """
         if refusal := refuse_other_hosts(host):
             return refusal
         try:

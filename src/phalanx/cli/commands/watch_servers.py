@@ -29,7 +29,13 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 def serve_page(directory: Path, port: int, every_seconds: float) -> None:
     """Serve the page to this machine, and print its address, until interrupted.
 
-    Raises UserError if the port is in use.
+    Args:
+        directory: Run directory.
+        port: TCP port.
+        every_seconds: Interval at which the page requests its content again.
+
+    Raises:
+        UserError: The port is in use.
     """
 
     def answer(path: str, host: str) -> Answer:

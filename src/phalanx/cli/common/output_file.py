@@ -26,7 +26,12 @@ def check_replaceable(option: str, file: Path) -> None:
 
 
 def write_file(option: str, file: Path, text: str) -> None:
-    """Write the file of an option; `text` has WRITTEN_BY in its header.
+    """Write the file of an option.
+
+    Args:
+        option: Option that names the file, for errors.
+        file: File to write; an existing one must have WRITTEN_BY in its header.
+        text: Content, with WRITTEN_BY in its header.
 
     Raises:
         UserError: The file cannot be written, or would replace one of the user's.

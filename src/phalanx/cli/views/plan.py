@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -14,7 +12,6 @@ from phalanx.cli.views.plan_notes import (
     describe_memory_column,
     describe_safer_layout,
     format_training,
-    list_assumptions,
     print_assumptions,
 )
 from phalanx.plan.search.explain import (
@@ -31,12 +28,10 @@ from phalanx.plan.search.oom_risk import (
     describe_host_need,
     describe_memory_limit,
     node_host_bytes,
-    safe_capacity_bytes,
 )
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import UNCERTAIN_GAIN
-from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
@@ -50,7 +45,15 @@ MAX_OTHER_LAYOUTS = 4
 
 
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
-    """Print the fastest layouts, the Pareto front of time and memory, and the cost of a full training."""
+    """Print the fastest layouts, the Pareto front of time and memory, and the cost of a full training.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        plan: Result of the search, with at least one layout.
+        top: Number of layouts to print.
+        tokens: Tokens of a full training; None for those of the run.
+    """
     console = _console()
     _print_head(console, run, world_size, plan=plan)
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
@@ -85,7 +88,14 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
-    """Print the parts of a layout's time and memory, why others are slower, and what would improve it."""
+    """Print the parts of a layout's time and memory, why others are slower, and what would improve it.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        plan: Result of the search.
+        index: Index of the layout in `plan.layouts`.
+    """
     console = _console()
     option = plan.layouts[index]
     _print_head(console, run, world_size, plan=plan)
@@ -148,11 +158,17 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
-    """Return the picture of a layout's explanation."""
+    """Return the picture of a layout's explanation.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        plan: Result of the search.
+        index: Index of the layout in `plan.layouts`.
+    """
     option = plan.layouts[index]
-    other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index][
-        :MAX_OTHER_LAYOUTS
-    ]
+    all_other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index]
+    other_indices = all_other_indices[:MAX_OTHER_LAYOUTS]
     stages = {f"{name} stage": parts for name, parts in option.stages.items()}
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
@@ -189,7 +205,15 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
 def print_comparison(
     run: RunSpec, world_size: int, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]
 ) -> None:
-    """Print two layouts side by side, and why one is slower."""
+    """Print two layouts side by side, and why one is slower.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        first: Evaluated layout.
+        second: Another evaluated layout.
+        names: Headings of the two.
+    """
     console = _console()
     for name, option in zip(names, (first, second), strict=True):
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
@@ -204,12 +228,8 @@ def print_comparison(
         difference = sign * (first_times[part] - second_times[part])
         table.add_row(meaning, f"{first_times[part]:.3f} s", f"{second_times[part]:.3f} s", f"{difference:+.3f} s")
     memory_gib = first.memory_bytes / GIB, second.memory_bytes / GIB
-    table.add_row(
-        "memory",
-        f"{memory_gib[0]:.1f} GiB",
-        f"{memory_gib[1]:.1f} GiB",
-        f"{sign * (memory_gib[0] - memory_gib[1]):+.1f} GiB",
-    )
+    memory_difference = sign * (memory_gib[0] - memory_gib[1])
+    table.add_row("memory", *(f"{size:.1f} GiB" for size in memory_gib), f"{memory_difference:+.1f} GiB")
     node_gib = [node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second)]
     if any(node_gib):
         cells = (f"{node_gib[0]:.1f} GiB", f"{node_gib[1]:.1f} GiB", f"{sign * (node_gib[0] - node_gib[1]):+.1f} GiB")
@@ -247,33 +267,6 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
             ", ".join(row.assumed),
         )
     _console().print(table)
-
-
-def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
-    """Return the output of `phalanx plan --json`."""
-    faster = find_faster_layout(run, world_size, plan)
-    front = plan.pareto_front
-    return {
-        "model": run.model.preset or run.model.from_hf,
-        "devices": world_size,
-        "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
-        "assumed": list_assumptions(run, world_size, plan.layouts[:top]),
-        "rank_limit_bytes": safe_capacity_bytes(run.cluster),
-        "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
-        "considered": plan.searched,
-        "fitting": plan.fitting,
-        "layouts": [
-            {
-                **option.to_json(),
-                "on_front": option in front,
-                "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
-            }
-            for option in plan.layouts[:top]
-        ],
-        "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
-        "taken": str(plan.best.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)),
-    }
 
 
 def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:

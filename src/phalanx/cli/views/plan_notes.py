@@ -19,14 +19,27 @@ from phalanx.spec.run import RunSpec
 
 
 def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
-    """List the assumptions of these predictions."""
+    """List the assumptions of some predictions.
+
+    Args:
+        run: Run with the model and the cluster.
+        world_size: Number of ranks.
+        options: Predicted layouts.
+    """
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
     return describe_assumptions(run.cluster, world_size, offload_targets, precision=run.training.precision) + balanced
 
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
-    """Print the assumptions of these predictions."""
+    """Print the assumptions of some predictions.
+
+    Args:
+        console: Console to print to.
+        run: Run with the model and the cluster.
+        world_size: Number of ranks.
+        options: Predicted layouts.
+    """
     line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing about the machine'}"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 

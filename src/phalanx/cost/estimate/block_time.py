@@ -254,7 +254,13 @@ def _exchange_seconds(
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
-    """Return the longer of two times, plus a margin where similar times hide each other incompletely."""
+    """Return the longer of two times, plus a margin where similar times hide each other incompletely.
+
+    Args:
+        device: Times of the device, in any unit.
+        other: Times of the host or of communication, in the same unit.
+        sharpness: Exponent of the norm; the margin is smaller for larger values.
+    """
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
 
 

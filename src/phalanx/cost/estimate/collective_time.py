@@ -47,7 +47,7 @@ def ring_seconds(
         reduces: True for all-reduces, False for all-gathers or reduce-scatters.
         calls: Number of collectives.
         sends: True for messages from each rank to the next. They use only the card of the rank whose successor is in
-        another node.
+            another node.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     num_domains = ranks / ranks_in_domain
@@ -96,7 +96,7 @@ def all_to_all_seconds(
         stride: Distance between ranks of the group within the stage.
         calls: Number of all-to-alls.
         relayed_fraction: Fraction of the bytes for other nodes that crosses the network if nodes relay. Fast links then
-        forward all bytes.
+            forward all bytes.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     remote_bytes = size_bytes * (ranks - ranks_in_domain) / ranks
@@ -108,11 +108,16 @@ def all_to_all_seconds(
 
 
 def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Return the seconds in which expert-parallel ranks send `size_bytes` of tokens, evenly to all.
+    """Return the seconds in which expert-parallel ranks exchange tokens, evenly with all.
 
     Experts are not split: expert-parallel ranks are neighbors, whatever tensor parallelism is. Relayed tokens cross to
     a node once, however many of their experts are there. Of n nodes, k randomly drawn experts are on n (1 - (1 -
     1/n)^k).
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        size_bytes: Bytes of tokens on each rank, including those for its own experts.
     """
     num_domains = jobs.ep / np.clip(jobs.fast_link_ranks_per_stage, 1, jobs.ep)
     top_k = np.maximum(jobs.top_k, 1)
@@ -125,6 +130,11 @@ def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) ->
     """Return the seconds of one message to the next stage.
 
     The next stage is in another node, unless all stages share a domain.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        size_bytes: Bytes that one rank sends.
     """
     stage_stride = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
     leaves_domain = (stage_stride * jobs.pp > jobs.fast_link_domain) & (2 * stage_stride >= jobs.fast_link_domain)

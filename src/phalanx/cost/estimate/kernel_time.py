@@ -17,12 +17,25 @@ TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 64, 3))
 
 
 def by_generation(jobs: JobTable, first: float, second: float, third: float) -> Column:
-    """Return the constant of each job's hardware generation."""
+    """Return the constant of each job's hardware generation.
+
+    Args:
+        jobs: Columns of jobs.
+        first: Constant of generation 0 (`JobTable.hardware_generation`).
+        second: Constant of generation 1.
+        third: Constant of generation 2.
+    """
     return np.choose(jobs.hardware_generation.astype(np.int64), [first, second, third])
 
 
 def memory_pass_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Return the seconds to read or write `size_bytes` of device memory."""
+    """Return the seconds to read or write device memory.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        size_bytes: Bytes read and written together.
+    """
     return size_bytes / (
         jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, third=constants.hbm_2)
     )

@@ -129,12 +129,24 @@ def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -
 
 
 def oom_probability(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """Return the probability that the device's memory, or with offload the CPU's, is insufficient."""
+    """Return the probability that the device's memory, or with offload the CPU's, is insufficient.
+
+    Args:
+        constants: Fitted constants of memory.
+        jobs: Columns of jobs.
+        stage_memory: Estimated bytes of the same jobs.
+    """
     return exceedance_probability(constants, memory_utilisation(constants, jobs, stage_memory), np.ones(1))
 
 
 def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """Return used / available memory of the device, or with offload of the CPU if that is fuller."""
+    """Return used / available memory of the device, or with offload of the CPU if that is fuller.
+
+    Args:
+        constants: Fitted constants of memory.
+        jobs: Columns of jobs.
+        stage_memory: Estimated bytes of the same jobs.
+    """
     device_utilisation: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
     if not jobs.offload.any():
         return device_utilisation

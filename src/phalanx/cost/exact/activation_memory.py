@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.saved_tensors import (
-    ForwardShape,
     deferred_head_grad_bytes,
     deferred_weight_grad_bytes,
     mlp_backward_bytes,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.exact.activation_memory import StageBlocks
-from phalanx.cost.exact.saved_tensors import INDEX_BYTES, ForwardShape
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.saved_tensors import INDEX_BYTES
 from phalanx.cost.formulas.collectives import Collective, Traffic, sent_bytes
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.model import ModelSpec, MoESpec
@@ -32,7 +33,12 @@ class PassTraffic(NamedTuple):
 def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:
     """Return the traffic of a rank in both passes through a stage, with balanced experts.
 
-    The stage can be the full model. Messages between pipeline stages are not included.
+    Messages between pipeline stages are not included.
+
+    Args:
+        spec: Model.
+        shape: Sizes of a micro-batch on one rank.
+        stage: Blocks of a stage, or of the full model.
     """
     traffic: TrafficRows = []
     for layer in stage.layers:

@@ -1,7 +1,6 @@
 """Buffers in which ZeRO-3's units gather and reduce.
 
-On a CPU they are those of `parallel.data.fsdp` on gloo, on CUDA those of PyTorch's FSDP2 on separate streams.
-"""
+On a CPU they are those of `parallel.data.fsdp` on gloo, on CUDA those of PyTorch's FSDP2 on separate streams."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class CudaUnits:
         """Return the elements that are prefetched while a block computes: a (block + expert).
 
         With experts it is one block less, because their own gather is the first. The number `a` is
-        `layout.fsdp_prefetch`, or all other blocks if they stay gathered.
-        """
+        `layout.fsdp_prefetch`, or all other blocks if they stay gathered."""
         num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks)
         if not layout.reshard_after_forward:
             num_ahead = max(num_ahead, self.num_blocks - 1)
@@ -151,8 +149,7 @@ def _cuda_buffers(
     copied_out      = c (block + ahead + expert) + c expert
     gradients_ready = c (block + ahead + expert) + c unit_gradient
     between         = c (block + ahead) + sum of experts, or without experts of the block
-    sum of a unit   = s (unit + unit / ranks): sent gradients, and the received shard
-    """
+    sum of a unit   = s (unit + unit / ranks): sent gradients, and the received shard"""
     compute = COMPUTE_BYTES[precision]
     state = STATE_BYTES[precision]
     ahead = units.gathered_ahead(layout)
@@ -186,8 +183,7 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
     are copied to the send buffer in the dtype of the sum (`post_backward`, `foreach_reduce`). That buffer exists until
     the next unit is at that point. The root's buffer exists from a micro-batch to the first block of the next one
     (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). Experts with ranks of their
-    own are units in blocks.
-    """
+    own are units in blocks."""
     units = _cuda_units(rank, layout)
     buffers = _cuda_buffers(rank, units, layout, precision=precision, accumulates=accumulates)
 
@@ -231,6 +227,11 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
 
     The gather stream has the buffers of the root and the first block, or of the experts of two blocks, and a copied
     shard. The reduce stream has a step's gradients, and one unit's that are added to them or copied to CPU memory.
+
+    Args:
+        rank: Tensors of the rank.
+        run: Run whose layout and precision apply.
+        accumulation: Micro-batches per step.
     """
     layout = run.layout
     precision = run.training.precision
@@ -273,8 +274,7 @@ def _cpu_unit_peaks(
     dtype, the head's all the time; they are sent and summed in the parameters' dtype. Without `num_full_buffers`, other
     tensors are in transit then. The copies that FSDP2 makes of gathered blocks are smaller
     (torch/distributed/fsdp/_fully_shard). With `summed_twice`, a micro-batch's sums exist in addition to those of
-    previous ones (`parallel.data.fsdp`).
-    """
+    previous ones (`parallel.data.fsdp`)."""
     compute_bytes = COMPUTE_BYTES[precision] * ranks
     state_bytes = STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)

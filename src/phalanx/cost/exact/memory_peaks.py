@@ -104,6 +104,11 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     SGD with weight decay needs a copy of the gradients. Muon needs the momenta of the largest group of matrices with
     equal shape, and about five copies of the group in the compute dtype (`train.optim.muon`). On a CPU it needs two
     copies of the group and five of one matrix in fp32. Fused AdamW needs nothing.
+
+    Args:
+        run: Run whose optimizer, precision and device apply.
+        rank: Tensors of the rank.
+        strategy: Effective data-parallel strategy, which determines the rows that the rank updates.
     """
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0

@@ -18,7 +18,13 @@ from phalanx.spec.run import RunSpec
 
 
 def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:
-    """Return the bytes that a rank retains from step to step, before offload."""
+    """Return the bytes that a rank retains from step to step, before offload.
+
+    Args:
+        run: Run whose layout, precision and optimizer apply.
+        rank: Tensors of the rank.
+        micro_batches: Micro-batches per step.
+    """
     precision = run.training.precision
     strategy = effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)

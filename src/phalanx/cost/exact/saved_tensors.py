@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-from phalanx.cost.precision import COMPUTE_BYTES, Precision
-from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec, MoESpec, is_flash_head_dim
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.spec.model import ModelSpec, MoESpec
 
 INDEX_BYTES = 8
 """Bytes of an index of a token, target, position or rank in an order: int64."""
@@ -17,71 +15,14 @@ STATISTIC_BYTES = 4
 """Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
 
 
-@dataclass(frozen=True)
-class ForwardShape:
-    """Sizes of a forward pass on one rank; those of numbers are in bytes."""
-
-    batch: int
-    sequence: int
-    """Tokens of full sequences, of which context-parallel ranks have shards."""
-    precision: Precision
-    layout: Layout
-    autocast: bool
-    masked: bool
-    on_cuda: bool = False
-    """True for CUDA's kernels, which save other tensors than a CPU's."""
-
-    @property
-    def tp(self) -> int:
-        """Number of tensor-parallel ranks."""
-        return self.layout.tp
-
-    @property
-    def tokens(self) -> int:
-        """N, the tokens that products and attention process."""
-        return self.batch * self.sequence // self.layout.cp
-
-    @property
-    def residual_tokens(self) -> int:
-        """Tokens of the residual stream on this rank."""
-        return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
-
-    def max_local_count(self, count: int) -> int:
-        """Return the maximum over ranks of local heads, columns or rows of the vocabulary."""
-        return max(1, -(-count // self.tp))
-
-    @property
-    def compute_bytes(self) -> int:
-        """Bytes of a number in matrix products."""
-        return COMPUTE_BYTES[self.precision]
-
-    @property
-    def high_precision_bytes(self) -> int:
-        """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
-        return max(4, self.compute_bytes)
-
-    def attends_by_flash(self, head_dim: int) -> bool:
-        """Return whether a CUDA kernel without mask attends in documents (`model.attention.has_flash_kernel`)."""
-        return self.on_cuda and self.compute_bytes == 2 and is_flash_head_dim(head_dim)
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of a number in the residual stream, which autocast leaves in the parameters' fp32."""
-        return self.high_precision_bytes if self.autocast else self.compute_bytes
-
-    def linear_input_bytes(self, width: int, readers: int) -> int:
-        """Return the bytes of the input that `readers` linear layers share.
-
-        Autocast casts it for each of them separately. Layers that are split over ranks gather it together."""
-        return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
-
-    def weight_copies(self, count: int) -> int:
-        """Return the bytes of the casts of `count` fp32 weights, which products save under autocast."""
-        return count * self.compute_bytes if self.autocast else 0
-
-
 def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
-    """Return the bytes that blocks share; the first stage also has the tokens."""
+    """Return the bytes that the blocks of a stage share.
+
+    Args:
+        spec: Model.
+        shape: Sizes of a micro-batch on one rank.
+        first: True for the first stage, which also saves the tokens.
+    """
     is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
     # Positions restart with each document.
     num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
@@ -209,7 +150,13 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     """Return the bytes that routers, routed experts and shared experts save.
 
     Experts are balanced and drop no tokens, so the assignment of tokens does not matter. With expert parallelism each
-    rank receives as many rows as it sends."""
+    rank receives as many rows as it sends.
+
+    Args:
+        spec: Model.
+        moe: Experts of the model, `spec.moe`.
+        shape: Sizes of a micro-batch on one rank.
+    """
     D = spec.hidden_size
     E = moe.num_experts
     k = moe.top_k
@@ -260,8 +207,15 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_
     """Return the peak temporary bytes of a block's MLP or experts in backward, beyond freed bytes.
 
     They are the gradients of a SwiGLU's two factors, or of a GELU's output; with experts those of the experts' rows,
-    before and after sorting. With `splits_backward`, the input of the last product is included, because it is not freed
-    then."""
+    before and after sorting.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+        splits_backward: True if backward passes are in two halves. The input of the last product is included then,
+            because it is not freed.
+    """
     if spec.moe is None or not spec.is_moe_layer(layer):
         return (
             ((2 if spec.activation == "swiglu" else 1) + splits_backward)
@@ -291,7 +245,13 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
     """Return the bytes that the second half of a block's backward pass needs.
 
     `parallel.pipeline.split_backward` saves, for every linear layer, its input, the gradient of its output, and under
-    autocast the copy of its weight."""
+    autocast the copy of its weight.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+    """
     D = spec.hidden_size
     q = shape.max_local_count(spec.num_heads) * spec.head_dim
     kv = shape.max_local_count(spec.num_kv_heads) * spec.head_dim

@@ -11,6 +11,7 @@ from dataclasses import replace
 from phalanx.cost.exact.activation_memory import StageBlocks, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
+from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.parameter_shapes import (
     Shapes,
@@ -22,7 +23,6 @@ from phalanx.cost.exact.parameter_shapes import (
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.cost.exact.saved_tensors import ForwardShape
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule

@@ -29,7 +29,13 @@ def balanced_expert_order(tokens_E: Sequence[float], ranks: int) -> list[int]:
 
 
 def max_rank_load(tokens_E: Sequence[float], order: Sequence[int], ranks: int) -> float:
-    """Return the load of the busiest rank / mean load of the ranks; 1 is balanced."""
+    """Return the load of the busiest rank / mean load of the ranks; 1 is balanced.
+
+    Args:
+        tokens_E: Tokens of each expert, or weights in proportion to them.
+        order: Experts in the order of the ranks, each rank's range after the previous one's.
+        ranks: Number of ranks; divides the number of experts.
+    """
     experts_per_rank = len(order) // ranks
     rank_loads = [
         sum(tokens_E[expert] for expert in order[start : start + experts_per_rank])

@@ -62,6 +62,14 @@ def all_reduce_latency_seconds(
 
     N is the number of ranks and n the number of nodes. With one rank per node, a ring's hop between nodes takes as long
     as a tree's.
+
+    Args:
+        algorithm: Ring or tree.
+        protocol: Protocol, which determines the latency of a hop.
+        nodes: Number of nodes, n.
+        ranks_per_node: Ranks of the group on each node, N / n.
+        link: Link between the GPUs of a node.
+        cpu: Vendor of the CPUs, which determines the time to post a message to another node.
     """
     require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
     hop_in_node = HOP_MICROSECONDS[link][algorithm][protocol]

@@ -29,8 +29,12 @@ class FabricLoad:
 def all_to_all(size_bytes: float, nodes: int, devices_per_node: int, pxn: bool = True) -> FabricLoad:
     """Return the load of an all-to-all, in which S (n-1)/n of each rank's S bytes leave the node.
 
-    With `pxn` (NCCL 2.12: PCI x NVLink), bytes for another rail first go over NVLink to the device on that rail.
-    Without it, they leave through the sender's own NIC. (g-1)/g of the bytes that leave then cross the spine.
+    Args:
+        size_bytes: Bytes of each rank's buffer, S.
+        nodes: Number of nodes, n.
+        devices_per_node: Devices per node, g.
+        pxn: True if bytes for another rail first go over NVLink to the device on that rail (NCCL 2.12: PCI x NVLink).
+            Otherwise they leave through the sender's own NIC, and (g-1)/g of the bytes that leave cross the spine.
     """
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     remote_fraction = bus_factor("all_to_all", devices_per_node)
@@ -45,6 +49,11 @@ def flat_ring_all_reduce(size_bytes: float, nodes: int, devices_per_node: int) -
     """Return the load of g ring all-reduces over all N ranks.
 
     Each rank sends 2 (N-1)/N of S/g in every ring, and sends to another node in one of the rings.
+
+    Args:
+        size_bytes: Bytes of each rank's buffer, S.
+        nodes: Number of nodes, n.
+        devices_per_node: Devices per node, g.
     """
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     hop = size_bytes / devices_per_node * bus_factor("all_reduce", nodes * devices_per_node)
@@ -57,6 +66,11 @@ def hierarchical_all_reduce(size_bytes: float, nodes: int, devices_per_node: int
 
     NICs send 2 (n-1)/(n g) S (BlueConnect, Cho et al., MLSys 2019). In `flat_ring_all_reduce` they send more by the
     factor (N-1)/N over (n-1)/n: 1.875 on 2 nodes of 8 devices, 1.06 on 16.
+
+    Args:
+        size_bytes: Bytes of each rank's buffer, S.
+        nodes: Number of nodes, n.
+        devices_per_node: Devices per node, g.
     """
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     return FabricLoad(
@@ -72,6 +86,11 @@ def double_tree_all_reduce(size_bytes: float, nodes: int, devices_per_node: int)
     Inside a node the devices form chains, up and down. A node is a leaf in one tree and has at most two children in the
     other (Sanders, Speck & Träff, Parallel Computing 35, 2009). It sends one copy of the half up as a leaf, and
     otherwise one copy up and two down. `nic_bytes` is this maximum, 2 S/g.
+
+    Args:
+        size_bytes: Bytes of each rank's buffer, S.
+        nodes: Number of nodes, n.
+        devices_per_node: Devices per node, g.
     """
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     return FabricLoad(
@@ -100,5 +119,11 @@ def oversubscription_slowdown(spine_share: float, oversubscription: float) -> fl
 
 
 def network_seconds(load: FabricLoad, nic_bytes_per_second: float, oversubscription: float = 1.0) -> float:
-    """Return the seconds that the slower of NICs and spine needs for `load`, without latencies."""
+    """Return the seconds that the slower of NICs and spine needs for a load, without latencies.
+
+    Args:
+        load: Bytes of one collective.
+        nic_bytes_per_second: Bandwidth of a NIC in one direction.
+        oversubscription: o of a spine with 1/o of the NICs' bandwidth; at least 1.
+    """
     return load.nic_bytes / nic_bytes_per_second * oversubscription_slowdown(load.spine_share, oversubscription)

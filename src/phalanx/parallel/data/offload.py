@@ -71,7 +71,14 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Wrap the step of a piece; a piece has the same `index` at every step."""
+        """Wrap the step of a piece of the parameters.
+
+        Args:
+            index: Index of the piece; a piece has the same index at every step.
+            optimizers: Optimizers that step the piece and create its state.
+            parameters: Trained parameters of the piece.
+            gradients: Their gradients in the offload storage; empty or None where they are elsewhere.
+        """
         yield
 
 

@@ -3,8 +3,7 @@
 A step has four parts. Servers broadcast the weights; each worker runs its forward and backward passes. Servers add the
 workers' gradients, in the order of the workers, and divide them by the number of tokens; servers update. The first
 ranks are the servers, and parameters are assigned to them by bytes. A worker has only weights and gradients, whatever
-the optimizer. All messages pass through CPU memory and gloo: servers need no GPU, and workers' GPUs need not reach each
-other.
+the optimizer. Messages pass through CPU memory and gloo: servers need no GPU, and GPUs need not reach each other.
 
 Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a worker continues while its
 weights lack at most s updates. Each update still uses one gradient of every worker, and received weights are used
@@ -52,16 +51,22 @@ class ServerTopology:
 
 
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
-    """Return this rank's strategy, a server or a worker; raises UserError for mixed dtypes."""
+    """Return this rank's strategy, a server or a worker.
+
+    Args:
+        module: Full model of this rank, whose parameters the strategy replaces.
+        layout: Layout with the number of servers and the staleness.
+        device: Device of a worker; servers use the CPU.
+
+    Raises:
+        UserError: The module has parameters of several dtypes.
+    """
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
-        raise UserError(
-            "layout.data_parallel",
-            layout.data_parallel,
-            f"sends parameters as one vector of one dtype, but the module has {description}",
-            fix="convert the module to one dtype, or use another layout.data_parallel",
-        )
+        problem = f"sends parameters as one vector of one dtype, but the module has {description}"
+        fix = "convert the module to one dtype, or use another layout.data_parallel"
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix=fix)
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}
@@ -76,9 +81,8 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
         server_group=dist.new_group(servers, backend=backend),
         staleness=layout.max_staleness,
     )
-    return (
-        ParameterServer(module, roles) if dist.get_rank() in servers else ParameterServerWorker(module, roles, device)
-    )
+    is_server = dist.get_rank() in servers
+    return ParameterServer(module, roles) if is_server else ParameterServerWorker(module, roles, device)
 
 
 class ParameterServerWorker(Strategy):
@@ -289,9 +293,8 @@ class ParameterServer(Strategy):
             self._post_receive(worker, torch.empty(size, dtype=torch.float64), self._receive_buffer, steps_ahead=0)
         elif not self._posted_receives[worker]:
             for steps_ahead in range(1 + self.roles.staleness):
-                self._post_receive(
-                    worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead=steps_ahead
-                )
+                message = torch.empty(size, dtype=torch.float64)
+                self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead=steps_ahead)
         works, message, gradients = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
             for work in works:

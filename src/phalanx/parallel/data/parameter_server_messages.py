@@ -12,7 +12,13 @@ Shapes = dict[str, torch.Size]
 
 
 def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
-    """Concatenate the named parameters into a vector, with zeros for parameters without memory."""
+    """Concatenate parameters into a vector, with zeros for parameters without memory.
+
+    Args:
+        parameters: Parameters by name, all of one dtype; at least those of `shapes`.
+        shapes: Names and shapes in the order of the vector.
+        device: Device of the vector.
+    """
     dtype = next(iter(parameters.values())).dtype
     vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
     for name, view in parameter_views(vector, shapes).items():
@@ -40,14 +46,26 @@ def receive_buffer(weights: Tensor) -> Tensor:
 
 
 def isend(tensor: Tensor, destination: int, tag: int) -> dist.Work:
-    """Start to send a tensor to a rank, and return the pending work."""
+    """Start to send a tensor to a rank, and return the pending work.
+
+    Args:
+        tensor: Tensor, which must not change until the work is complete.
+        destination: Global rank of the receiver.
+        tag: Number that the matching `irecv` has too.
+    """
     work = dist.isend(tensor, destination, tag=tag)
     assert work is not None
     return work
 
 
 def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
-    """Start to receive a tensor from a rank, and return the pending work."""
+    """Start to receive a tensor from a rank, and return the pending work.
+
+    Args:
+        tensor: Buffer that is overwritten.
+        source: Global rank of the sender.
+        tag: Number that the matching `isend` has too.
+    """
     work = dist.irecv(tensor, source, tag=tag)
     assert work is not None
     return work

@@ -33,7 +33,13 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
 
 
 def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
-    """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block."""
+    """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block.
+
+    Args:
+        module: Model.
+        layout: Layout; parameters are checked if its data-parallel strategy shards.
+        blocks: Submodules that are sharded as units.
+    """
     if any(block is module for block in blocks):
         raise UserError("blocks", type(module).__name__, "is the module itself", fix="pass its submodules, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():

@@ -275,7 +275,13 @@ def trainable_parameters_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> I
 
 
 def master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:
-    """Return separate rows to train; for a tensor without memory, uninitialized rows."""
+    """Return separate rows to train; for a tensor without memory, uninitialized rows.
+
+    Args:
+        rows: This rank's rows of a parameter, in the dtype that is trained.
+        device: Device of the copy without offload.
+        offload: Storage of the copy; None for `device`.
+    """
     if offload is not None:
         return offload.to_host(rows)
     return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)

@@ -57,9 +57,16 @@ class ExpertParallelGroup:
     def start_all_to_all(
         self, rows: Tensor, send_counts: list[int], recv_counts: list[int]
     ) -> tuple[Tensor, dist.Work | None]:
-        """Start to send `send_counts[i]` rows to rank i, in order, and to receive `recv_counts[j]` from j.
+        """Start to exchange rows with all ranks of the group.
 
-        Returns the receive buffer and the pending work."""
+        Args:
+            rows: Rows to send, [rows, ...], in the order of the receiving ranks.
+            send_counts: Number of rows to each rank.
+            recv_counts: Number of rows from each rank.
+
+        Returns:
+            The receive buffer, in the order of the sending ranks, and the pending work.
+        """
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         work = dist.all_to_all_single(
             received, rows.contiguous(), recv_counts, send_counts, group=self.group, async_op=True

@@ -154,7 +154,13 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:
     """Return the experts of each expert-parallel rank.
 
-    A rank has its rows of the stack of trained experts, and fills its remaining slots with frozen experts."""
+    A rank has its rows of the stack of trained experts, and fills its remaining slots with frozen experts.
+
+    Args:
+        trained: Indices of the trained experts.
+        experts: Number of experts of a layer.
+        ranks: Number of expert-parallel ranks; divides the number of experts.
+    """
     remaining = iter([expert for expert in range(experts) if expert not in trained])
     assignment = []
     first = 0
@@ -206,7 +212,13 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
 
 
 def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, experts: int) -> Weights:
-    """Wrap `weights` to return only the trained experts of a stack."""
+    """Wrap initial weights to return only the trained experts of a stack.
+
+    Args:
+        weights: Full parameters by name and shape.
+        trained_experts: Experts that the replica trains.
+        experts: Number of experts of a layer, in the full stacks.
+    """
 
     def select_part(name: str, shape: torch.Size) -> Tensor:
         if not name.endswith(tuple(f".experts.{kind}" for kind in KINDS)):
@@ -217,7 +229,13 @@ def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, ex
 
 
 def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> None:
-    """Initialize the frozen experts from the full stacks of experts by name."""
+    """Initialize the frozen experts from the full stacks of experts.
+
+    Args:
+        module: Model of this rank.
+        weights: Full stacks by name and shape.
+        experts: Number of experts of a layer.
+    """
     for name, part in partially_trained_layers(module):
         sharding = part.model_sharding
         part.is_trained_mask.copy_(torch.tensor([expert in part.trained_on_rank for expert in part.experts_on_rank]))

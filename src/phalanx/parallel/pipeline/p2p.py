@@ -111,10 +111,17 @@ class PipelineP2P:
 def connect_peers(
     schedule: Schedule, rank: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], token: Tensor
 ) -> None:
-    """Exchange `token` once over each link of each group, in one order on all ranks.
+    """Exchange a tensor once over each link of each group, in one order on all ranks.
 
     NCCL creates the communicator of a pair of ranks at its first message, and the host blocks until the other rank
-    joins. Two ranks that both post receives before any send would deadlock."""
+    joins. Two ranks that both post receives before any send would deadlock.
+
+    Args:
+        schedule: Schedule, which determines the links.
+        rank: Index of this rank in the pipeline.
+        groups: Groups of the messages to higher and to lower ranks.
+        token: Tensor of one number, which is overwritten.
+    """
     pairs = {(min(link), max(link)) for link in schedule.links} | {(min(schedule.end_ranks), max(schedule.end_ranks))}
     for forward, group in zip((True, False), groups, strict=True):
         for low, high in sorted(pairs):

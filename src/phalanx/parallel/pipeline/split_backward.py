@@ -74,7 +74,14 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
 def split_backward_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deferred_grads: DeferredWeightGrads
 ) -> Tensor:
-    """Return x W^T + b; the gradient of the weight may be deferred."""
+    """Return x W^T + b; the gradient of the weight may be deferred.
+
+    Args:
+        x: Input, [..., I].
+        weight: W, [O, I].
+        bias: b, [O]; None without bias.
+        deferred_grads: List that receives the gradient of the weight while it defers gradients.
+    """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -54,7 +54,11 @@ class StageModule(Transformer):
     def forward(self, x: Tensor, documents: Documents | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
         """Return a stage's output, or the logits of the last stage, and its auxiliary loss.
 
-        `x` is the stage's input; for the first stage, the tokens."""
+        Args:
+            x: Input of the stage, [B, T, D]; for the first stage the tokens, [B, T].
+            documents: Documents of the micro-batch; None if every row is one document.
+            stage: Index of the stage in the pipeline, one of this rank's.
+        """
         x_BTD = self.embed(x, documents) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
         x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)

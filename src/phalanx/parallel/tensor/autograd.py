@@ -28,7 +28,13 @@ def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -
 
 
 def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
-    """Return the sum over ranks of their products, with the tokens of the residual stream."""
+    """Return the sum over ranks of their products, with the tokens of the residual stream.
+
+    Args:
+        hidden: This rank's columns of the input, [B, T, columns].
+        ranks: Ranks that share the layer.
+        layer: Layer with these columns of the weight, and with the full bias.
+    """
     return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
 
 

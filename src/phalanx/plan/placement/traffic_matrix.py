@@ -93,7 +93,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
         run: The run.
         world_size: Number of ranks.
         island: Number of consecutive ranks that are close (a node, or a fast domain of several). Rings pass through an
-        island before they leave it.
+            island before they leave it.
 
     Raises:
         UserError: If `world_size` ranks cannot run the layout.

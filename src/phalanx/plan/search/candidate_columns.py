@@ -26,7 +26,13 @@ STAGE_POSITIONS = ("first", "middle", "last")
 
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
-    """Return the job table of candidate layouts under Phalanx."""
+    """Return the job table of candidate layouts under Phalanx.
+
+    Args:
+        run: Run with the model, the batch and the cluster; its own layout is not used.
+        world_size: Number of ranks.
+        layouts: One candidate per row of the table.
+    """
     common = {**_shared_columns(run, world_size), "ranks": world_size}
     return broadcast_jobs(common, {name: np.array(values) for name, values in _layout_columns(run, layouts).items()})
 

@@ -127,7 +127,13 @@ class LayoutPredictions:
 
 
 def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
-    """Predict time and memory of some layouts, in columns that broadcast to their number."""
+    """Predict time and memory of some layouts, in columns that broadcast to their number.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts to predict; at least one.
+    """
     jobs = candidate_jobs(run, world_size, layouts)
     c = memory_constants_for(run.cluster)
     memory = estimate_memory(c, jobs)

@@ -44,8 +44,8 @@ def plan_or_raise(
         world_size: Number of ranks.
         keep: Maximum number of layouts.
         report: Progress callback.
-        is_wanted: Predicate that chooses among the layouts.
         group_schedules: Of layouts that differ in their schedule only, return none after the first safe one.
+        is_wanted: Predicate that chooses among the layouts.
 
     Raises:
         UserError: If no layout is wanted, or none fits; then the fix says which change makes one fit.

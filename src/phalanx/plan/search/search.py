@@ -148,7 +148,13 @@ def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
 def with_offload_variants(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
-    """Return all layouts plus offload variants of those unlikely to fit, and the fitting ones in order."""
+    """Return all layouts plus offload variants of those unlikely to fit, and the fitting ones in order.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts without offload; at least one.
+    """
     risk = oom_probabilities(run, world_size, layouts)
     more = [
         other
@@ -198,7 +204,13 @@ def _if_likely_to_fit(option: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
 
 
 def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Return the layouts that are likely to fit, in order of preference; some may not run."""
+    """Return the layouts that are likely to fit, in order of preference; some may not run.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts to rank; the result is empty if none fits.
+    """
     if not layouts:
         return []
     jobs = candidate_jobs(run, world_size, layouts)
@@ -217,13 +229,25 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
 
 
 def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
-    """Return the layout that fills the memory of device and CPU least, and so most likely fits."""
+    """Return the layout that fills the memory of device and CPU least, and so most likely fits.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts to compare; at least one.
+    """
     jobs = candidate_jobs(run, world_size, layouts)
     c = memory_constants_for(run.cluster)
     return layouts[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(layouts))))]
 
 
 def evaluate_smallest(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> EvaluatedLayout:
-    """Return the evaluation of the smallest layout, with exact memory if it can run."""
+    """Return the evaluation of the smallest layout, with exact memory if it can run.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts to compare; at least one.
+    """
     option = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
     return with_exact_memory(run, world_size, option) if can_run(run, world_size, option.candidate) else option

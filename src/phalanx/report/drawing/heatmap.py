@@ -119,7 +119,13 @@ def _labels(heat: Heatmap) -> Iterator[str]:
 
 
 def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
-    """Return at most `max_ticks` rows to number: all, the first of one or several nodes, or round numbers."""
+    """Return the rows to number: all, the first of one or several nodes, or round numbers.
+
+    Args:
+        count: Number of rows.
+        node: Rows per node; 0 or 1 if rows are not ranks of nodes.
+        max_ticks: Maximum number of rows to number.
+    """
     if count <= max_ticks:
         return range(count)
     step = node if node > 1 else 5

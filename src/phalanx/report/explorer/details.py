@@ -32,6 +32,11 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     """Return all that the page shows of a layout that was clicked, as plain data.
 
     A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        candidate: Layout to describe.
     """
     option = evaluate(run, world_size, [candidate])[0]
     layout_run = run.model_copy(update={"layout": candidate.layout()})

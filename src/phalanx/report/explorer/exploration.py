@@ -42,9 +42,17 @@ def explore(
     group_schedules: bool = True,
     report: ProgressCallback = lambda *_: None,
 ) -> Exploration:
-    """Search for the `keep` first choices of the planner, and predict all layouts that the search considered.
+    """Search for the first choices of the planner, and predict all layouts that the search considered.
 
-    Raises UserError as `plan_or_raise` does.
+    Args:
+        run: Run to plan.
+        world_size: Number of ranks.
+        keep: Maximum number of first choices.
+        group_schedules: True to keep one of the layouts that differ in their schedule only, as in `plan_or_raise`.
+        report: Progress callback.
+
+    Raises:
+        UserError: If no layout fits, as in `plan_or_raise`.
     """
     plan = plan_or_raise(run, world_size, keep, report=report, group_schedules=group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
@@ -66,6 +74,15 @@ def pareto_front(
 
     Memory is the formula's estimate, which every layout has. Whether a layout fits is counted tensor by tensor too,
     for at most `MAX_EXACT_EVALUATIONS` layouts.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        layouts: Layouts to compare.
+        predictions: Predictions of `layouts`.
+
+    Returns:
+        The evaluations with exact memory, by index in `layouts`, the fastest first.
     """
     size = len(layouts)
     seconds, memory, p_oom = (

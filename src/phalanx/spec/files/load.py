@@ -277,7 +277,13 @@ def resolve_model(table: Table) -> Table:
 
 
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
-    """Merge a table over the preset that it names, if any; `folder` contains the presets."""
+    """Merge a table over the preset that it names, if any.
+
+    Args:
+        table: Fields of the run file, which override the preset's.
+        folder: Folder of the presets, "machines" or "models".
+        field: Name of the table, for errors.
+    """
     name = table.get("preset")
     if name is None:
         return table

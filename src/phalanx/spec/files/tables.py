@@ -61,9 +61,13 @@ def deep_merge(base: Table, override: Table) -> Table:
 
 
 def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
-    """Set a field of a nested table from its text; empty text removes it.
+    """Set a field of a nested table from its text.
 
-    Errors name the `origin` of the text.
+    Args:
+        table: Table, which is changed in place.
+        path: Names of the tables and of the field.
+        text: TOML value, or a string without quotes; empty text removes the field.
+        origin: Option or variable with the text, for errors.
     """
     for part in path[:-1]:
         table = table.setdefault(part, {})

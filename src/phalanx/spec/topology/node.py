@@ -61,5 +61,11 @@ class NodeTopology:
 
 
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:
-    """Raise UserError about a line of a topology, counted from 0."""
+    """Raise UserError about a line of a topology.
+
+    Args:
+        index: Index of the line, from 0; the message counts from 1.
+        problem: Predicate of the error.
+        fix: Imperative fix.
+    """
     raise UserError("topology", None, f"line {index + 1}: {problem}", fix=fix)

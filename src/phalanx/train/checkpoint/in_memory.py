@@ -72,7 +72,13 @@ class InMemoryCheckpointer:
         self._slot_index = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Copy this rank's state after a step to its launcher and to the next node (a collective)."""
+        """Copy this rank's state after a step to its launcher and to the next node (a collective).
+
+        Args:
+            step: Step after which the state is copied.
+            tensors: State by name; this rank's shards are copied.
+            manifest: Values of the run at this step, as in a checkpoint's manifest (JSON-able).
+        """
         local_slot, neighbor_slot = (self._slots[slots[self._slot_index]] for slots in (LOCAL_SLOTS, NEIGHBOR_SLOTS))
         self._slot_index = 1 - self._slot_index
         local_slot.invalidate()

@@ -140,9 +140,18 @@ def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -
 
 
 def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the full matrices [., total, columns] that are assigned to this rank: i, i + N, and so on.
+    """Gather the full matrices that are assigned to this rank: i, i + N, and so on.
 
-    `rows` are this rank's rows of M matrices, [M, rows, columns]. Sends (N - 1)/N of them."""
+    Sends (N - 1)/N of the local rows.
+
+    Args:
+        rows: This rank's rows of M matrices, [M, rows, columns].
+        total: Rows of a full matrix.
+        group: N ranks that share the rows of each matrix.
+
+    Returns:
+        The assigned matrices, [matrices, total, columns].
+    """
     ranks = group.size()
     rank = group.rank()
     columns = rows.shape[2]
@@ -157,7 +166,13 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
 
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
-    """Reverse of `gather_assigned`: return this rank's rows of all matrices, [M, rows, columns]."""
+    """Reverse of `gather_assigned`: return this rank's rows of all matrices, [M, rows, columns].
+
+    Args:
+        assigned: Full matrices that are assigned to this rank, [matrices, total, columns].
+        matrices: Number of matrices of all ranks, M.
+        group: Ranks that share the rows of each matrix.
+    """
     ranks = group.size()
     rank = group.rank()
     (total, columns) = assigned.shape[1:]

@@ -1,0 +1,49 @@
+"""Output of `phalanx plan --json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.cli.views.plan_notes import list_assumptions
+from phalanx.plan.search.faster_layout import find_faster_layout
+from phalanx.plan.search.oom_risk import node_host_bytes, safe_capacity_bytes
+from phalanx.plan.search.result import Plan
+from phalanx.plan.tables.machine_columns import host_memory
+from phalanx.plan.training_cost import estimate_training_cost
+from phalanx.spec.run import RunSpec
+
+
+def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
+    """Return the output of `phalanx plan --json`.
+
+    Args:
+        run: Run with the model, the batch and the cluster.
+        world_size: Number of ranks.
+        plan: Result of the search, with at least one layout.
+        top: Number of layouts to return.
+        tokens: Tokens of a full training; None for those of the run.
+    """
+    faster = find_faster_layout(run, world_size, plan)
+    front = plan.pareto_front
+    return {
+        "model": run.model.preset or run.model.from_hf,
+        "devices": world_size,
+        "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
+        "assumed": list_assumptions(run, world_size, plan.layouts[:top]),
+        "rank_limit_bytes": safe_capacity_bytes(run.cluster),
+        "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
+        "considered": plan.searched,
+        "fitting": plan.fitting,
+        "layouts": [
+            {
+                **option.to_json(),
+                "on_front": option in front,
+                "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+            }
+            for option in plan.layouts[:top]
+        ],
+        "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
+        "taken": str(plan.best.candidate),
+        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)),
+    }

@@ -1,0 +1,72 @@
+"""Sizes of a forward pass on one rank, which determine its activations and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.precision import COMPUTE_BYTES, Precision
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import is_flash_head_dim
+
+
+@dataclass(frozen=True)
+class ForwardShape:
+    """Sizes of a forward pass on one rank; those of numbers are in bytes."""
+
+    batch: int
+    sequence: int
+    """Tokens of full sequences, of which context-parallel ranks have shards."""
+    precision: Precision
+    layout: Layout
+    autocast: bool
+    masked: bool
+    on_cuda: bool = False
+    """True for CUDA's kernels, which save other tensors than a CPU's."""
+
+    @property
+    def tp(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.layout.tp
+
+    @property
+    def tokens(self) -> int:
+        """N, the tokens that products and attention process."""
+        return self.batch * self.sequence // self.layout.cp
+
+    @property
+    def residual_tokens(self) -> int:
+        """Tokens of the residual stream on this rank."""
+        return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
+
+    def max_local_count(self, count: int) -> int:
+        """Return the maximum over ranks of local heads, columns or rows of the vocabulary."""
+        return max(1, -(-count // self.tp))
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in matrix products."""
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def high_precision_bytes(self) -> int:
+        """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
+        return max(4, self.compute_bytes)
+
+    def attends_by_flash(self, head_dim: int) -> bool:
+        """Return whether a CUDA kernel without mask attends in documents (`model.attention.has_flash_kernel`)."""
+        return self.on_cuda and self.compute_bytes == 2 and is_flash_head_dim(head_dim)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of a number in the residual stream, which autocast leaves in the parameters' fp32."""
+        return self.high_precision_bytes if self.autocast else self.compute_bytes
+
+    def linear_input_bytes(self, width: int, readers: int) -> int:
+        """Return the bytes of the input that `readers` linear layers share.
+
+        Autocast casts it for each of them separately. Layers that are split over ranks gather it together."""
+        return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
+
+    def weight_copies(self, count: int) -> int:
+        """Return the bytes of the casts of `count` fp32 weights, which products save under autocast."""
+        return count * self.compute_bytes if self.autocast else 0
