@@ -25,9 +25,9 @@ from phalanx.testing import rank_pool
 from phalanx.train.create_run import create_run
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.profiling.step_profiler import StepProfiler
+from phalanx.train.session import open_step_records
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
-from phalanx.train.worker import open_step_records
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "recording.md"
 GOAL = 1.01

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.api.training import TrainResult, train_run
     from phalanx.launch.process import init_distributed
     from phalanx.model.sampling import generate
-    from phalanx.parallel.apply import distribute
+    from phalanx.parallel.data.distribute import distribute
     from phalanx.parallel.mesh import build_mesh
     from phalanx.parallel.step_result import StepResult
     from phalanx.parallel.strategy import Strategy
@@ -75,7 +75,7 @@ _PUBLIC_NAMES = {
     "phalanx.api.training": ("TrainResult", "train_run"),
     "phalanx.launch.process": ("init_distributed",),
     "phalanx.model.sampling": ("generate",),
-    "phalanx.parallel.apply": ("distribute",),
+    "phalanx.parallel.data.distribute": ("distribute",),
     "phalanx.parallel.mesh": ("build_mesh",),
     "phalanx.parallel.step_result": ("StepResult",),
     "phalanx.parallel.strategy": ("Strategy",),

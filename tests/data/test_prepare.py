@@ -16,23 +16,14 @@ from phalanx.data import prepare as prepare_module
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.loader import TokenLoader
 from phalanx.data.pair_metadata import write_pair_metadata
-from phalanx.data.prepare import check_sources, describe_unchecked_pairs, prepare
+from phalanx.data.prepare import prepare
+from phalanx.data.source_checks import check_sources, describe_unchecked_pairs
 from phalanx.data.sources import documents, is_held_out
-from phalanx.data.tokenize import TokenizationCounts, write_indexed_pairs
+from phalanx.data.tokenize import TokenizationCounts
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
-
-
-@pytest.fixture
-def make_data_spec(corpus, tmp_path):
-    """A DataSpec over the small corpus, with a cache of its own."""
-
-    def build(**options):
-        options = {"train": [str(corpus)], "cache": str(tmp_path / "cache"), "held_out_fraction": 0.2} | options
-        return DataSpec(**{"tokenizer": "bytes"} | options)
-
-    return build
+from tests.helpers.indexed_pairs import write_indexed_pair
 
 
 def decode_documents(prefix, tokenizer):
@@ -41,13 +32,6 @@ def decode_documents(prefix, tokenizer):
     for number in range(len(dataset)):
         assert dataset.document(number)[-1] == tok.end
     return [tok.decode(dataset.document(number)) for number in range(len(dataset))]
-
-
-def write_indexed_pair(path, ids, vocab=257):
-    with IndexedWriter(path, np.dtype(np.uint16 if vocab < 65_500 else np.int32)) as writer:
-        for document in ids:
-            writer.add(np.array(document))
-    return str(path)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
@@ -186,31 +170,6 @@ def test_prepare_is_independent_of_location_and_spelling_of_sources(make_data_sp
     assert prepare(make_data_spec(train=[relative], tokenizer="bpe", tokenizer_vocab=300)) == expected
 
 
-@pytest.fixture
-def pair_of_text(corpus, tmp_path):
-    """A pair and the file of its tokenizer."""
-    tokenizer = train_bpe(["def function(x):\n"] * 50, 300)
-    tokenizer.save(tmp_path / "own.json")
-    write_indexed_pairs(documents([str(corpus)]), tokenizer, [tmp_path / "pair"])
-    return str(tmp_path / "pair"), str(tmp_path / "own.json")
-
-
-def test_check_sources_rejects_pair_of_another_tokenizer(make_data_spec, pair_of_text, tmp_path):
-    pair, own = pair_of_text
-    other = tmp_path / "other.json"
-    vocab = load_tokenizer(own).vocab
-    train_bpe(["return value + other"] * 50, vocab).save(other)
-    data = make_data_spec(train=[pair], tokenizer=own)
-    check_sources(data)
-    assert describe_unchecked_pairs(data) is None
-    for field in ("train", "held_out"):
-        sources = {"train": [str(write_indexed_pair(tmp_path / "unknown", [[1, 2]]))]} | {field: [pair]}
-        with pytest.raises(UserError, match="was made with another tokenizer") as caught:
-            check_sources(make_data_spec(**sources, tokenizer=str(other)))
-        assert caught.value.field == f"data.{field}"
-        assert caught.value.fix
-
-
 @pytest.mark.parametrize("made_of", ["pair", "two pairs", "two pairs as train and held out", "one document"])
 def test_prepared_pairs_are_known_to_be_of_their_tokenizer(make_data_spec, pair_of_text, tmp_path, made_of):
     pair, own = pair_of_text
@@ -236,25 +195,6 @@ def test_prepared_pairs_of_unknown_tokenizer_stay_unknown(make_data_spec, pair_o
     prepared = prepare(make_data_spec(train=[pair, write_indexed_pair(tmp_path / "unknown", [[1] * 9])], tokenizer=own))
     again = make_data_spec(train=[prepared.train], held_out=[prepared.held_out], tokenizer=own)
     assert f"{prepared.train} and 1 more" in describe_unchecked_pairs(again)
-
-
-def test_check_sources_accepts_equal_tokenizer_in_another_spelling(make_data_spec, pair_of_text, tmp_path):
-    pair, own = pair_of_text
-    table = json.loads(Path(own).read_text())
-    table["model"]["merges"] = [" ".join(merge) for merge in table["model"]["merges"]]
-    (tmp_path / "old.json").write_text(json.dumps(table))
-    check_sources(make_data_spec(train=[pair], tokenizer=str(tmp_path / "old.json")))
-
-
-def test_pairs_without_metadata_of_their_own_are_reported(make_data_spec, pair_of_text):
-    pair, own = pair_of_text
-    data = make_data_spec(train=[pair], tokenizer=own)
-    write_indexed_pair(pair, [[1, 2, 3]])  # as another program would, beside the file of the tokens before
-    check_sources(data)
-    assert f"made the tokens of {pair}, so data.tokenizer = {own!r} could not" in describe_unchecked_pairs(data)
-    Path(f"{pair}.meta.json").unlink()
-    assert f"{pair} and 1 more" in describe_unchecked_pairs(make_data_spec(train=[pair, pair], tokenizer=own))
-    assert describe_unchecked_pairs(make_data_spec()) is None
 
 
 def test_prepare_with_streaming_writes_only_held_out_data(make_data_spec, corpus, monkeypatch):
@@ -424,15 +364,6 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
         assert caught.value.field == field
         assert caught.value.fix
     assert not Path(data.cache).exists()
-
-
-def test_check_vocabulary_samples_large_dataset_for_invalid_ids(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "MAX_FULL_CHECK_TOKENS", 100_000)
-    ids = np.ones(300_000, np.int64)
-    ids[-1] = 999
-    dataset = IndexedDataset(write_indexed_pair(tmp_path / "tokens", [ids]))
-    with pytest.raises(UserError, match="has token id 999"):
-        prepare_module.check_vocabulary(dataset, byte_tokenizer(), "data.train")
 
 
 def test_prepare_rejects_streaming_data_too_small_to_hold_out(make_data_spec, tmp_path):

@@ -27,9 +27,9 @@ from phalanx.testing.network_namespaces import NamespacesUnavailable, star_netwo
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
+from phalanx.train.session import open_step_records
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
-from phalanx.train.worker import open_step_records
 
 pytestmark = pytest.mark.alone
 STEPS, FROM_STEP = 20, 9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -13,33 +12,16 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
-
-from phalanx.data.indexed_dataset import IndexedDataset, join_pairs, prefix_of, split_tail
-from phalanx.data.joined_tokens import PARTS_SUFFIX
-from phalanx.data.pair_metadata import (
-    METADATA_SUFFIX,
-    PAIR_SUFFIXES,
-    check_pair_tokenizer,
-    read_pair_metadata,
-    write_pair_metadata,
-)
-from phalanx.data.sources import (
-    RECIPE_VERSION,
-    Document,
-    SourceFile,
-    documents,
-    is_held_out,
-    list_source_files,
-    read_documents,
-)
+from phalanx.data.indexed_dataset import IndexedDataset, join_pairs, split_tail
+from phalanx.data.pair_metadata import read_pair_metadata, write_pair_metadata
+from phalanx.data.source_checks import check_sources, indexed_prefixes, list_files
+from phalanx.data.sources import RECIPE_VERSION, Document, documents, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import Progress, disk_error, write_indexed_pairs
-from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_without_training, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
 COMPLETE_FILE = "complete.json"
-MAX_FULL_CHECK_TOKENS = 20_000_000
 STREAMING_HELD_OUT_DOCUMENTS = 1000
 
 
@@ -84,127 +66,6 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     return PreparedData("" if data.streaming else train, held_out, str(final_folder / "tokenizer.json"))
 
 
-def check_sources(data: DataSpec) -> None:
-    """Check every source and the tokenizer quickly. Raises UserError for the first invalid one."""
-    tokenizer = tokenizer_without_training(data)
-    for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
-        if not sources and field == "data.held_out":
-            continue
-        prefixes = indexed_prefixes(sources, field)
-        if not prefixes:
-            next(documents(sources, data.text_key, field))
-        elif tokenizer is None:
-            raise UserError(
-                "data.tokenizer",
-                data.tokenizer,
-                f"cannot be trained from tokens, and {field} names the pair {prefixes[0]}",
-                fix='give the tokenizer.json the tokens were made with, or "bytes"',
-            )
-        elif data.streaming and field == "data.train":
-            raise UserError(
-                "data.streaming", True, f"{prefixes[0]} is tokens already", fix="set data.streaming = false"
-            )
-        else:
-            for prefix in prefixes:
-                check_tokens(IndexedDataset(prefix, field), tokenizer, field)
-    _check_overlap(data)
-
-
-def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if the tokens of a pair have another tokenizer or ids outside its vocabulary."""
-    check_pair_tokenizer(dataset, tokenizer, field)
-    check_vocabulary(dataset, tokenizer, field)
-
-
-def describe_unchecked_pairs(data: DataSpec) -> str | None:
-    """Return a line about the pairs without a recorded tokenizer; None if there are none."""
-    prefixes = [*indexed_prefixes(data.train, "data.train"), *indexed_prefixes(data.held_out, "data.held_out")]
-    unchecked = [prefix for prefix in prefixes if read_pair_metadata(IndexedDataset(prefix)) is None]
-    if not unchecked:
-        return None
-    more = f" and {len(unchecked) - 1} more" if len(unchecked) > 1 else ""
-    return (
-        f"no {METADATA_SUFFIX} file says which tokenizer made the tokens of {unchecked[0]}{more}, so "
-        f"data.tokenizer = {data.tokenizer!r} could not be checked: another gives wrong bits per byte and exports"
-    )
-
-
-def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled."""
-    size = len(dataset.tokens)
-    if size > MAX_FULL_CHECK_TOKENS:
-        sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
-        tokens = np.concatenate([dataset.tokens[start : start + 65_536] for start in sample_starts])
-    else:
-        tokens = dataset.tokens[:size]
-    low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
-    if low < 0 or high >= tokenizer.vocab:
-        raise UserError(
-            field,
-            dataset.prefix,
-            f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
-            fix="give the tokenizer that these tokens were made with",
-        )
-
-
-def _check_overlap(data: DataSpec) -> None:
-    # Pairs are compared by their indices: two may have separate documents of one .bin file.
-    train_files = _list_files(data.train, "data.train", (".idx",))
-    train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
-    for source_file in _list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
-        if os.path.realpath(source_file.path) in train_paths:
-            raise UserError(
-                "data.held_out", source_file.path, "is in data.train too", fix="leave it out of one of them"
-            )
-
-
-def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
-    """Return the prefixes of the .bin/.idx pairs in `sources`, in order; none for text.
-
-    A pair whose .bin and .idx are both named counts once; a source that is named twice counts twice. Raises UserError
-    if `sources` name pairs and text.
-    """
-    paths = [(source, path) for source in sources for path in _expand_pattern(source)]
-    pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
-    if pairs and len(pairs) < len(paths):
-        raise UserError(
-            field,
-            list(sources),
-            "has .bin/.idx pairs and text",
-            fix="turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name "
-            "its prefix",
-        )
-    first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
-    return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
-
-
-def _expand_pattern(source: str) -> list[str]:
-    """Return the pairs that a pattern matches, and its other files; a source without pairs unchanged."""
-    path = os.path.expanduser(source)
-    if not glob.has_magic(source) or os.path.exists(path):
-        return [source]
-    matches = sorted(glob.glob(path, recursive=True))
-    stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
-    stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
-    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in PAIR_SUFFIXES}
-    return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]
-
-
-def _list_files(
-    sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
-) -> list[SourceFile]:
-    """List the files of text or pairs."""
-    names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
-    return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
-
-
-def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
-    """Return the tokenizer if it needs no training, else None. Raises UserError for an invalid file."""
-    if data.tokenizer == "bpe":
-        return None
-    return byte_tokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
-
-
 def _training_texts(data: DataSpec) -> Iterator[str]:
     """Yield training text, its files in the order of their hashes, so that its start is a sample.
 
@@ -238,19 +99,9 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     held_out = folder / "held_out"
     train_pairs = indexed_prefixes(data.train, "data.train")
     if data.held_out:
-        held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
-        if len(held_out_pairs) > 1:
-            join_pairs([IndexedDataset(prefix) for prefix in held_out_pairs], held_out)
-            _carry_metadata(held_out_pairs, tokenizer, held_out)
-        elif not held_out_pairs:
-            write_indexed_pairs(
-                documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
-            )
-        if len(train_pairs) > 1:
-            join_pairs([IndexedDataset(prefix) for prefix in train_pairs], train)
-            _carry_metadata(train_pairs, tokenizer, train)
-        elif not train_pairs and not data.streaming:
-            write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
+        _write_sources(data, "data.held_out", tokenizer, prefix=held_out, progress=progress)
+        if not data.streaming:
+            _write_sources(data, "data.train", tokenizer, prefix=train, progress=progress)
     elif train_pairs:
         _split_pairs(train_pairs, data.held_out_fraction, train, held_out=held_out)
         _carry_metadata(train_pairs, tokenizer, train, held_out)
@@ -259,6 +110,17 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     else:
         _write_split(data, tokenizer, folder, progress=progress)
     (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
+
+
+def _write_sources(data: DataSpec, field: str, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
+    """Write one pair from all sources of a field: from its text, or by joining its pairs. One pair is used in place."""
+    sources = data.held_out if field == "data.held_out" else data.train
+    pairs = indexed_prefixes(sources, field)
+    if len(pairs) > 1:
+        join_pairs([IndexedDataset(pair) for pair in pairs], prefix)
+        _carry_metadata(pairs, tokenizer, prefix)
+    elif not pairs:
+        write_indexed_pairs(documents(sources, data.text_key, field), tokenizer, [prefix], progress=progress)
 
 
 def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out: Path) -> None:
@@ -322,7 +184,7 @@ def _publish(temp_folder: Path, final_folder: Path) -> None:
 def _fingerprint(data: DataSpec) -> str:
     key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out"})
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
-        source_files = _list_files(sources, field) if sources else []
+        source_files = list_files(sources, field) if sources else []
         key[field] = [
             (file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in source_files
         ]

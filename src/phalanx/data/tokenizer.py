@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
+from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT, DataSpec
 
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 FIELD = "data.tokenizer"
@@ -128,6 +128,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except Exception as error:  # the bindings raise bare Exception
         raise _invalid_tokenizer_error(path, f"is not a tokenizer that this version reads: {error}") from None
     return _wrap_model(model, str(path))
+
+
+def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
+    """Return the tokenizer if it needs no training, else None. Raises UserError for an invalid file."""
+    if data.tokenizer == "bpe":
+        return None
+    return byte_tokenizer() if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:

@@ -19,18 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
-from phalanx.parallel.data.ddp import DDP, OverlappingReplica
-from phalanx.parallel.data.fsdp import FSDP
-from phalanx.parallel.data.offload import build_offload
-from phalanx.parallel.data.parameter_server import build_parameter_server
-from phalanx.parallel.data.sharding_checks import check_shardable_module
-from phalanx.parallel.data.zero import ZeRO
-from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel, expert_parameter_names
+from phalanx.parallel.data.distribute import apply_data_parallelism
+from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel
 from phalanx.parallel.expert.partial_experts import (
     TrainedExperts,
     assign_experts_to_ranks,
@@ -40,8 +34,7 @@ from phalanx.parallel.expert.partial_experts import (
     select_trained_experts,
 )
 from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
-from phalanx.parallel.mesh import Mesh, build_mesh, current_device
-from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.parallel.pipeline.stage_module import StageModule
@@ -50,11 +43,8 @@ from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
 from phalanx.schedule.registry import layout_schedule, representative_schedule
-from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
-from phalanx.spec.torch_compat import check_torch_supports
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -70,10 +60,19 @@ def apply_layout(
     layers: Sequence[range] = (),
     trained_experts: TrainedExperts | None = None,
 ) -> Strategy:
-    """Build a transformer under `layout`.
+    """Build a transformer under a layout.
 
-    `weights` returns the full initial value of each parameter by name; a rank keeps its part. `layers` are those of
-    every stage of a pipeline. Experts that are not in `trained_experts` are frozen."""
+    Args:
+        spec: The model.
+        layout: The layout.
+        mesh: The ranks.
+        device: The device of this rank.
+        weights: Returns the full initial value of a parameter by its name; a rank keeps its part.
+        precision: The precision of the run.
+        compile: Compile the blocks, and on GPUs the loss.
+        layers: The layers of every stage of a pipeline.
+        trained_experts: The experts that are trained; the others are frozen. By default all are trained.
+    """
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
     sharded = _build_sharded_module(
@@ -86,7 +85,7 @@ def apply_layout(
     if compile:
         for block in blocks:
             block.compile()
-    strategy = _apply_data_parallelism(
+    strategy = apply_data_parallelism(
         module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
     )
     if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
@@ -199,107 +198,15 @@ def _init_weights(
     strategy.sync_model_weights()
 
 
-def distribute(
-    module: nn.Module,
-    layout: Layout,
-    mesh: Mesh | None = None,
-    device: torch.device | None = None,
-    blocks: Sequence[nn.Module] = (),
-    precision: str = "fp32",
-) -> Strategy:
-    """Apply the data parallelism of a layout to any module.
+def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
+    """Build this rank's stages.
 
     Args:
-        module: The module. Its weights must be equal on all ranks, or on the meta device. They are moved to `device`.
-        layout: The layout: `data_parallel` and its options.
-        mesh: The ranks. By default `build_mesh(layout)`.
-        device: The device of this rank. By default the current GPU, or the CPU if there is none.
-        blocks: The submodules that zero3 and hsdp gather one at a time: modules that are called, not lists of them.
-        precision: "bf16" lets zero1 to zero3 compute in bf16 over fp32 state; the other strategies need
-            `torch.autocast` around the forward pass. "fp32" and "fp64" compute in the dtype of the module.
-
-    Returns:
-        The strategy. Call `strategy.model` for a forward pass, give `strategy.trainable_parameters` to the optimizers,
-        and train with `strategy.accumulate` and `strategy.step`.
-
-    Raises:
-        UserError: The layout cannot shard the module, or has a parallelism that only Phalanx's transformer supports.
-
-    Example:
-        >>> strategy = phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(data_parallel="zero1"))
-        >>> strategy.model(torch.ones(8, 4)).shape
-        torch.Size([8, 2])
-        >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
-        Traceback (most recent call last):
-        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
+        spec: The model.
+        layout: The layout, with a pipeline.
+        mesh: The ranks.
+        layers: The layers of every stage.
     """
-    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
-        value = getattr(layout, field)
-        default = Layout.model_fields[field].default
-        if value != default:
-            problem = (
-                f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
-            )
-            raise UserError(f"layout.{field}", value, problem, fix=f"leave it at {default!r}, and do it in the module")
-    mesh = build_mesh(layout) if mesh is None else mesh
-    device = current_device() if device is None else device
-    return _apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)
-
-
-def _apply_data_parallelism(
-    module: nn.Module,
-    layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
-    blocks: Sequence[nn.Module],
-    precision: str,
-    model_sharding: ModelSharding | None = None,
-) -> Strategy:
-    """Apply ZeRO, FSDP, DDP or a parameter server (steps 5 to 7)."""
-    check_torch_supports(layout)
-    check_shardable_module(module, layout, blocks)
-    compute_dtype = torch.bfloat16 if precision == "bf16" else None
-    shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
-    offload = build_offload(layout)
-    expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
-    if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
-        sharded = FSDP(
-            module,
-            blocks,
-            layout,
-            mesh=shards,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            group=mesh.dp_group,
-            expert_parameters=expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-        )
-        materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
-        return sharded
-    if layout.data_parallel in ("zero1", "zero2") or offload is not None:
-        # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
-        stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
-        return ZeRO(
-            module,
-            stage,
-            shards,
-            device=device,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            expert_parameters=expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-            model_sharding=model_sharding,
-        )
-    if layout.data_parallel == "parameter_server":
-        return build_parameter_server(module, layout, device)
-    materialize(module, device)
-    if mesh.dp_group is None:
-        return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, excluded=expert_parameters)
-
-
-def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
-    """Build this rank's stages."""
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
 
@@ -307,7 +214,16 @@ def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequ
 def build_pipeline(
     inner: Strategy, stage_module: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
 ) -> PipelineStrategy:
-    """Connect this rank's stages with those of the other ranks."""
+    """Connect this rank's stages with those of the other ranks.
+
+    Args:
+        inner: The data-parallel strategy of the stages.
+        stage_module: The stages.
+        layout: The layout.
+        mesh: The ranks.
+        precision: The precision of the run.
+        device: The device of this rank.
+    """
     assert mesh.loss_group is not None
     context = partial(autocast_context, inner, precision, device)
     # Under autocast what is added up stays in the parameters' precision.
@@ -328,7 +244,13 @@ def build_pipeline(
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise."""
+    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise.
+
+    Args:
+        strategy: The strategy, which may have parameters in bf16.
+        precision: The precision of the run.
+        device: The device of this rank.
+    """
     if precision != "bf16" or not strategy.autocast:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

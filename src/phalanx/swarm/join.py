@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from phalanx.launch.process import (
     select_nproc,
     set_worker_environment,
 )
-from phalanx.launch.warm_process import start_warm_process
+from phalanx.launch.warm_process import WarmProcess, start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import claim_run_directory, read_run_directory
@@ -77,31 +78,13 @@ def join_swarm(
             Nothing has been received yet.
     """
     name = certificate_member(certificates)
+    directory = out / name
     warm_process = start_warm_process() if nproc != 1 else None  # before the link starts threads
     link = SwarmClient(address, certificates)
     try:
-        greeting = link.join()
-        directory = out / name
-        check_not_running(directory)
-        claim_run_directory(directory)
-        (directory / SWARM_RUN_FILE).write_text(greeting["run"])
-        local_overrides = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
-        cleared_overrides = [
-            "model.from_hf=",
-            "model.upcycle_reinit_fraction=",
-        ]  # weights come from the coordinator; the path exists only there
-        run = load_run(directory / SWARM_RUN_FILE, [*local_overrides, *cleared_overrides, *overrides])
-        assert run.swarm is not None
-        _check_same_run(load_run(directory / SWARM_RUN_FILE, cleared_overrides), run)
+        run = _receive_run(link, out, name, overrides=overrides)
         ranks = select_nproc(run, nproc)
-        model_parallel_size = run.layout.tp * run.layout.ep
-        capacity = max_trained_experts(
-            run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size=model_parallel_size
-        )
-        for stale_file in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
-            (directory / stale_file).unlink(missing_ok=True)
-        create_run(run, ranks, resume=False)
-        join_message = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
+        join_message = _prepare(run, ranks, directory)
         link.join(**join_message, begin=False)
         log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
         version = RoundExchange(run, directory, name, link=link).download_model()
@@ -119,7 +102,42 @@ def join_swarm(
         "received_bytes": link.received_bytes,
     }
     (directory / LINK_FILE).write_text(json.dumps(link_record))
+    assert run.swarm is not None
     log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
+    return _start_ranks(directory, ranks, warm_process)
+
+
+def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[str]) -> RunSpec:
+    """Receive the run into the node's directory, and return it with the settings of the node."""
+    greeting = link.join()
+    directory = out / name
+    check_not_running(directory)
+    claim_run_directory(directory)
+    file = directory / SWARM_RUN_FILE
+    file.write_text(greeting["run"])
+    local_overrides = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
+    # Weights come from the coordinator; the path exists only there.
+    cleared_overrides = ["model.from_hf=", "model.upcycle_reinit_fraction="]
+    run = load_run(file, [*local_overrides, *cleared_overrides, *overrides])
+    _check_same_run(load_run(file, cleared_overrides), run)
+    return run
+
+
+def _prepare(run: RunSpec, ranks: int, directory: Path) -> dict[str, Any]:
+    """Prepare the text and the node's directory, and return the message with which the node joins."""
+    assert run.swarm is not None
+    model_parallel_size = run.layout.tp * run.layout.ep
+    capacity = max_trained_experts(
+        run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size=model_parallel_size
+    )
+    for stale_file in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
+        (directory / stale_file).unlink(missing_ok=True)
+    create_run(run, ranks, resume=False)
+    return {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
+
+
+def _start_ranks(directory: Path, ranks: int, warm_process: WarmProcess | None) -> int:
+    """Run the node's ranks, a single one in this process, and return the exit code."""
     if ranks == 1:
         if warm_process is not None:
             warm_process.close()

@@ -14,7 +14,8 @@ import torch
 
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader
-from phalanx.data.prepare import PreparedData, describe_unchecked_pairs, prepare
+from phalanx.data.prepare import PreparedData, prepare
+from phalanx.data.source_checks import describe_unchecked_pairs
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.debug.oom import cgroup_memory_limit
 from phalanx.launch.preflight import check_memory, check_vocab_size, preflight

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from socket import gaierror
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from phalanx.cli.commands import train
 from phalanx.cli.commands.auto_layout import replan_layout
 from phalanx.cli.main import app
 from phalanx.launch.process import select_nproc
@@ -119,27 +117,6 @@ def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Pat
     (tmp_path / run.name).mkdir()
     (tmp_path / run.name / "run.toml").write_text(to_toml(run))
     assert replan_layout(run, 1, 1) == run.layout
-
-
-def test_resolve_rendezvous_retries_until_host_name_resolves(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the first pod's, which has one when it has an address."""
-    answers: list[OSError] = [gaierror(-2, "Name or service not known")] * 2
-
-    def look_up(host: str) -> str:
-        assert host == "first-0.first"
-        if answers:
-            raise answers.pop()
-        return "10.0.0.7"
-
-    monkeypatch.setattr(train, "gethostbyname", look_up)
-    monkeypatch.setattr(train, "RETRY_SECONDS", 0)
-    assert train.resolve_rendezvous("first-0.first:29500", 60) == ("first-0.first", 29500)
-    assert capsys.readouterr().err.count("first-0.first cannot be resolved") == 1
-    answers += [gaierror(-2, "Name or service not known")]
-    with pytest.raises(LocalNodeError, match=r"first-0\.first cannot be resolved: Name or service not known"):
-        train.resolve_rendezvous("first-0.first:29500", -1)
 
 
 @pytest.mark.parametrize(

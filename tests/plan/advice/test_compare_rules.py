@@ -17,7 +17,7 @@ from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, Advic
 from phalanx.plan.advice.oom_remedies import REMEDIES
 from phalanx.plan.advice.rule_conditions import DegreeRange, RunSituation
 from phalanx.plan.advice.rules_of_thumb import RULES, SIZE_RULES, RuleOfThumb
-from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from tests.helpers.cli_runner import command_json

@@ -16,7 +16,8 @@ from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
-from phalanx.plan.search.candidates import candidate_from_run, enumerate_layouts, offload_variants
+from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts, offload_variants
 from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.swarm.aggregation.aggregate import aggregation_config
 from phalanx.swarm.aggregation.expert_merging import merge_experts, merge_ratio, nearest_experts
-from phalanx.swarm.coordinator.coordinator import aggregation_config
 from tests.helpers.local_swarm import tiny_swarm_run
 
 

@@ -12,7 +12,7 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import StepProfiler
-from phalanx.train.worker import profiled_steps
+from phalanx.train.session import profiled_steps
 from tests.helpers.small_runs import MOE, make_trainer, small_run
 
 

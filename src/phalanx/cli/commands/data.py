@@ -125,7 +125,7 @@ def inspect(
     import numpy as np
 
     from phalanx.data.indexed_dataset import IndexedDataset, prefix_of
-    from phalanx.data.prepare import check_tokens
+    from phalanx.data.source_checks import check_tokens
 
     dataset = IndexedDataset(prefix_of(prefix) or prefix, "PREFIX")
     lengths = np.diff(dataset.offsets)

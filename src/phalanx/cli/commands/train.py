@@ -1,30 +1,29 @@
-"""`phalanx train`: validation, data preparation and start of the ranks."""
+"""`phalanx train`: the options, and the run that they describe."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from ipaddress import IPv4Address
 from pathlib import Path
-from socket import gethostbyname
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 
-from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
+from phalanx.cli.commands.train_start import (
+    StartOptions,
+    decide_and_check,
+    resolve_rendezvous,
+    run_on_nodes,
+    run_on_one_machine,
+)
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
-
-RETRY_SECONDS = 1.0
-"""Seconds before an unknown host name is looked up again."""
 
 
 def _ranks(text: str) -> int:
@@ -127,9 +126,14 @@ def train(
     sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
     cluster = described.cluster.model_copy(update=sizes)  # the run directory records it for a later resume
     described = described.model_copy(update={"cluster": cluster})
+    rank_options = [
+        *(["--profile-memory"] if profile_memory else []),
+        *(["--profile-steps", profile_steps] if profile_steps else []),
+    ]
+    start = StartOptions(resume, force, rank_options)
     if print_config:
         with _exit_code_of_nodes() if has_nodes else nullcontext():
-            print(_format_config(described, resume, force))
+            print(_format_config(described, start))
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
@@ -139,15 +143,11 @@ def train(
     signal.signal(signal.SIGTERM, handle_signal)
     if (seconds := described.training.seconds) is not None and not resume:
         print(f"phalanx: training for {seconds:g} s after the text is prepared, then evaluation", file=sys.stderr)
-    options = [
-        *(["--profile-memory"] if profile_memory else []),
-        *(["--profile-steps", profile_steps] if profile_steps else []),
-    ]
     if has_nodes:
         with _exit_code_of_nodes():
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(_run_on_nodes(described, resume, force, options, min_nodes, *endpoint))
-    raise typer.Exit(_run(described, resume, force, options=options))
+            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint=endpoint))
+    raise typer.Exit(run_on_one_machine(described, start))
 
 
 @contextmanager
@@ -198,170 +198,20 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     )
 
 
-def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
+def _format_config(run: RunSpec, start: StartOptions) -> str:
     """Return the run as TOML, after the checks before reading all text. Raises UserError if one fails."""
-    from phalanx.data.prepare import check_sources
+    from phalanx.data.source_checks import check_sources
     from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
     from phalanx.train.create_run import offer_recorded_tokens
 
     ranks = select_nproc(run)
-    run = _decide_choices(run, resume)
-    if run.auto_layout:
-        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks)
-    _check_on_machine(run, ranks, resume, force=force)
-    with offer_recorded_tokens(run, resume):
+    layout_ranks = run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks
+    run, _ = decide_and_check(run, ranks, start, layout_ranks=layout_ranks)
+    with offer_recorded_tokens(run, start.resume):
         check_sources(run.data)
     batch_plan = plan_batch(run, ranks * run.cluster.nodes)
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comment = f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"
     return f"{comment}\n{to_toml(run)}".rstrip()
-
-
-def _check_on_machine(run: RunSpec, ranks: int, resume: bool, force: bool) -> None:
-    """Raise UserError if settings, run directory, disk or memory are unusable, before any text is read."""
-    from phalanx.launch.preflight import check_settings, preflight
-    from phalanx.train.create_run import check_machine_memory
-
-    if run.cluster.nodes == 1:  # with several, only the rendezvous host checks the run directory
-        preflight(run, ranks, resume)
-    else:
-        check_settings(run, ranks * run.cluster.nodes)
-    if not force:
-        check_machine_memory(run, ranks)
-
-
-def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
-    """Return the host and port of the rendezvous; wait until the name of a starting machine resolves.
-
-    Raises UserError for an invalid address, and for a name that does not resolve in `patience_seconds`.
-    """
-    host, _, port = (rendezvous or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        fix = "write the same node and free port on all nodes, such as node0:29500 (docs/guides/multi-node.md)"
-        raise UserError("--rendezvous", rendezvous, "is not a valid rendezvous address", fix=fix)
-    is_waiting = False
-    deadline = time.monotonic() + patience_seconds
-    while isinstance(ip_address := _resolve_host(host), OSError):
-        if time.monotonic() > deadline:
-            fix = "use a host name that all nodes can resolve, or an IP address"
-            raise LocalNodeError(
-                "--rendezvous", rendezvous, f"{host} cannot be resolved: {ip_address.strerror}", fix=fix
-            )
-        if not is_waiting:
-            print(f"phalanx: {host} cannot be resolved yet ({ip_address.strerror}); retrying", file=sys.stderr)
-        is_waiting = True
-        time.sleep(RETRY_SECONDS)
-    if ip_address.is_unspecified:
-        raise UserError(
-            "--rendezvous",
-            rendezvous,
-            "stands for all addresses of a machine",
-            fix="use the address of one of the nodes",
-        )
-    return host, int(port)
-
-
-def _resolve_host(host: str) -> IPv4Address | OSError:
-    try:
-        return IPv4Address(gethostbyname(host))
-    except OSError as error:
-        return error
-
-
-def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
-    from phalanx.launch.preflight import preflight
-    from phalanx.launch.warm_process import warm_process
-
-    nproc = run.cluster.nproc_per_node
-    plan = None
-    if run.auto_layout:
-        run = _decide_choices(run, resume)
-        run, plan = choose_layout_for(run, nproc)
-    if nproc is not None:
-        preflight(run, nproc, resume)  # before the import of torch, which takes a second
-    has_launcher = nproc != 1 or run.recovery.restarts_ranks
-    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch in the meantime
-        from phalanx.launch.process import select_nproc
-        from phalanx.launch.supervisor import supervise_training
-
-        ranks = select_nproc(run)
-        run = _decide_choices(run, resume)
-        _check_on_machine(run, ranks, resume, force=force)
-        directory, lock = _set_up(run, ranks, resume, plan=plan)
-        choose_layout = partial(replan_layout, run, None)
-        with lock or nullcontext():
-            return supervise_training(
-                directory, run, ranks, choose_layout=choose_layout, options=options, warm_process=warm
-            )
-
-
-def _run_on_nodes(
-    run: RunSpec, resume: bool, force: bool, options: list[str], min_nodes: int, host: str, port: int
-) -> int:
-    """Run one of several nodes, each of which runs this command; return the exit code."""
-    from phalanx.launch.warm_process import warm_process
-
-    with warm_process() as warm:
-        from phalanx.launch.process import select_nproc
-        from phalanx.launch.rendezvous import Rendezvous
-        from phalanx.launch.supervisor import supervise_training
-        from phalanx.runs.create import run_directory
-
-        ranks = select_nproc(run)
-        max_nodes = run.cluster.nodes
-        run = _decide_choices(run, resume)
-        plan = None
-        if run.auto_layout:
-            run, plan = choose_layout_for(run, ranks)
-        _check_on_machine(run, ranks, resume, force=force)
-        seconds = run.recovery.rendezvous_timeout_seconds
-        last_call_seconds = run.recovery.last_call_timeout_seconds
-        rendezvous = Rendezvous(
-            run.name,
-            host,
-            port,
-            min_nodes=min_nodes,
-            max_nodes=max_nodes,
-            join_seconds=seconds,
-            last_call_seconds=last_call_seconds,
-        )
-        if rendezvous.is_host:  # other nodes find no rendezvous before the run directory exists
-            directory, lock = _set_up(run, ranks * max_nodes, resume, plan=plan)
-        else:
-            directory = run_directory(run)
-            lock = None
-        choose_layout = partial(replan_layout, run, ranks)
-        with lock or nullcontext():
-            return supervise_training(
-                directory,
-                run,
-                ranks,
-                choose_layout=choose_layout,
-                options=options,
-                rendezvous=rendezvous,
-                warm_process=warm,
-            )
-
-
-def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
-    from phalanx.train.create_run import decide_choices
-
-    return decide_choices(run, resume)
-
-
-def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
-    """Return the run's directory, and the lock that excludes others from it."""
-    from phalanx.cli.common.progress import tokenization_progress
-    from phalanx.launch.preflight import lock_run_directory
-    from phalanx.runs.create import PLAN_FILE, write_run_directory
-    from phalanx.train.create_run import check_and_prepare
-
-    with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, resume, progress=progress)
-    lock = lock_run_directory(run, resume)
-    directory = write_run_directory(run, prepared)
-    if plan is not None:
-        (directory / PLAN_FILE).write_text(plan)
-    return directory, lock

@@ -39,7 +39,8 @@ from phalanx.parallel.module_tensors import (
     optimizer_state_tensors,
     step_parameters,
 )
-from phalanx.parallel.strategy import ModelShardingProtocol, Strategy
+from phalanx.parallel.protocols import ModelShardingProtocol
+from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout

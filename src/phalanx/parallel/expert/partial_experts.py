@@ -20,7 +20,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
 from phalanx.parallel.module_tensors import named_modules
-from phalanx.parallel.strategy import ModelShardingProtocol
+from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")

@@ -9,10 +9,9 @@ Gradients accumulate over the step, and data-parallel ranks sum them once, at it
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -24,35 +23,14 @@ from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
-from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads, split_backward
+from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
-from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
+from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
+from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
+from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
 
 LAZY_LOADING_DEVICES = ("cuda",)
-
-
-@dataclass(frozen=True)
-class SavedActivation:
-    """The tensors of a micro-batch that a stage saves from its forward to its backward pass."""
-
-    x: Tensor
-    output: Tensor
-    auxiliary: Tensor
-
-
-@dataclass
-class PipelineStepState:
-    """The state of a running step on a rank."""
-
-    micros: Sequence[MicroBatchProtocol]
-    losses: LossFunction
-    saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
-    """Saved activations by stage and micro-batch."""
-    deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
-    """Work of the second halves of backward passes, by stage and micro-batch."""
-    losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
 
 
 class PipelineStrategy(Strategy):
@@ -72,15 +50,22 @@ class PipelineStrategy(Strategy):
     ) -> None:
         """Create the pipeline of this rank's stages.
 
-        `make_schedule` returns the schedule for a number of micro-batches; `representative` is one of them. `groups`
-        send messages to later ranks of the pipeline and to earlier ranks; `world_group` has these ranks and their
-        data-parallel replicas. `forward_context` returns the context manager of forward passes. `like` has the dtype
-        and device of the activations that stages send. `cp_size` ranks share the tokens of a row."""
+        Args:
+            inner: Data-parallel strategy of the stages.
+            stage_module: This rank's stages.
+            representative: A schedule of this pipeline, for any number of micro-batches.
+            make_schedule: Returns the schedule for a number of micro-batches.
+            groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
+            world_group: The ranks of the pipeline and their data-parallel replicas.
+            forward_context: Returns the context manager of forward passes.
+            like: Tensor with the dtype and device of the activations that stages send.
+            cp_size: Number of ranks that share the tokens of a row.
+        """
         super().__init__(inner.module, world_group)
         self.inner = inner
         self.stages = stage_module
         self.schedule_of = make_schedule
-        self.computing = forward_context
+        self.passes = StagePasses(inner, stage_module, forward_context)
         self.groups = groups
         self.pipe = groups[0]
         self.activation_template = like
@@ -127,7 +112,7 @@ class PipelineStrategy(Strategy):
                 inputs = [self._receive_input(schedule, links, action) for action in actions(step)]
                 start = self.clock.record()
                 for action, received in zip(actions(step), inputs, strict=True):
-                    output = self._execute(action, received, state)
+                    output = self.passes.execute(action, received, state)
                     message = schedule.output_message(action)
                     if message is not None and output is not None:
                         links.send(message, output)
@@ -145,7 +130,7 @@ class PipelineStrategy(Strategy):
         links = self._make_p2p(schedule, [micro])
         for action in schedule.actions(self.rank):
             received = self._receive_input(schedule, links, action)
-            out = self._forward(
+            out = self.passes.forward(
                 action.stage, micro.tokens if received is None else received, micro, losses=losses
             ).output
             if action.stage < self.stages.last:
@@ -188,13 +173,13 @@ class PipelineStrategy(Strategy):
         if (case := (*shapes, torch.is_grad_enabled())) in self._loaded_cases:
             return
         self._loaded_cases.add(case)
-        loss_scale, self.loss_scale = self.loss_scale, 0.0  # gradients of zero
+        self.passes.loss_scale = 0.0  # gradients of zero
         for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
             for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
-        self.loss_scale = loss_scale
+        self.passes.loss_scale = self.loss_scale
         self.inner.end_rehearsal()
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
@@ -207,64 +192,21 @@ class PipelineStrategy(Strategy):
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
         if not torch.is_grad_enabled():
             for stage in self.stages.layers:
-                self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
+                self.passes.forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
         halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
         for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
             for stage in self.stages.layers:
-                self._execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
+                self.passes.execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
             for stage, kind in product(self.stages.layers, halves):
                 gradient = torch.zeros_like(activation) if stage < self.stages.last else None
-                self._execute(Action(stage, kind, 0), gradient, state)
+                self.passes.execute(Action(stage, kind, 0), gradient, state)
         for router in self.stages.modules():
             if isinstance(router, Router):
                 router.load.zero_()
                 router.dropped.zero_()
         if self.pop_expert_rows is not None:
             self.pop_expert_rows()
-
-    def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
-        """Run an action, and return its output for another stage, if any."""
-        stage, kind, index = action
-        saved = state.saved_activations
-        last = stage == self.stages.last
-        key = stage, index
-        if kind == "F":
-            micro = state.micros[index]
-            x = micro.tokens if received is None else received.requires_grad_()
-            activation = saved[key] = self._forward(stage, x, micro, losses=state.losses)
-            auxiliary = activation.auxiliary.detach()
-            state.losses_by_micro_batch[index].append(
-                torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
-            )
-            return activation.output.detach()
-        if kind == "W":
-            compute_weight_grads(state.deferred_weight_grads.pop(key))
-            self.inner.finish_weight_grad_pass()
-            return None
-        activation = saved.pop(key)
-        if kind == "I":
-            with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
-                self._backward(activation, received)
-        else:
-            self._backward(activation, received)
-        return activation.x.grad
-
-    def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
-        """Return the output of a stage; for the last stage, the loss."""
-        if stage == self.stages.last:
-            return SavedActivation(x, *losses(lambda _, documents: self.inner.model(x, documents, stage), micro))
-        with self.computing():
-            return SavedActivation(x, *self.inner.model(x, micro.documents, stage))
-
-    def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
-        if output_grad is None:
-            (self.loss_scale * (activation.output + activation.auxiliary)).backward()
-        else:
-            auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
-            pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
-            trained = [pair for pair in pairs if pair[0].requires_grad]
-            torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""

@@ -12,7 +12,8 @@ from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.plan.advice.rule_conditions import RunSituation
 from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb
-from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
+from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts
 from phalanx.plan.search.evaluate import can_run, evaluate
 from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, process_bytes

@@ -23,7 +23,8 @@ from phalanx.plan.advice.papers import (
     SEQUENCE_PARALLELISM,
     ZERO,
 )
-from phalanx.plan.search.candidates import ZERO_STAGES, choose_rank_order
+from phalanx.plan.search.candidates import ZERO_STAGES
+from phalanx.plan.search.enumerate_layouts import choose_rank_order
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError

@@ -12,7 +12,8 @@ import numpy as np
 from phalanx.cost.estimate.memory import estimate_memory, memory_utilisation, oom_probability
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.search.candidate_columns import candidate_jobs
-from phalanx.plan.search.candidates import CandidateLayout, enumerate_layouts, offload_variants
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts, offload_variants
 from phalanx.plan.search.evaluate import can_run, evaluate, oom_probabilities, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.grad_norm import clip_coefficient
+from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.aggregation.adamw_step import MOMENTS, AdamWStep
-from phalanx.swarm.aggregation.expert_merging import merge_experts
+from phalanx.swarm.aggregation.expert_merging import merge_experts, merge_ratio
 from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 from phalanx.swarm.codec import Buffer, decode, encode
 from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import decode_piece, sends_weights
+from phalanx.train.optim.optimizers import learning_rate_factor
 
 Robust = Literal["none", "trimmed"]
 PLAIN_MEAN = OuterSGD()
@@ -56,6 +58,30 @@ class AggregationConfig:
     merge_nearest: int = 4
     descent: AdamWStep | None = None
     """The optimizer step on gradients, if nodes send gradients (ddp)."""
+
+
+def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0) -> AggregationConfig:
+    """Return the settings for aggregating a round.
+
+    Args:
+        run: The run.
+        round_number: The round.
+        learned_rounds: Number of earlier rounds that updated the weights: the step count of AdamW.
+    """
+    swarm = run.swarm
+    assert swarm is not None
+    step = (round_number + 1) * swarm.steps_per_round
+    outer = swarm.outer_optimizer
+    merges_experts = swarm.merge.every and (round_number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
+    lr_ratio = learning_rate_factor(run.optimizer, round_number, run.training.steps)
+    return AggregationConfig(
+        codec=swarm.effective_codec,
+        outer=OuterSGD(outer.learning_rate, outer.momentum),
+        robust=swarm.robust,
+        merge_alpha=merge_ratio(step, swarm.merge.alpha, swarm.merge.steps) if merges_experts else 0.0,
+        merge_nearest=swarm.merge.nearest,
+        descent=AdamWStep(run.optimizer, lr_ratio, learned_rounds) if swarm.sends_gradients else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -19,75 +18,33 @@ from typing import Any
 from phalanx.runs.checkpoints import sync
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.spec.run import RunSpec
-from phalanx.swarm.aggregation.adamw_step import AdamWStep
-from phalanx.swarm.aggregation.aggregate import AggregationConfig
-from phalanx.swarm.aggregation.expert_merging import merge_ratio
-from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
+from phalanx.swarm.aggregation.aggregate import aggregation_config
 from phalanx.swarm.coordinator.journal import Journal
+from phalanx.swarm.coordinator.node_task import NodeTask, node_task
 from phalanx.swarm.coordinator.store import SwarmStore
 from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected, check_update, find_outliers, size_limit
 from phalanx.swarm.pieces import round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
-from phalanx.train.optim.optimizers import learning_rate_factor
 
 MAX_RECENT_NORMS = 64
 MAX_REASON_CHARS = 200
 """Maximum number of recorded characters of a rejection's reason, which may contain the sender's text."""
 
 
-def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0) -> AggregationConfig:
-    """Return the settings for aggregating a round.
-
-    `learned_rounds` is the number of earlier rounds that updated the weights: the step count of AdamW.
-    """
-    swarm = run.swarm
-    assert swarm is not None
-    step = (round_number + 1) * swarm.steps_per_round
-    outer = swarm.outer_optimizer
-    merges_experts = swarm.merge.every and (round_number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
-    lr_ratio = learning_rate_factor(run.optimizer, round_number, run.training.steps)
-    return AggregationConfig(
-        codec=swarm.effective_codec,
-        outer=OuterSGD(outer.learning_rate, outer.momentum),
-        robust=swarm.robust,
-        merge_alpha=merge_ratio(step, swarm.merge.alpha, swarm.merge.steps) if merges_experts else 0.0,
-        merge_nearest=swarm.merge.nearest,
-        descent=AdamWStep(run.optimizer, lr_ratio, learned_rounds) if swarm.sends_gradients else None,
-    )
-
-
-@dataclass(frozen=True)
-class NodeTask:
-    """The next task of a node."""
-
-    round: int
-    """The open round if the node is in it, else the next round."""
-    committed: int
-    """Number of rounds with a result."""
-    done: bool
-    member: bool
-    """True if the node is a member of the swarm, False after too long without a heartbeat."""
-    first_step: int | None = None
-    """First step of the text that the node reads, or None if it is not in the open round."""
-    steps: int = 0
-    """Number of steps of text."""
-    owned: tuple[int, ...] = ()
-    already_sent: bool = False
-    closes_in_seconds: float | None = None
-
-    def reached(self, round: int | None, committed: int | None) -> bool:
-        """Return whether the node is in `round` or later, `committed` rounds are done, or all rounds are."""
-        ready = round is not None and self.first_step is not None and self.round >= round
-        return self.done or ready or (committed is not None and self.committed >= committed)
-
-
 class Coordinator:
     """State, files and round clock of a swarm; `tick` must be called often."""
 
     def __init__(self, run: RunSpec, directory: Path, weights: Weights, clock: Callable[[], float] = time.time) -> None:
-        """Start a swarm in the directory with `weights`, or continue the existing one."""
+        """Start a swarm, or continue the existing one.
+
+        Args:
+            run: The run.
+            directory: Directory of the swarm.
+            weights: Initial weights of a new swarm.
+            clock: Returns the present time.
+        """
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
@@ -121,8 +78,14 @@ class Coordinator:
     def join(self, node: str, capacity: float, data_fingerprint: str, begin: bool = True) -> None:
         """Add a node to the next round; it may have been a member before.
 
-        `capacity` is the number of experts per layer that the node can train, `data_fingerprint` a checksum of its
-        text. Without `begin`, only check that it may join. Raises UpdateRejected if it may not.
+        Args:
+            node: Name of the node.
+            capacity: Number of experts per layer that the node can train.
+            data_fingerprint: Checksum of the node's text.
+            begin: Add the node; otherwise only check that it may join.
+
+        Raises:
+            UpdateRejected: The node may not join.
         """
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
@@ -134,50 +97,37 @@ class Coordinator:
                 self.leave(node, "restarts")
             else:
                 self.last_heard[node] = self.clock()
-                self._record(
-                    {"what": "joined", "node": node, "capacity": capacity, "text": data_fingerprint, "at": self.clock()}
-                )
+                self._record("joined", node=node, capacity=capacity, text=data_fingerprint)
 
     def leave(self, node: str, reason: str) -> None:
         """Remove a node from the swarm."""
         with self.changed:
             if node in self.state.members:
-                self._record({"what": "left", "node": node, "why": reason, "at": self.clock()})
+                self._record("left", node=node, why=reason)
 
     def heartbeat(self, node: str) -> NodeTask:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
-            return self._task(node)
+            return node_task(self.state, node, self.clock())
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
-        """Return a node's task when it has `reached` a round or committed rounds, or after `seconds`."""
+        """Return a node's task when it has `reached` a round or committed rounds, or after a time.
+
+        Args:
+            node: Name of the node.
+            round: A round, or None.
+            committed: A number of committed rounds, or None.
+            seconds: Maximum time to wait.
+        """
         deadline = time.monotonic() + seconds
         with self.changed:
-            while not (task := self._task(node)).reached(round, committed):
+            while not (task := node_task(self.state, node, self.clock())).reached(round, committed):
                 if (remaining_seconds := deadline - time.monotonic()) <= 0 or self.ended:
                     break
                 self.last_heard[node] = self.clock()
                 self.changed.wait(remaining_seconds)
             return task
-
-    def _task(self, node: str) -> NodeTask:
-        state = self.state
-        open_round = self.state.round
-        if open_round is None or node not in open_round.data_assignments:
-            next_round = state.committed + (open_round is not None)
-            return NodeTask(next_round, state.committed, state.done, member=node in state.members)
-        close_time = state.closes_at()
-        return NodeTask(
-            open_round.number,
-            state.committed,
-            False,
-            node in state.members,
-            *open_round.data_assignments[node],
-            state.owned(node),
-            node in open_round.updates,
-            None if close_time is None else close_time - self.clock(),
-        )
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +135,13 @@ class Coordinator:
     def receiving_update(self, node: str, round_number: int, upload_id: str) -> Iterator[tuple[Path, int]]:
         """Provide the path and the maximum size for a node's update while it is received.
 
-        Raises UpdateRejected if no update of the node is expected, or another one is being received.
+        Args:
+            node: Name of the node.
+            round_number: Round of the update.
+            upload_id: Id of the update among those of the node.
+
+        Raises:
+            UpdateRejected: No update of the node is expected, or another one is being received.
         """
         if not self._upload_locks[node].acquire(blocking=False):
             raise UpdateRejected(f"{BUSY}: another update of this node is in progress")
@@ -201,7 +157,15 @@ class Coordinator:
     def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
         """Check a received update, and accept it.
 
-        Raises UpdateRejected if it is invalid.
+        Args:
+            node: Name of the node.
+            round_number: Round of the update.
+            upload_id: Id of the update among those of the node.
+            tokens: Number of tokens that the node trained on.
+            steps: Number of steps that the node trained.
+
+        Raises:
+            UpdateRejected: The update is invalid.
         """
         path = self.store.update(round_number, node)
         partial_path = self.store.partial_update_path(round_number, node, upload_id)
@@ -231,37 +195,24 @@ class Coordinator:
                 size_bytes = partial_path.stat().st_size
                 partial_path.rename(path)
                 sync(path.parent)
-                self._record(
-                    {
-                        "what": "accepted",
-                        "round": round_number,
-                        "node": node,
-                        "tokens": tokens,
-                        "steps": steps,
-                        "bytes": size_bytes,
-                        "norm": norm,
-                        "at": self.clock(),
-                    }
-                )
+                update = {"tokens": tokens, "steps": steps, "bytes": size_bytes, "norm": norm}
+                self._record("accepted", round=round_number, node=node, **update)
                 self.norms += [norm] if tokens else []
         except UpdateRejected:
             partial_path.unlink(missing_ok=True)
             raise
 
     def record_refusal(self, node: str, round_number: int, reason: str) -> None:
-        """Record that a message or an update of a node was rejected."""
+        """Record that a message or an update of a node was rejected.
+
+        Args:
+            node: Name of the node.
+            round_number: Round of the message or update.
+            reason: Kind of the rejection; more text may follow after a colon.
+        """
         kind = reason.partition(":")[0]
         with self.changed:
-            self._record(
-                {
-                    "what": "refused",
-                    "round": round_number,
-                    "node": node,
-                    "why": kind,
-                    "said": reason[:MAX_REASON_CHARS],
-                    "at": self.clock(),
-                }
-            )
+            self._record("refused", round=round_number, node=node, why=kind, said=reason[:MAX_REASON_CHARS])
 
     def _check_accepting(self, node: str, round_number: int) -> None:
         rejection = self.state.rejection_reason(node, round_number)
@@ -276,19 +227,18 @@ class Coordinator:
         """Remove nodes without heartbeats, close the round if it is time, and open the next one."""
         now = self.clock()
         with self.changed:
-            for node in [
-                node for node, last_seen in self.last_heard.items() if now - last_seen > self.swarm.round.lease_seconds
-            ]:
+            lease_seconds = self.swarm.round.lease_seconds
+            for node in [node for node, last_seen in self.last_heard.items() if now - last_seen > lease_seconds]:
                 del self.last_heard[node]
                 if node in self.state.members:
-                    self._record({"what": "left", "node": node, "why": "no heartbeat", "at": now})
+                    self._record("left", node=node, why="no heartbeat")
             self.closing = self.state.should_close(now)
         if self.closing:
             self._close()
         with self.changed:
             open_event = self.state.next_round_event(self.clock())
             if open_event is not None:
-                self._record(open_event)
+                self._apply(open_event)
                 self.changed.notify_all()
 
     def _close(self) -> None:
@@ -297,29 +247,24 @@ class Coordinator:
         for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
             detail = f"outlying: a change of {update.norm:.3g}"
             with self.changed:
-                self._record(
-                    {
-                        "what": "dropped",
-                        "round": open_round.number,
-                        "node": update.node,
-                        "why": "outlying",
-                        "said": detail,
-                        "at": self.clock(),
-                    }
-                )
+                self._record("dropped", round=open_round.number, node=update.node, why="outlying", said=detail)
         round_number = open_round.number
-        pieces = round_pieces(self.run, open_round.number)
+        pieces = round_pieces(self.run, round_number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
         node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
         with self.changed:
             nodes = sorted(node for node, _ in node_tokens)
-            self._record({"what": "committed", "round": round_number, "nodes": nodes, "at": self.clock()})
+            self._record("committed", round=round_number, nodes=nodes)
             self.store.apply_round(round_number, pieces, config)
             self.closing = False
             self.changed.notify_all()
 
-    def _record(self, event: Event) -> None:
+    def _record(self, what: str, **fields: Any) -> None:
+        """Record an event of the present time."""
+        self._apply({"what": what, **fields, "at": self.clock()})
+
+    def _apply(self, event: Event) -> None:
         """Write an event to the journal, then apply it, so that a restart repeats it."""
         self.journal.append(event)
         self.state.record(event)

@@ -11,7 +11,7 @@ import grpc
 import xxhash
 
 from phalanx.spec.errors import UserError
-from phalanx.swarm.coordinator.coordinator import NodeTask
+from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.protocol import OPTIONS, PROTOCOL_VERSION, SERVICE, Message, file_chunks, pack, unpack

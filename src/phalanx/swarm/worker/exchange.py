@@ -16,10 +16,12 @@ from pathlib import Path
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.runs.swarm_records import LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
-from phalanx.swarm.coordinator.coordinator import NodeTask, aggregation_config
+from phalanx.swarm.aggregation.aggregate import aggregation_config
+from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.expert_ownership import Owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
@@ -109,6 +111,13 @@ class RoundExchange:
     def local_expert_pieces(self, round_number: int) -> list[ModelPiece]:
         """Return the expert pieces that this node sends in a round."""
         return [piece for piece in self.pieces_to_send(round_number) if piece.expert is not None]
+
+    @property
+    def trained_experts(self) -> TrainedExperts | None:
+        """The experts that this node trains; None if nodes train all."""
+        if self.swarm.method not in EXPERT_SPLIT_METHODS:
+            return None
+        return TrainedExperts(self.local_experts, self.swarm.frozen_expert_codec)
 
     @property
     def _trains_experts_alone(self) -> bool:

@@ -23,7 +23,8 @@ from phalanx.parallel.expert.partial_experts import (
 from phalanx.parallel.init_parameters import init_parameter
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import Strategy
-from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece, fragment_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights
 from phalanx.train.learner import Learner
@@ -145,6 +146,32 @@ def read_weights(
         parameter.neg_().add_(received_value).add_(local_value)
     init_frozen_experts(strategy.module, partial(_read_parameter, weights), num_experts)
     strategy.sync_model_weights()
+
+
+def blend_factors(run: RunSpec, updated_rounds: range, blends: bool, keeps_local_experts: bool) -> dict[str, float]:
+    """Return the fraction of its local value that each parameter keeps when it receives results.
+
+    It is 1 for fragments that were not updated, and for the node's own experts whose update is final. For a node
+    that continued training after its update, it is `mixing` if that is set.
+
+    Args:
+        run: The run.
+        updated_rounds: The rounds whose results are received.
+        blends: The node has trained since the update that the results contain.
+        keeps_local_experts: The result has the node's own experts as the node sent them.
+    """
+    swarm = run.swarm
+    assert swarm is not None
+    updated_fragments = {round_number % swarm.fragments for round_number in updated_rounds}
+    factors = {}
+    for fragment in range(swarm.fragments):
+        is_unchanged = fragment not in updated_fragments and swarm.fragments > 1
+        for piece in fragment_pieces(run.model, fragment, swarm.fragments):
+            if is_unchanged or (keeps_local_experts and piece.expert is not None):
+                factors[piece.name] = 1.0
+            elif blends and swarm.mixing is not None:
+                factors[piece.name] = swarm.mixing
+    return factors
 
 
 def _read_parameter(weights: Weights, name: str, shape: torch.Size) -> Tensor:

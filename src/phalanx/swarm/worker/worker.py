@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
@@ -24,18 +23,17 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.objects import broadcast_from_rank0
-from phalanx.parallel.expert.partial_experts import TrainedExperts, set_local_choice_weight
+from phalanx.parallel.expert.partial_experts import set_local_choice_weight
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
-from phalanx.swarm.coordinator.coordinator import NodeTask
-from phalanx.swarm.pieces import fragment_pieces
+from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.exchange import RoundExchange
+from phalanx.swarm.worker.node_trainer import build_node_trainer
 from phalanx.swarm.worker.optimizer_state import optimizer_moments, transfer_moments
-from phalanx.swarm.worker.replica import GradientCapture, read_weights, resident_bytes, write_weights
+from phalanx.swarm.worker.replica import blend_factors, read_weights, resident_bytes, write_weights
 from phalanx.train.loggers import Logger
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
@@ -56,7 +54,16 @@ class SwarmWorker:
         name: str,
         link: SwarmClient | None,
     ) -> None:
-        """Prepare the rank. `name` is the node's in the swarm; `link` is None on ranks other than 0."""
+        """Prepare the rank.
+
+        Args:
+            run: The run.
+            corpus: The text of the node.
+            directory: Directory of the node.
+            device: Device of the rank.
+            name: Name of the node in the swarm.
+            link: Connection to the coordinator; None on ranks other than 0.
+        """
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
@@ -92,7 +99,13 @@ class SwarmWorker:
     def participate(
         self, loggers: list[Logger], round_logger: Logger | None, log: Callable[[str], None]
     ) -> MetricsRecord:
-        """Participate until the last round is done or the node must leave, and return the last evaluation."""
+        """Participate until the last round is done or the node must leave, and return the last evaluation.
+
+        Args:
+            loggers: Loggers of steps.
+            round_logger: Logger of rounds, on rank 0.
+            log: Prints a line about each round.
+        """
         heartbeat = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
         if heartbeat:
             heartbeat.start()
@@ -206,12 +219,12 @@ class SwarmWorker:
         """Write the update and start its upload; on rank 0 return whether the coordinator accepts it."""
         assert self.trainer is not None
         start = time.perf_counter()
-        if not self.swarm.sends_gradients:  # gradients are already written (`GradientCapture`)
+        if not self.swarm.sends_gradients:  # gradients are already written (`replica.GradientCapture`)
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
                 write_weights(
                     self.trainer.strategy,
                     self.trainer.mesh,
-                    self._trained_experts(),
+                    self.exchange.trained_experts,
                     num_experts=self.total_experts,
                     file=local_file,
                 )
@@ -244,39 +257,22 @@ class SwarmWorker:
         if keeps_local_experts:  # the encoding error of these is still in the weights
             for piece in exchange.local_expert_pieces(committed - 1):
                 exchange.feedback.pop(piece.key, None)
-        updated_fragments = {
-            round_number % self.swarm.fragments for round_number in range(old_version, exchange.version)
-        }
+        updated_rounds = range(old_version, exchange.version)
         start = time.perf_counter()
-        blend_factors = {} if is_final else self._blend_factors(updated_fragments, blends, keeps_local_experts)
+        factors = {}
+        if not is_final:
+            factors = blend_factors(self.run, updated_rounds, blends, keeps_local_experts=keeps_local_experts)
         with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as local_file:
             sent_weights = local_file.read if adds_local_change else None
             read_weights(
                 self.trainer.strategy,
-                self._trained_experts(),
+                self.exchange.trained_experts,
                 self.total_experts,
                 weights=base.read,
-                blend_factors=blend_factors,
+                blend_factors=factors,
                 sent_weights=sent_weights,
             )
         round_record.code_seconds += time.perf_counter() - start
-
-    def _blend_factors(self, updated_fragments: set[int], blends: bool, keeps_local_experts: bool) -> dict[str, float]:
-        """Return the fraction of its local value that each parameter keeps.
-
-        It is 1 for fragments that were not updated, and for the node's own experts whose update is final. For a node
-        that continued training after its update, it is `mixing` if that is set.
-        """
-        factors = {}
-        for fragment in range(self.swarm.fragments):
-            for piece in fragment_pieces(self.run.model, fragment, self.swarm.fragments):
-                if (fragment not in updated_fragments and self.swarm.fragments > 1) or (
-                    keeps_local_experts and piece.expert is not None
-                ):
-                    factors[piece.name] = 1.0
-                elif blends and self.swarm.mixing is not None:
-                    factors[piece.name] = self.swarm.mixing
-        return factors
 
     # -- communication between ranks ---------------------------------------------------------------------------------
 
@@ -307,18 +303,7 @@ class SwarmWorker:
         self.deadline = None if closes_in_seconds is None else time.monotonic() + closes_in_seconds - margin
 
     def _build_trainer(self) -> Trainer:
-        with TensorFile(self.exchange.base) as base:
-
-            def read_weight(name: str, shape: torch.Size) -> torch.Tensor:
-                return base.read_tensor(name)
-
-            corpus = replace(self.corpus, weights=read_weight)
-            run = self.run
-            if self.swarm.sends_gradients:  # the coordinator clips the mean gradient
-                run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
-            trainer = Trainer(run, corpus, self.directory, device=self.device, trained_experts=self._trained_experts())
-        if self.swarm.sends_gradients:
-            trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
+        trainer = build_node_trainer(self.exchange, self.corpus, self.device)
 
         def record_state_bytes(*_: object) -> None:
             self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
@@ -326,13 +311,6 @@ class SwarmWorker:
         for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
             last_optimizer.register_step_post_hook(record_state_bytes)
         return trainer
-
-    def _trained_experts(self) -> TrainedExperts | None:
-        return (
-            TrainedExperts(self.exchange.local_experts, self.swarm.frozen_expert_codec)
-            if self.swarm.method in EXPERT_SPLIT_METHODS
-            else None
-        )
 
 
 def _format_round(round_record: RoundRecord) -> str:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.data.prepare import tokenizer_without_training
+from phalanx.data.tokenizer import tokenizer_without_training
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize

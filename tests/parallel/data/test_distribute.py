@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from phalanx.parallel.apply import distribute
 from phalanx.parallel.data.ddp import DDP
+from phalanx.parallel.data.distribute import distribute
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.testing import rank_pool
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_digits.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "resnet_digits.py"
 CPU = torch.device("cpu")
 BATCH = 16
 STEPS = 6

@@ -1,0 +1,193 @@
+"""Start of `phalanx train`: checks on this machine, data preparation, and the ranks of one machine or of a node."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import IPv4Address
+from pathlib import Path
+from socket import gethostbyname
+from typing import IO
+
+from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
+from phalanx.spec.errors import LocalNodeError, UserError
+from phalanx.spec.run import RunSpec
+
+RETRY_SECONDS = 1.0
+"""Seconds before an unknown host name is looked up again."""
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Options of a start that are not fields of the run."""
+
+    resume: bool
+    force: bool
+    """True if the run may start where more memory is planned than the machine has."""
+    rank_options: Sequence[str] = ()
+    """Options of phalanx.train for each rank."""
+
+
+def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
+    """Return the host and port of the rendezvous; wait until the name of a starting machine resolves.
+
+    Raises UserError for an invalid address, and for a name that does not resolve in `patience_seconds`.
+    """
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        fix = "write the same node and free port on all nodes, such as node0:29500 (docs/guides/multi-node.md)"
+        raise UserError("--rendezvous", rendezvous, "is not a valid rendezvous address", fix=fix)
+    is_waiting = False
+    deadline = time.monotonic() + patience_seconds
+    while isinstance(ip_address := _resolve_host(host), OSError):
+        if time.monotonic() > deadline:
+            fix = "use a host name that all nodes can resolve, or an IP address"
+            raise LocalNodeError(
+                "--rendezvous", rendezvous, f"{host} cannot be resolved: {ip_address.strerror}", fix=fix
+            )
+        if not is_waiting:
+            print(f"phalanx: {host} cannot be resolved yet ({ip_address.strerror}); retrying", file=sys.stderr)
+        is_waiting = True
+        time.sleep(RETRY_SECONDS)
+    if ip_address.is_unspecified:
+        raise UserError(
+            "--rendezvous",
+            rendezvous,
+            "stands for all addresses of a machine",
+            fix="use the address of one of the nodes",
+        )
+    return host, int(port)
+
+
+def _resolve_host(host: str) -> IPv4Address | OSError:
+    try:
+        return IPv4Address(gethostbyname(host))
+    except OSError as error:
+        return error
+
+
+def decide_and_check(
+    run: RunSpec, ranks: int, start: StartOptions, layout_ranks: int | None = None
+) -> tuple[RunSpec, str | None]:
+    """Decide what the run file leaves open, and check the run on this machine, before any text is read.
+
+    Args:
+        run: The run.
+        ranks: The number of ranks on this machine.
+        start: The options of the start.
+        layout_ranks: The number of ranks per node for `layout = "auto"`, or None if it is unknown.
+
+    Returns:
+        The run with its choices, and the planner's report as JSON if it chose the layout.
+
+    Raises:
+        UserError: Settings, run directory, disk or memory are unusable.
+    """
+    from phalanx.launch.preflight import check_settings, preflight
+    from phalanx.train.create_run import check_machine_memory, decide_choices
+
+    run = decide_choices(run, start.resume)
+    plan = None
+    if run.auto_layout:
+        run, plan = choose_layout_for(run, layout_ranks)
+    if run.cluster.nodes == 1:  # with several, only the rendezvous host checks the run directory
+        preflight(run, ranks, start.resume)
+    else:
+        check_settings(run, ranks * run.cluster.nodes)
+    if not start.force:
+        check_machine_memory(run, ranks)
+    return run, plan
+
+
+def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
+    """Run all ranks on this machine; return the exit code."""
+    from phalanx.launch.preflight import preflight
+    from phalanx.launch.warm_process import warm_process
+
+    nproc = run.cluster.nproc_per_node
+    plan = None
+    if run.auto_layout:
+        from phalanx.train.create_run import decide_choices
+
+        run, plan = choose_layout_for(decide_choices(run, start.resume), nproc)
+    if nproc is not None:
+        preflight(run, nproc, start.resume)  # before the import of torch, which takes a second
+    has_launcher = nproc != 1 or run.recovery.restarts_ranks
+    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch in the meantime
+        from phalanx.launch.process import select_nproc
+        from phalanx.launch.supervisor import supervise_training
+
+        ranks = select_nproc(run)
+        run, _ = decide_and_check(run, ranks, start)
+        directory, lock = _set_up(run, ranks, start.resume, plan=plan)
+        choose_layout = partial(replan_layout, run, None)
+        with lock or nullcontext():
+            return supervise_training(
+                directory, run, ranks, choose_layout=choose_layout, options=start.rank_options, warm_process=warm
+            )
+
+
+def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tuple[str, int]) -> int:
+    """Run one of several nodes, each of which runs this command; return the exit code.
+
+    Args:
+        run: The run; its cluster has the maximum number of nodes.
+        start: The options of the start.
+        min_nodes: The number of nodes that suffice.
+        endpoint: The host and port of the rendezvous.
+    """
+    from phalanx.launch.warm_process import warm_process
+
+    with warm_process() as warm:
+        from phalanx.launch.process import select_nproc
+        from phalanx.launch.rendezvous import Rendezvous
+        from phalanx.launch.supervisor import supervise_training
+        from phalanx.runs.create import run_directory
+
+        ranks = select_nproc(run)
+        max_nodes = run.cluster.nodes
+        run, plan = decide_and_check(run, ranks, start, layout_ranks=ranks)
+        rendezvous = Rendezvous(
+            run.name,
+            *endpoint,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            join_seconds=run.recovery.rendezvous_timeout_seconds,
+            last_call_seconds=run.recovery.last_call_timeout_seconds,
+        )
+        if rendezvous.is_host:  # other nodes find no rendezvous before the run directory exists
+            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan=plan)
+        else:
+            directory = run_directory(run)
+            lock = None
+        choose_layout = partial(replan_layout, run, ranks)
+        with lock or nullcontext():
+            return supervise_training(
+                directory,
+                run,
+                ranks,
+                choose_layout=choose_layout,
+                options=start.rank_options,
+                rendezvous=rendezvous,
+                warm_process=warm,
+            )
+
+
+def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
+    """Return the run's directory, and the lock that excludes others from it."""
+    from phalanx.cli.common.progress import tokenization_progress
+    from phalanx.launch.preflight import lock_run_directory
+    from phalanx.runs.create import PLAN_FILE, write_run_directory
+    from phalanx.train.create_run import check_and_prepare
+
+    with tokenization_progress() as progress:
+        prepared = check_and_prepare(run, ranks, resume, progress=progress)
+    lock = lock_run_directory(run, resume)
+    directory = write_run_directory(run, prepared)
+    if plan is not None:
+        (directory / PLAN_FILE).write_text(plan)
+    return directory, lock

@@ -1,0 +1,145 @@
+"""Checks of a run's sources of text and tokens, and of their tokenizer, before anything is written."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from phalanx.data.indexed_dataset import IndexedDataset, prefix_of
+from phalanx.data.joined_tokens import PARTS_SUFFIX
+from phalanx.data.pair_metadata import METADATA_SUFFIX, PAIR_SUFFIXES, check_pair_tokenizer, read_pair_metadata
+from phalanx.data.sources import SourceFile, documents, list_source_files
+from phalanx.data.tokenizer import Tokenizer, tokenizer_without_training
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import DataSpec
+
+MAX_FULL_CHECK_TOKENS = 20_000_000
+
+
+def check_sources(data: DataSpec) -> None:
+    """Check every source and the tokenizer quickly. Raises UserError for the first invalid one."""
+    tokenizer = tokenizer_without_training(data)
+    for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
+        if not sources and field == "data.held_out":
+            continue
+        prefixes = indexed_prefixes(sources, field)
+        if not prefixes:
+            next(documents(sources, data.text_key, field))
+        elif tokenizer is None:
+            raise UserError(
+                "data.tokenizer",
+                data.tokenizer,
+                f"cannot be trained from tokens, and {field} names the pair {prefixes[0]}",
+                fix='give the tokenizer.json the tokens were made with, or "bytes"',
+            )
+        elif data.streaming and field == "data.train":
+            raise UserError(
+                "data.streaming", True, f"{prefixes[0]} is tokens already", fix="set data.streaming = false"
+            )
+        else:
+            for prefix in prefixes:
+                check_tokens(IndexedDataset(prefix, field), tokenizer, field)
+    _check_overlap(data)
+
+
+def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
+    """Raise UserError if the tokens of a pair have another tokenizer or ids outside its vocabulary.
+
+    Args:
+        dataset: The pair.
+        tokenizer: The tokenizer of the run.
+        field: The field of the run file that names the pair.
+    """
+    check_pair_tokenizer(dataset, tokenizer, field)
+    check_vocabulary(dataset, tokenizer, field)
+
+
+def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
+    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled.
+
+    Args:
+        dataset: The pair.
+        tokenizer: The tokenizer of the run.
+        field: The field of the run file that names the pair.
+    """
+    size = len(dataset.tokens)
+    if size > MAX_FULL_CHECK_TOKENS:
+        sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
+        tokens = np.concatenate([dataset.tokens[start : start + 65_536] for start in sample_starts])
+    else:
+        tokens = dataset.tokens[:size]
+    low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
+    if low < 0 or high >= tokenizer.vocab:
+        raise UserError(
+            field,
+            dataset.prefix,
+            f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
+            fix="give the tokenizer that these tokens were made with",
+        )
+
+
+def describe_unchecked_pairs(data: DataSpec) -> str | None:
+    """Return a line about the pairs without a recorded tokenizer; None if there are none."""
+    prefixes = [*indexed_prefixes(data.train, "data.train"), *indexed_prefixes(data.held_out, "data.held_out")]
+    unchecked = [prefix for prefix in prefixes if read_pair_metadata(IndexedDataset(prefix)) is None]
+    if not unchecked:
+        return None
+    more = f" and {len(unchecked) - 1} more" if len(unchecked) > 1 else ""
+    return (
+        f"no {METADATA_SUFFIX} file says which tokenizer made the tokens of {unchecked[0]}{more}, so "
+        f"data.tokenizer = {data.tokenizer!r} could not be checked: another gives wrong bits per byte and exports"
+    )
+
+
+def _check_overlap(data: DataSpec) -> None:
+    # Pairs are compared by their indices: two may have separate documents of one .bin file.
+    train_files = list_files(data.train, "data.train", (".idx",))
+    train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
+    for source_file in list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
+        if os.path.realpath(source_file.path) in train_paths:
+            raise UserError(
+                "data.held_out", source_file.path, "is in data.train too", fix="leave it out of one of them"
+            )
+
+
+def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
+    """Return the prefixes of the .bin/.idx pairs in `sources`, in order; none for text.
+
+    A pair whose .bin and .idx are both named counts once; a source that is named twice counts twice. Raises UserError
+    if `sources` name pairs and text.
+    """
+    paths = [(source, path) for source in sources for path in _expand_pattern(source)]
+    pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
+    if pairs and len(pairs) < len(paths):
+        raise UserError(
+            field,
+            list(sources),
+            "has .bin/.idx pairs and text",
+            fix="turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name "
+            "its prefix",
+        )
+    first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
+    return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
+
+
+def list_files(
+    sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
+) -> list[SourceFile]:
+    """List the files of text or pairs."""
+    names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
+    return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
+
+
+def _expand_pattern(source: str) -> list[str]:
+    """Return the pairs that a pattern matches, and its other files; a source without pairs unchanged."""
+    path = os.path.expanduser(source)
+    if not glob.has_magic(source) or os.path.exists(path):
+        return [source]
+    matches = sorted(glob.glob(path, recursive=True))
+    stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
+    stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
+    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in PAIR_SUFFIXES}
+    return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]

@@ -1,0 +1,133 @@
+"""Data parallelism of a layout, applied to any module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from phalanx.parallel.data.ddp import DDP, OverlappingReplica
+from phalanx.parallel.data.fsdp import FSDP
+from phalanx.parallel.data.offload import build_offload
+from phalanx.parallel.data.parameter_server import build_parameter_server
+from phalanx.parallel.data.sharding_checks import check_shardable_module
+from phalanx.parallel.data.zero import ZeRO
+from phalanx.parallel.expert.expert_parallel import expert_parameter_names
+from phalanx.parallel.mesh import Mesh, build_mesh, current_device
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
+from phalanx.parallel.tensor.parameter_sharding import ModelSharding
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.torch_compat import check_torch_supports
+
+
+def distribute(
+    module: nn.Module,
+    layout: Layout,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
+    blocks: Sequence[nn.Module] = (),
+    precision: str = "fp32",
+) -> Strategy:
+    """Apply the data parallelism of a layout to any module.
+
+    Args:
+        module: The module. Its weights must be equal on all ranks, or on the meta device. They are moved to `device`.
+        layout: The layout: `data_parallel` and its options.
+        mesh: The ranks. By default `build_mesh(layout)`.
+        device: The device of this rank. By default the current GPU, or the CPU if there is none.
+        blocks: The submodules that zero3 and hsdp gather one at a time: modules that are called, not lists of them.
+        precision: "bf16" lets zero1 to zero3 compute in bf16 over fp32 state; the other strategies need
+            `torch.autocast` around the forward pass. "fp32" and "fp64" compute in the dtype of the module.
+
+    Returns:
+        The strategy. Call `strategy.model` for a forward pass, give `strategy.trainable_parameters` to the optimizers,
+        and train with `strategy.accumulate` and `strategy.step`.
+
+    Raises:
+        UserError: The layout cannot shard the module, or has a parallelism that only Phalanx's transformer supports.
+
+    Example:
+        >>> strategy = phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(data_parallel="zero1"))
+        >>> strategy.model(torch.ones(8, 4)).shape
+        torch.Size([8, 2])
+        >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
+        Traceback (most recent call last):
+        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
+    """
+    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
+        value = getattr(layout, field)
+        default = Layout.model_fields[field].default
+        if value != default:
+            problem = (
+                f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
+            )
+            raise UserError(f"layout.{field}", value, problem, fix=f"leave it at {default!r}, and do it in the module")
+    mesh = build_mesh(layout) if mesh is None else mesh
+    device = current_device() if device is None else device
+    return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)
+
+
+def apply_data_parallelism(
+    module: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    blocks: Sequence[nn.Module],
+    precision: str,
+    model_sharding: ModelSharding | None = None,
+) -> Strategy:
+    """Apply ZeRO, FSDP, DDP or a parameter server, and allocate memory (steps 5 to 7 of `parallel.apply`).
+
+    Args:
+        module: This rank's module; `device` or the meta device has it.
+        layout: The layout.
+        mesh: The ranks.
+        device: The device of this rank.
+        blocks: The submodules that FSDP gathers one at a time.
+        precision: The precision of the run.
+        model_sharding: The shards of the module, if ranks share the model.
+    """
+    check_torch_supports(layout)
+    check_shardable_module(module, layout, blocks)
+    compute_dtype = torch.bfloat16 if precision == "bf16" else None
+    shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
+    offload = build_offload(layout)
+    expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
+    if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
+        sharded = FSDP(
+            module,
+            blocks,
+            layout,
+            mesh=shards,
+            compute_dtype=compute_dtype,
+            offload=offload,
+            group=mesh.dp_group,
+            expert_parameters=expert_parameters,
+            expert_mesh=mesh.expert_dp_mesh,
+        )
+        materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
+        return sharded
+    if layout.data_parallel in ("zero1", "zero2") or offload is not None:
+        # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
+        stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
+        return ZeRO(
+            module,
+            stage,
+            shards,
+            device=device,
+            compute_dtype=compute_dtype,
+            offload=offload,
+            expert_parameters=expert_parameters,
+            expert_mesh=mesh.expert_dp_mesh,
+            model_sharding=model_sharding,
+        )
+    if layout.data_parallel == "parameter_server":
+        return build_parameter_server(module, layout, device)
+    materialize(module, device)
+    if mesh.dp_group is None:
+        return Strategy(module)
+    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, excluded=expert_parameters)

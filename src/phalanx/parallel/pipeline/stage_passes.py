@@ -1,0 +1,115 @@
+"""Passes of a pipeline rank's stages: forward, backward, or half of a backward pass, without communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
+from phalanx.parallel.strategy import Strategy
+from phalanx.schedule.schedule import Action
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """The tensors of a micro-batch that a stage saves from its forward to its backward pass."""
+
+    x: Tensor
+    output: Tensor
+    auxiliary: Tensor
+
+
+@dataclass
+class PipelineStepState:
+    """The state of a running step on a rank."""
+
+    micros: Sequence[MicroBatchProtocol]
+    losses: LossFunction
+    saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
+    """Saved activations by stage and micro-batch."""
+    deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
+    """Work of the second halves of backward passes, by stage and micro-batch."""
+    losses_by_micro_batch: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Loss and auxiliary loss of each micro-batch in each of this rank's stages."""
+
+
+class StagePasses:
+    """Passes of this rank's stages under the data-parallel strategy `inner`."""
+
+    def __init__(
+        self, inner: Strategy, stages: StageModule, forward_context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Create the passes.
+
+        Args:
+            inner: Data-parallel strategy of the stages.
+            stages: This rank's stages.
+            forward_context: Returns the context manager of forward passes.
+        """
+        self.inner = inner
+        self.stages = stages
+        self.forward_context = forward_context
+        self.loss_scale = inner.loss_scale
+
+    def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
+        """Run an action, and return its output for another stage, if any.
+
+        Args:
+            action: A pass of a stage and micro-batch.
+            received: The input from another stage, if any: an activation, or the gradient of the stage's output.
+            state: The state of the step.
+        """
+        stage, kind, index = action
+        saved = state.saved_activations
+        last = stage == self.stages.last
+        key = stage, index
+        if kind == "F":
+            micro = state.micros[index]
+            x = micro.tokens if received is None else received.requires_grad_()
+            activation = saved[key] = self.forward(stage, x, micro, losses=state.losses)
+            auxiliary = activation.auxiliary.detach()
+            state.losses_by_micro_batch[index].append(
+                torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
+            )
+            return activation.output.detach()
+        if kind == "W":
+            compute_weight_grads(state.deferred_weight_grads.pop(key))
+            self.inner.finish_weight_grad_pass()
+            return None
+        activation = saved.pop(key)
+        if kind == "I":
+            with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
+                self._backward(activation, received)
+        else:
+            self._backward(activation, received)
+        return activation.x.grad
+
+    def forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
+        """Return the output of a stage; for the last stage, the loss.
+
+        Args:
+            stage: Index of the stage.
+            x: The stage's input; for the first stage, the tokens.
+            micro: The micro-batch.
+            losses: Computes the loss and the auxiliary loss.
+        """
+        if stage == self.stages.last:
+            return SavedActivation(x, *losses(lambda _, documents: self.inner.model(x, documents, stage), micro))
+        with self.forward_context():
+            return SavedActivation(x, *self.inner.model(x, micro.documents, stage))
+
+    def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
+        if output_grad is None:
+            (self.loss_scale * (activation.output + activation.auxiliary)).backward()
+        else:
+            auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
+            pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
+            trained = [pair for pair in pairs if pair[0].requires_grad]
+            torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
