@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, read_manifest, step_of
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
+from phalanx.train.callbacks.callback import Callback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
 from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
 from phalanx.train.checkpoint.state import (
@@ -74,6 +76,10 @@ class ResumableLearner(Learner):
         self.rescaling = LearningRateRescaling(
             self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, steps=0
         )
+        self.callbacks: Mapping[str, Callback] = {}
+        """Callbacks of the training loop, by name."""
+        self.callback_states: dict[str, dict[str, Any]] = {}
+        """States of callbacks in the restored checkpoint."""
         self.step = 0
         """Number of optimizer updates."""
         self.resumed_at_step = 0
@@ -106,6 +112,7 @@ class ResumableLearner(Learner):
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
             "expert_tokens": self.experts.intervals.long().tolist(),
+            "callbacks": {name: state for name, each in self.callbacks.items() if (state := each.state_dict())},
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:
@@ -145,6 +152,7 @@ class ResumableLearner(Learner):
         self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
         if self.experts.layers and "expert_tokens" in manifest:
             self.experts.load_state(manifest["expert_tokens"])
+        self.callback_states = manifest.get("callbacks", {})
         self.step = manifest["step"]
         self.tokens = manifest["tokens"]
         self.skipped = manifest["skipped"]

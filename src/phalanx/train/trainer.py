@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,25 +17,24 @@ from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.host_copy import copy_to_host
-from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
-from phalanx.runs.errors import DivergenceError
+from phalanx.runs.checkpoints import step_name
+from phalanx.runs.create import read_run_directory, rewrite_run_file
+from phalanx.runs.errors import CallbackError, DivergenceError
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import PauseRecord, StepRecord
+from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
-from phalanx.train.evaluator import evaluate, evaluation_message
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.evaluator import evaluate
 from phalanx.train.expert_counts import expert_metrics, hottest_expert
-from phalanx.train.guards.divergence import LossSpikeDetector
-from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.loggers import Logger
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
-from phalanx.train.sample import generate_sample, is_sample_due, sample_message
 from phalanx.train.step_sums import StepSums
-from phalanx.train.time_budget import TimeBudget
+from phalanx.train.time_budget import with_decided_steps
 from phalanx.train.training_data import TrainingData
 
 
@@ -81,6 +80,11 @@ class Trainer(ResumableLearner):
         return self.mesh.rank == 0
 
     @property
+    def is_complete(self) -> bool:
+        """True after the last step of the run."""
+        return self.step >= self.run.training.steps
+
+    @property
     def should_stop(self) -> bool:
         """True if all ranks have agreed to save and stop now."""
         return self.stop_after_step is not None and self.step >= self.stop_after_step
@@ -105,11 +109,14 @@ class Trainer(ResumableLearner):
         self.callbacks = callbacks
         self.progress = progress
         self.rank_log = rank_log
+        for name, state in self.callback_states.items():
+            if name in callbacks:
+                callbacks[name].load_state_dict(state)
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, self.run.training.steps)
         try:
             self.call_hook("on_train_start")
-            while self.step < self.run.training.steps and not self.should_stop:
+            while not (self.is_complete or self.should_stop):
                 record = step(batches)
                 self.report_saved_checkpoint()
                 self.call_hook("on_step_end", record)
@@ -208,16 +215,18 @@ class Trainer(ResumableLearner):
         elif stops:
             self.stop_after_step = step + 1 + staleness
         if self.stop_after_step is not None and bool(sums.finish_requests) and not bool(sums.stop_requests):
-            self._set_last_step(self.stop_after_step)
+            self.set_last_step(min(self.stop_after_step, self.run.training.steps))
 
-    def _set_last_step(self, step: int) -> None:
-        """End the run after a step; rank 0 records it in the run directory."""
-        last = min(step, self.run.training.steps)
-        self.run = with_decided_steps(self.run, last)
-        self.progress.set_steps(last)
+    def set_last_step(self, step: int) -> None:
+        """Set the number of steps of the run on this rank; rank 0 records it in the run directory.
+
+        All ranks must call this at the same step.
+        """
+        self.run = with_decided_steps(self.run, step)
+        self.progress.set_steps(step)
         if self.is_main:
             recorded, _ = read_run_directory(self.directory)
-            rewrite_run_file(self.directory, with_decided_steps(recorded, last))
+            rewrite_run_file(self.directory, with_decided_steps(recorded, step))
 
     def _update_or_skip(self, is_finite: bool) -> None:
         """Update, or skip a gradient that is not finite."""
