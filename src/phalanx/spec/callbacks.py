@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_serializer, model_validator
 
-from phalanx.spec.base import Spec
+from phalanx.spec.base import Spec, require
 
 
 class CallbackSpec(Spec):
@@ -17,7 +17,7 @@ class CallbackSpec(Spec):
 
     model_config = ConfigDict(extra="allow")
 
-    class_path: str = Field(alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    class_path: str = Field(alias="class")
     """Import path of the class: "package.module:Class"."""
 
     @property
@@ -34,6 +34,21 @@ class CallbackSpec(Spec):
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the class: all other keys of the table."""
         return dict(self.model_extra or {})
+
+    @model_serializer
+    def _to_table(self) -> dict[str, Any]:
+        return {"class": self.class_path, **self.arguments}
+
+    @model_validator(mode="after")
+    def _check(self) -> CallbackSpec:
+        require(
+            all(part.isidentifier() for part in [*self.module.split("."), self.class_name]),
+            "class",
+            self.class_path,
+            problem="is not an import path",
+            fix='write "package.module:Class"',
+        )
+        return self
 
     @model_validator(mode="before")
     @classmethod
