@@ -23,6 +23,7 @@ LAST_STEP = 1 + PATIENCE + 1
 """The first evaluation is the best. `PATIENCE` more are not better, and the run ends after the next step."""
 CHANGES: dict[str, Any] = {
     "training.steps": 50,
+    "optimizer.muon_learning_rate": 1e-30,
     "optimizer.learning_rate": 1e-30,  # added to a weight, it rounds to nothing: no loss is better than the first
     "evaluation": {"every": 1, "tokens": 128},
     "callbacks": {"stop_early": {"class": "stop_early:StopEarly", "patience": PATIENCE}},
