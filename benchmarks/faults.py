@@ -264,8 +264,8 @@ def spoil(directory: Path) -> None:
     forward = Trainer.forward_backward
     rows = range((NAN_STEPS[0] - 1) * SEQUENCES, NAN_STEPS[-1] * SEQUENCES)
 
-    def spoiled(self: Trainer, micros: Any, told: Any) -> Any:
-        sums = forward(self, micros, told)
+    def spoiled(self: Trainer, micros: Any) -> Any:
+        sums = forward(self, micros)
         if self.loader._first_sequence(self.step) in rows:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from phalanx.spec.layout import Layout
     from phalanx.spec.model import ModelSpec
     from phalanx.spec.run import RunSpec, TrainingSpec
+    from phalanx.train.callbacks.callback import Callback
     from phalanx.verify.dry_run_report import DryRunReport, dry_run
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "ClusterSpec",
     "DryRunReport",
     "EvaluatedLayout",
@@ -87,6 +89,7 @@ _PUBLIC_NAMES = {
     "phalanx.spec.layout": ("Layout",),
     "phalanx.spec.model": ("ModelSpec",),
     "phalanx.spec.run": ("RunSpec", "TrainingSpec"),
+    "phalanx.train.callbacks.callback": ("Callback",),
     "phalanx.verify.dry_run_report": ("DryRunReport", "dry_run"),
 }
 """Public names by the module that defines them. Type checkers read the imports above, which are the same."""

@@ -7,7 +7,7 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +22,11 @@ from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.standard import standard_callbacks
+from phalanx.train.loggers import Logger
 from phalanx.train.profiling.step_profiler import first_steady_step, profile_step
+from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
@@ -146,3 +150,14 @@ def save_two_checkpoints(text: Path, out: Path) -> Path:
         under_way.save()
         under_way.checkpointer.wait()
     return under_way.directory / "checkpoints"
+
+
+def train_to_end(
+    trainer: Trainer,
+    logs: Sequence[Logger] = (),
+    rank_log: Logger | None = None,
+    user_callbacks: Mapping[str, Callback] | None = None,
+) -> MetricsRecord:
+    """Train with the callbacks of every run, and those of a user; return the last evaluation."""
+    callbacks = standard_callbacks(trainer, list(logs), user_callbacks)
+    return trainer.train(callbacks, ProgressDisplay(0, trainer.run.training.steps, quiet=True), rank_log=rank_log)

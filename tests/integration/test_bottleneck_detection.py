@@ -26,10 +26,10 @@ from phalanx.testing import rank_pool
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
-from phalanx.train.progress import ProgressDisplay
 from phalanx.train.session import open_step_records
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
+from tests.helpers.small_runs import train_to_end
 
 pytestmark = pytest.mark.alone
 STEPS, FROM_STEP = 20, 9
@@ -143,7 +143,7 @@ def train_with_slowdown(directory: Path, way: str) -> None:
     logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
     notes = open_step_records(trainer)
     with SLOWDOWNS[way](trainer):
-        trainer.train(logs, ProgressDisplay(0, run.training.steps, quiet=True), None, notes)
+        train_to_end(trainer, logs, rank_log=notes)
     for log in (*logs, notes):
         log.close()
 

@@ -16,9 +16,8 @@ from phalanx.runs.create import claim_run_directory, is_run_directory
 from phalanx.spec.files.template import run_file_template
 from phalanx.testing.fault_injection import NotAllowed, small_disk
 from phalanx.train.create_run import create_run
-from phalanx.train.progress import ProgressDisplay
 from phalanx.train.worker import run_rank
-from tests.helpers.small_runs import make_trainer, small_run
+from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 RUN = """# my run, with my notes
 name = "mine"
@@ -121,7 +120,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         changes = {"name": "mine", "data.train": ["texts"], "data.held_out": [], "training.steps": 2}
         run = small_run(Path("texts"), Path("runs"), {**changes, "optimizer.warmup_steps": 1})
         create_run(run, 1, resume=False)
-        make_trainer(run).train([], ProgressDisplay(0, 2, quiet=True))
+        train_to_end(make_trainer(run))
     return folder
 
 

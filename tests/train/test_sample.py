@@ -10,6 +10,7 @@ import pytest
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
+from phalanx.train.callbacks.standard import standard_callbacks
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.sample import is_sample_due
 from tests.helpers.small_runs import MOE, make_trainer, small_run
@@ -35,7 +36,7 @@ class RecordingProgress(ProgressDisplay):
 
 def train_and_show(run: RunSpec) -> tuple[float, list[str]]:
     trainer, progress = make_trainer(run), RecordingProgress()
-    evaluation = trainer.train([], progress)
+    evaluation = trainer.train(standard_callbacks(trainer, []), progress)
     return evaluation["held_out_loss"], progress.lines
 
 

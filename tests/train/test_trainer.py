@@ -33,9 +33,8 @@ from phalanx.testing import rank_pool
 from phalanx.testing.processes import rank_pids, run_python, start_python, wait_until
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
-from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until
 from tests.helpers.training_processes import wait_for_steps
 
 
@@ -71,7 +70,7 @@ def test_trainer_raises_divergence_error_after_max_nonfinite_steps(text: Path, t
     under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 3}))
     make_gradients_infinite(under_way, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
-        under_way.train([], ProgressDisplay(0, 20, quiet=True))
+        train_to_end(under_way)
 
 
 def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     under_way = make_trainer(run)
     under_way.peak_flops = peak = 1e15
     logs = open_loggers(under_way.directory, 0, None, run.name, {})
-    evaluation = under_way.train(logs, ProgressDisplay(0, 6, quiet=True))
+    evaluation = train_to_end(under_way, logs)
     for log in logs:
         log.close()
     records = read_metrics(under_way.directory)
@@ -347,10 +346,10 @@ def expert_metrics(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
     assert all(("all_to_all_seconds" in record) == (run.layout.ep > 1) for record in records)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     counts = under_way.evaluate()["expert_tokens"]
     assert [sum(of_layer) for of_layer in counts] == [3 * 8 * 32 * run.model.moe.top_k] * len(counts)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     assert not any(map(sum, under_way.evaluate()["expert_tokens"])), "counted since the evaluation before"
     return [tuple(record[name] for name in kept if name in record) for record in records], counts
 

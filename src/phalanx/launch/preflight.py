@@ -14,6 +14,7 @@ from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
+from phalanx.launch.callback_checks import check_callback
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
@@ -72,6 +73,8 @@ def check_settings(run: RunSpec, world_size: int) -> None:
         _check_copies(run, world_size)
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
+    for name, callback in run.callbacks.items():
+        check_callback(name, callback)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
 

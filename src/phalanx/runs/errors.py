@@ -28,3 +28,7 @@ class CollectiveOrderError(DivergenceError):
 
     Only the first rank detects it.
     """
+
+
+class CallbackError(RuntimeError):
+    """An error in a user's callback, on the rank that raises it."""

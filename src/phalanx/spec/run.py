@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, require
+from phalanx.spec.callbacks import CallbackSpec
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -227,6 +228,9 @@ class RunSpec(Spec):
     """Recovery from failures."""
     metrics: MetricsSpec = MetricsSpec()
     """Recorded metrics."""
+    callbacks: dict[str, CallbackSpec] = Field({}, examples=[{"stop_early": "my_callbacks:StopEarly"}])
+    """Callbacks of the training loop, by name: "package.module:Class" of a subclass of `phalanx.Callback`, or a table
+    with `class` and its arguments."""
     swarm: SwarmSpec | None = None
     """Training on nodes joined by slow links (`phalanx swarm`)."""
 

@@ -269,6 +269,13 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         fix="set training.steps in its place",
     )
     require(
+        not run.callbacks,
+        "callbacks",
+        ", ".join(run.callbacks),
+        problem="are not run by the nodes of a swarm",
+        fix="remove the table",
+    )
+    require(
         not run.training.auto_precision,
         "training.precision",
         "auto",

@@ -22,7 +22,7 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     """Return the loss on the held-out text, in nats per token and bits per byte.
 
     With experts, the record also has the number of training tokens that chose each expert, between the previous
-    evaluation and `rotate_expert_counts`."""
+    evaluation and `ExpertCounts.start_interval`."""
     spec = learner.run.evaluation
     started_at = time.perf_counter()
     learner.strategy.drain_pending_updates()
@@ -53,8 +53,8 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
         "held_out_loss": loss / tokens,
         "held_out_bits_per_byte": loss / math.log(2) / text_bytes,
     }
-    if learner.moe_layers:
-        record["expert_tokens"] = learner.expert_loads[1].long().tolist()
+    if learner.experts.layers:
+        record["expert_tokens"] = learner.experts.intervals[1].long().tolist()
     return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - started_at}
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
 from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
@@ -24,7 +23,9 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.run import RunSpec
+from phalanx.train.expert_counts import ExpertCounts
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
+from phalanx.train.step_sums import StepSums
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class Learner:
         )
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
-        self.moe_layers = [
-            layer for layer in range(run.model.num_layers) if run.model.moe and run.model.is_moe_layer(layer)
-        ]
+        moe = run.model.moe
+        moe_layers = [layer for layer in range(run.model.num_layers) if moe and run.model.is_moe_layer(layer)]
+        self.experts = ExpertCounts(moe_layers, moe.num_experts if moe else 0, device)
         routers = {name: part for name, part in self.module.named_modules() if isinstance(part, Router)}
-        self.routers = {self.moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
+        self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's routers, by their index among the layers with experts."""
         self.optimizers = build_optimizers(
             run.optimizer, self.strategy.trainable_parameters, self.strategy.as_global_dtensor
@@ -118,25 +119,19 @@ class Learner:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def forward_backward(self, micros: Sequence[MicroBatch], stop_state: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """Compute the gradients of the summed loss of this rank's rows, and return values to sum over ranks.
-
-        The values are the number of target tokens, loss, auxiliary loss, `stop_state` (whether to stop; from a server,
-        after which step), the number of dropped choices, and each router's load."""
-        sums = torch.zeros(NUM_SCALARS, dtype=torch.float64, device=self.device)
-        for index, value in enumerate(stop_state, 3):
-            sums[index].fill_(value)  # a copy from host memory would wait for the device
+    def forward_backward(self, micros: Sequence[MicroBatch]) -> StepSums:
+        """Compute the gradients of the summed loss of this rank's rows, and return values to sum over ranks."""
+        sums = StepSums.zeros(self.experts.load_shape, self.device)
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
-            tokens = (micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss
-            sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
-        experts = self.run.model.moe.num_experts if self.run.model.moe else 0
-        loads = sums.new_zeros(len(self.moe_layers), experts)
+            sums.tokens.add_((micro.targets != IGNORE_INDEX).sum() * self.strategy.has_loss)
+            sums.loss.add_(loss)
+            sums.auxiliary_loss.add_(auxiliary)
         for moe_index, router in self.routers.items():
-            loads[moe_index] = router.load
-            sums[5] += router.dropped
-        return torch.cat([sums, loads.flatten()])
+            sums.expert_loads[moe_index] = router.load
+            sums.dropped_choices.add_(router.dropped)
+        return sums
 
     def compute_losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the auxiliary loss, summed over tokens.
@@ -146,9 +141,9 @@ class Learner:
             logits, auxiliary = model(micro.tokens, micro.documents)
         return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
-    def reduce(self, sums: Tensor) -> StepReduction:
+    def reduce(self, sums: StepSums) -> StepReduction:
         """Sum values and gradients over ranks, and clip the gradients."""
-        return self.strategy.reduce(sums, self.run.optimizer.max_grad_norm)
+        return self.strategy.reduce(sums.packed, self.run.optimizer.max_grad_norm)
 
     def update(self, ratio: float) -> None:
         """Step the optimizers, at the peak learning rates times `ratio`."""

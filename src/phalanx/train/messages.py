@@ -77,7 +77,7 @@ def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str
     lines = []
     if evaluation:
         lines.append(evaluation_message(evaluation))
-    if trainer.should_stop:
+    if trainer.should_stop and not trainer.is_complete:
         lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
     if sample:
         lines.append(sample_message(trainer.step, sample))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, read_manifest, step_of
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
+from phalanx.train.callbacks.callback import Callback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
 from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
 from phalanx.train.checkpoint.state import (
@@ -59,11 +61,6 @@ class ResumableLearner(Learner):
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus = corpus
         self.directory = directory
-        experts = run.model.moe.num_experts if run.model.moe else 0
-        self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
-        """Counts of choices of each expert of these layers, over all ranks.
-
-        The first row counts since the last evaluation, the second the interval before it."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.in_memory_checkpointer = None
@@ -79,6 +76,10 @@ class ResumableLearner(Learner):
         self.rescaling = LearningRateRescaling(
             self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, steps=0
         )
+        self.callbacks: Mapping[str, Callback] = {}
+        """Callbacks of the training loop, by name."""
+        self.callback_states: dict[str, dict[str, Any]] = {}
+        """States of callbacks in the restored checkpoint."""
         self.step = 0
         """Number of optimizer updates."""
         self.resumed_at_step = 0
@@ -110,7 +111,8 @@ class ResumableLearner(Learner):
             "rescaling": asdict(self.rescaling),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
-            "expert_tokens": self.expert_loads.long().tolist(),
+            "expert_tokens": self.experts.intervals.long().tolist(),
+            "callbacks": {name: state for name, each in self.callbacks.items() if (state := each.state_dict())},
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:
@@ -148,8 +150,9 @@ class ResumableLearner(Learner):
     def _restore_progress(self, manifest: MetricsRecord) -> None:
         """Restore the progress of a manifest."""
         self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
-        if self.moe_layers and "expert_tokens" in manifest:
-            self.expert_loads.copy_(torch.tensor(manifest["expert_tokens"]))
+        if self.experts.layers and "expert_tokens" in manifest:
+            self.experts.load_state(manifest["expert_tokens"])
+        self.callback_states = manifest.get("callbacks", {})
         self.step = manifest["step"]
         self.tokens = manifest["tokens"]
         self.skipped = manifest["skipped"]

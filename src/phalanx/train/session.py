@@ -10,7 +10,10 @@ from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
+from phalanx.train.callbacks.callback import build_callbacks
+from phalanx.train.callbacks.standard import standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
+from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
 from phalanx.train.messages import end_message, start_message
 from phalanx.train.profiling.clock_sync import measure_clock_offset
@@ -25,13 +28,20 @@ FLUSH_SECONDS = 1.0
 
 
 def train_session(
-    trainer: Trainer, resume: bool, *, measure: bool, window: range | None, order_guard: OrderGuard
+    trainer: Trainer,
+    resume: bool,
+    spike_detector: LossSpikeDetector,
+    *,
+    measure: bool,
+    window: range | None,
+    order_guard: OrderGuard,
 ) -> None:
     """Train from the newest checkpoint or the beginning, with logs and events, and print the results.
 
     Args:
         trainer: The trainer.
         resume: Continue from the newest checkpoint.
+        spike_detector: Detector of loss spikes.
         measure: Measure the memory and the traffic of one step.
         window: Steps to profile.
         order_guard: Guard of the order of collectives.
@@ -39,6 +49,7 @@ def train_session(
     run = trainer.run
     directory = trainer.directory
     quiet = not trainer.is_main
+    user_callbacks = build_callbacks(run.callbacks)
     resumed, damaged = trainer.resume() if resume else (0, {})
     config = run.model_dump(mode="json")
     alive_until = mtime_or_none(directory / METRICS_FILE)
@@ -64,7 +75,8 @@ def train_session(
             if profiler is not None and profiler.metered_step is None:
                 progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
             step = order_guard.after_each(profiler or trainer.train_step)
-            evaluation = trainer.train(logs, progress, step, rank_log=rank_log)
+            callbacks = standard_callbacks(trainer, logs, user_callbacks, spike_detector=spike_detector)
+            evaluation = trainer.train(callbacks, progress, step, rank_log=rank_log)
             if steps_to_profile and trainer.step < steps_to_profile[0]:
                 progress.log(f"no step was profiled: the last step was {trainer.step}")
         failed = False
@@ -73,7 +85,7 @@ def train_session(
     finally:
         for log in [*logs, *([rank_log] if rank_log else [])]:
             log.close(failed)
-    text = generate_sample(trainer) if run.evaluation.prompt and not trainer.should_stop else ""
+    text = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
     if trainer.is_main:
         print(end_message(trainer, evaluation, text))
         if measure:

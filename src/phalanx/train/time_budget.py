@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from phalanx.parallel.comm.objects import broadcast_object
-from phalanx.runs.create import read_run_directory, rewrite_run_file
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
-from phalanx.train.progress import ProgressDisplay
-from phalanx.train.resumable import ResumableLearner
+from phalanx.train.callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
 
 DECISION_STEPS = 10
 DECISION_SHARE = 0.05
@@ -63,34 +66,31 @@ def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
     )
 
 
-class TimeBudget:
+class TimeBudget(Callback):
     """The time budget of a run with `training.seconds`; no effect on other runs."""
 
-    def __init__(self, learner: ResumableLearner) -> None:
-        self.learner = learner
-        self.first_step = learner.step
+    def __init__(self) -> None:
+        self.first_step = 0
         self.step_seconds: list[float] = []
         """Duration of each step on rank 0."""
 
-    def end_step(self, step_seconds: float, progress: ProgressDisplay) -> None:
-        """Record the duration of a step, and decide the number of steps when enough are measured.
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Start to measure."""
+        self.first_step = trainer.step
 
-        Every rank calls this after each step.
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Record the duration of a step, and decide the number of steps when enough are measured.
 
         Raises:
             UserError: the time is too short for three steps; raised on all ranks.
         """
-        learner = self.learner
-        seconds = learner.run.training.seconds
+        seconds = trainer.run.training.seconds
         if seconds is None:
             return
-        self.step_seconds.append(broadcast_object(step_seconds, src=0))
+        self.step_seconds.append(broadcast_object(record["step_seconds"], src=0))
         steps = steps_in_time(seconds, self.first_step, self.step_seconds)
         if steps is None:
             return
-        learner.run = with_decided_steps(learner.run, steps)
-        progress.set_steps(steps)
+        trainer.set_last_step(steps)
         measured = f"{plural(len(self.step_seconds), 'step')} took {sum(self.step_seconds):.1f} s"
-        progress.log(f"{measured}: {steps} steps fit into {seconds:g} s")
-        if learner.mesh.rank == 0:
-            rewrite_run_file(learner.directory, with_decided_steps(read_run_directory(learner.directory)[0], steps))
+        trainer.progress.log(f"{measured}: {steps} steps fit into {seconds:g} s")

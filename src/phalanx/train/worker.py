@@ -27,7 +27,7 @@ from phalanx.launch.process import (
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import is_run_directory, read_run_directory
-from phalanx.runs.errors import CollectiveOrderError, CorruptionError, DivergenceError
+from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
@@ -110,7 +110,7 @@ def run_rank(
     except BaseException as error:
         return _record_failure(context, error)
     trainer = context.trainer
-    if trainer is not None and trainer.should_stop and trainer.step < trainer.run.training.steps:
+    if trainer is not None and trainer.should_stop and not trainer.is_complete:
         is_interactive = (
             context.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
         )  # a launcher prints this itself
@@ -179,7 +179,7 @@ def _train_with_rollbacks(
     make_trainer: Callable[[], Trainer],
     run: RunSpec,
     directory: Path,
-    train: Callable[[Trainer, bool], None],
+    train: Callable[[Trainer, bool, LossSpikeDetector], None],
     resume: bool,
 ) -> None:
     """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
@@ -188,9 +188,8 @@ def _train_with_rollbacks(
     rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
     while True:
         trainer = make_trainer()
-        trainer.spike_detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
         try:
-            return train(trainer, resume)
+            return train(trainer, resume, spike_detector if rollbacks_left > 0 else LossSpikeDetector(None))
         except DivergenceError as error:
             if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
                 raise
@@ -204,7 +203,7 @@ def _record_failure(context: _RankContext, error: BaseException) -> int:
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     if is_run_directory(context.directory):
         memory = oom_report(error, trainer)
-        final = isinstance(error, DivergenceError)
+        final = isinstance(error, DivergenceError | CallbackError)
         write_failure(context.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:
         is_user_error = isinstance(error, UserError | DivergenceError)

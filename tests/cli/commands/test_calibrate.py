@@ -10,10 +10,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
-from phalanx.train.progress import ProgressDisplay
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import command_json
-from tests.helpers.small_runs import make_trainer, small_run
+from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 wide_output = partial(cli_runner.command_output, width=200)
 STEPS = 8
@@ -25,7 +24,7 @@ def run_directory(tmp_path_factory) -> Path:
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
     directory = create_run(run, 1, resume=False)
     under_way = make_trainer(run)
-    under_way.train(open_loggers(directory, 0, None, run.name, {}), ProgressDisplay(0, STEPS, quiet=True))
+    train_to_end(under_way, open_loggers(directory, 0, None, run.name, {}))
     return directory
 
 

@@ -18,9 +18,8 @@ from phalanx.testing import rank_pool
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
-from phalanx.train.progress import ProgressDisplay
 from tests.helpers import cli_runner
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until
 
 experts_output = partial(cli_runner.command_output, "experts")
 experts_json = partial(cli_runner.command_json, "experts")
@@ -45,7 +44,7 @@ def train_until_stop(out: Path, every: int) -> Path:
     under_way = make_trainer(run)
     logs = open_loggers(under_way.directory, 0, None, run.name, {})
     under_way.stop_after_step = STOP_STEP
-    under_way.train(logs, ProgressDisplay(0, TOTAL_STEPS, quiet=True))
+    train_to_end(under_way, logs)
     for log in logs:
         log.close()
     return under_way.directory
@@ -56,7 +55,7 @@ def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[in
     under_way = make_trainer(run)
     assert under_way.resume()[0]
     losses = train_until(under_way, TOTAL_STEPS)
-    under_way.rotate_expert_counts()
+    under_way.experts.start_interval()
     return losses, under_way.evaluate()["expert_tokens"]
 
 

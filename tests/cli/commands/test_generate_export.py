@@ -17,9 +17,8 @@ from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
 from phalanx.train.create_run import create_run
-from phalanx.train.progress import ProgressDisplay
 from tests.helpers.cli_runner import command_output, command_stderr
-from tests.helpers.small_runs import make_trainer, small_run
+from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 SHORT_TRAINING = {"training.precision": "fp32", "training.steps": 12}
 
@@ -30,7 +29,7 @@ def finished_trainer(tmp_path_factory):
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT_TRAINING)
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)
-    under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
+    train_to_end(under_way)
     under_way.module.eval()
     return under_way
 
@@ -119,7 +118,7 @@ def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path)
     changes = {"model": {"from_hf": str(source)}, "data.tokenizer": str(tmp_path / "tokenizer.json")}
     run = small_run(Path(json.__file__).parent, tmp_path, {**SHORT_TRAINING, "training.steps": 4, **changes})
     directory = create_run(run, 1, resume=False)
-    make_trainer(run).train([], ProgressDisplay(0, run.training.steps, quiet=True))
+    train_to_end(make_trainer(run))
     source.rename(moved)
     create_run(run, 1, resume=True)  # which does not need the source, and keeps its files
     command_output("export", directory, tmp_path / "out")

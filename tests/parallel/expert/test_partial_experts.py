@@ -42,8 +42,8 @@ def compute_loss_and_gradients(run: RunSpec, own: TrainedExperts | None) -> tupl
     """The loss of a step, and its mean gradient."""
     under_way = build_trainer(run, own)
     sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
-    under_way.strategy.reduce(sums)
-    return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
+    under_way.strategy.reduce(sums.packed)
+    return float(sums.loss), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
 
 
 def test_partial_experts_gradients_equal_full_model_gradients(tmp_path):
@@ -78,9 +78,9 @@ def compute_auxiliary_loss(run: RunSpec, ratio: float) -> tuple[float, dict[str,
     under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
     set_local_choice_weight(under_way.module, ratio)
     sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
-    under_way.strategy.reduce(sums)
+    under_way.strategy.reduce(sums.packed)
     gradients = {name: gradient.clone() for name, gradient in under_way.strategy.gradients().items()}
-    return float(sums[2]), {name: gradient for name, gradient in gradients.items() if ".router." in name}
+    return float(sums.auxiliary_loss), {name: gradient for name, gradient in gradients.items() if ".router." in name}
 
 
 @pytest.mark.parametrize("scope", ["sequence", "micro_batch"])

@@ -16,8 +16,7 @@ from phalanx.runs.events import EVENTS_FILE, REQUIRED_FIELDS
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.checkpoint.auto_interval import FIRST_STEPS, CheckpointScheduler
-from phalanx.train.progress import ProgressDisplay
-from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run
+from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run, train_to_end
 
 TEXT = Path(json.__file__).parent
 LLAMA3_MTBF_HOURS = 3.0931
@@ -99,8 +98,8 @@ def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
 
 def train_and_get_next_due(run: RunSpec) -> int:
     under_way = make_trainer(run)
-    under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
-    return under_way.checkpoint_scheduler.next_step
+    train_to_end(under_way)
+    return under_way.callbacks["checkpoints"].scheduler.next_step  # type: ignore[attr-defined]
 
 
 def test_checkpoint_scheduler_agrees_across_ranks(tmp_path: Path) -> None:

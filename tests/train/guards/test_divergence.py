@@ -84,8 +84,8 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
     directory = create_run(run, 1, resume=False)
     forward = Trainer.forward_backward
 
-    def infinite(self: Trainer, micros: list[MicroBatch], told: Any) -> Any:
-        sums = forward(self, micros, told)
+    def infinite(self: Trainer, micros: list[MicroBatch]) -> Any:
+        sums = forward(self, micros)
         if self.loader._first_sequence(self.step) >= 3 * 8:  # type: ignore[attr-defined]
             for parameter in self.module.parameters():
                 parameter.grad.fill_(torch.inf)

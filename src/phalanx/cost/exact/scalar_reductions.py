@@ -13,11 +13,8 @@ from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import tensor_sharding
 
-NUM_SCALARS = 6
-"""Numbers that ranks sum in every step (`train.learner`).
-
-Tokens, losses, flags and step of a stop, and dropped tokens of experts.
-"""
+NUM_SCALARS = 8
+"""Number of scalars that ranks sum in every step (`train.step_sums.StepSums`)."""
 REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 
 

@@ -57,7 +57,9 @@ def _render_table(spec: Spec, path: str) -> Iterator[str]:
         table = _inner_table(field, getattr(spec, name))
         if f"{path}{name}" == CALIBRATION_TABLE:
             continue
-        if table is not None:
+        if isinstance(field.get_default(), dict):
+            yield from ("", *_render_examples(f"{path}{name}", field))
+        elif table is not None:
             subtables.append((f"{path}{name}", table))
         else:
             yield from _render_field(f"{path}{name}", field, getattr(spec, name))
@@ -84,6 +86,13 @@ def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
     else:
         yield f"[{name}]"
         yield from _render_table(table, f"{name}.")
+
+
+def _render_examples(path: str, field: FieldInfo) -> Iterator[str]:
+    """Yield a table of free keys as a comment, with the field's first example."""
+    yield from _render_comment(_field_doc(field))
+    yield f"# [{path}]"
+    yield from (f"# {key} = {json.dumps(value)}" for key, value in (field.examples or [{}])[0].items())
 
 
 def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:

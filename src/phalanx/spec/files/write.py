@@ -46,6 +46,8 @@ def to_toml(run: RunSpec) -> str:
     For a machine with a preset, only the differences are written, so that another machine can replace it.
     """
     table = run.model_dump(mode="json", exclude_none=True)
+    if not run.callbacks:
+        del table["callbacks"]
     training = table["training"]
     if not run.training.has_decided_steps:
         del training["steps"]

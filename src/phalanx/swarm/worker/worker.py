@@ -127,7 +127,7 @@ class SwarmWorker:
                 return {}
             if task is not None:
                 self._catch_up(task.committed, RoundRecord(task.round), is_final=True)
-            self.trainer.rotate_expert_counts()
+            self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
             self.leave()  # otherwise background threads would wait for the round's end

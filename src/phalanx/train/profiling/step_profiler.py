@@ -67,7 +67,7 @@ class StepProfiler:
             self.clock_offset = measure_clock_offset(
                 trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
-        tokens = trainer.expert_loads[0].clone()
+        tokens = trainer.experts.current.clone()
         step = partial(trainer.train_step, batches)
         if step_number == self.metered_step:
             record, profile = profile_step(trainer, step, over_time=True)
@@ -78,8 +78,8 @@ class StepProfiler:
         trainer.step_record |= profile.as_step_record(self.clock_offset)
         pass_times = trainer.strategy.clock.resolve(pass_timestamps(trainer.strategy))
         trainer.step_record["spans"] = executed_passes(trainer.strategy, pass_times)
-        if trainer.moe_layers:
-            trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
+        if trainer.experts.layers:
+            trainer.step_record["expert_tokens"] = (trainer.experts.current - tokens).long().tolist()
         return record | {"profiled": True}
 
 

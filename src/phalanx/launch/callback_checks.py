@@ -1,0 +1,50 @@
+"""Check of the user's callbacks before ranks start: their classes exist. Their code is not run here."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from phalanx.spec.callbacks import CallbackSpec
+from phalanx.spec.errors import UserError
+
+
+def check_callback(name: str, spec: CallbackSpec) -> None:
+    """Raise UserError if the class of a callback does not exist.
+
+    Modules inside packages are checked when ranks import them.
+
+    Args:
+        name: Name of the callback in the run file.
+        spec: Its description.
+    """
+    package = spec.module.partition(".")[0]
+    found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+    if found is None:
+        raise UserError(
+            f"callbacks.{name}",
+            spec.class_path,
+            f"has a module that is not in {os.getcwd()}, and not installed",
+            fix=f"start in the directory of {package}.py, or install its package",
+        )
+    if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
+        names = _top_level_names(ast.parse(Path(found.origin).read_text()))
+        if spec.class_name not in names:
+            fix = f"use one of {', '.join(sorted(names)) or 'its classes'}"
+            raise UserError(f"callbacks.{name}", spec.class_path, f"is not defined in {found.origin}", fix=fix)
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    """Return the names of classes and imports at the top level of a module."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names

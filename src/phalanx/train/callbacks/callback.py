@@ -1,0 +1,92 @@
+"""Callbacks of the training loop: what a user, and Phalanx itself, does around steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.callbacks import CallbackSpec
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
+
+class Callback:
+    """Hooks of the training loop; a subclass overrides those that it needs.
+
+    Every hook runs on every rank, in the order of the run file, so it may communicate. A hook that raises ends the run.
+    Records hold sums over all ranks; the times in them are those of the rank.
+
+    Example:
+        >>> class StopAtLoss(phalanx.Callback):
+        ...     def __init__(self, loss: float) -> None:
+        ...         self.loss = loss
+        ...
+        ...     def on_step_end(self, trainer, record):
+        ...         if record["loss"] < self.loss:
+        ...             trainer.finish(f"the loss is below {self.loss}")
+        >>> StopAtLoss(2.5).state_dict()
+        {}
+    """
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Run before the first step of this start, after a checkpoint was restored."""
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Run after a step, with its record as in metrics.jsonl."""
+
+    def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Run after an evaluation, with its record as in metrics.jsonl."""
+
+    def on_checkpoint_saved(self, trainer: Trainer, directory: Path) -> None:
+        """Run after the first step at which a checkpoint is complete on all ranks.
+
+        Args:
+            trainer: The trainer.
+            directory: Directory of the checkpoint.
+        """
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Run on a rank whose training raises an error; the other ranks may be in another step."""
+
+    def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Run after the last step of this start, with the record of the last evaluation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state to save in checkpoints, in JSON types and equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of `state_dict`."""
+
+
+def build_callbacks(specs: Mapping[str, CallbackSpec]) -> dict[str, Callback]:
+    """Build the callbacks of a run file, by name. Modules are found in the working directory too.
+
+    Raises:
+        UserError: A class cannot be imported, is not a callback, or rejects its arguments.
+    """
+    if specs and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return {name: _build_callback(f"callbacks.{name}", spec) for name, spec in specs.items()}
+
+
+def _build_callback(field: str, spec: CallbackSpec) -> Callback:
+    try:
+        callback_class = getattr(import_module(spec.module), spec.class_name)
+    except (ImportError, AttributeError) as error:
+        fix = f"start in the directory of {spec.module.partition('.')[0]}, or install its package"
+        raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix=fix) from error
+    if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
+        raise UserError(field, spec.class_path, "is not a subclass of phalanx.Callback", fix="derive it from Callback")
+    try:
+        return callback_class(**spec.arguments)
+    except TypeError as error:
+        fix = f"use the arguments of {spec.class_name}"
+        raise UserError(field, spec.class_path, f"rejects its arguments: {error}", fix=fix) from error

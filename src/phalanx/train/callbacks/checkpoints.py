@@ -1,0 +1,67 @@
+"""Callbacks that save checkpoints, on disk and in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.guards import is_due
+from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
+
+class Checkpoints(Callback):
+    """Saves checkpoints when they are due, when the run stops, and after the last step."""
+
+    def __init__(self, scheduler: CheckpointScheduler) -> None:
+        self.scheduler = scheduler
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Start to count steps."""
+        self.scheduler.start(trainer.step)
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Save if it is due."""
+        is_scheduled = self.scheduler.due(trainer.step, record["step_seconds"], trainer.checkpointer.is_saving)
+        is_wanted = is_scheduled or trainer.should_stop
+        if (is_wanted and _is_sound(trainer, record)) or trainer.step == trainer.run.training.steps:
+            with trainer.record_pause("checkpoint"):
+                self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save, and decide when the next checkpoint is due."""
+        started_at = time.perf_counter()
+        trainer.start_checkpoint()
+        if trainer.run.checkpoint.every != "auto":
+            return
+        blocked_seconds = time.perf_counter() - started_at
+        write_seconds = trainer.checkpointer.save_seconds
+        self.scheduler.next_step = broadcast_from_rank0(
+            partial(self.scheduler.next_due_step, trainer.step, blocked_seconds, write_seconds)
+        )
+        if self.scheduler.reason is not None:
+            trainer.progress.log(self.scheduler.reason)
+
+
+class InMemoryCopies(Callback):
+    """Copies the state into memory every `recovery.in_memory_checkpoint_every` steps."""
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Copy if it is due."""
+        if is_due(trainer.step, trainer.run.recovery.in_memory_checkpoint_every) and _is_sound(trainer, record):
+            with trainer.record_pause("copy"):
+                trainer.save_in_memory()
+
+
+def _is_sound(trainer: Trainer, record: MetricsRecord) -> bool:
+    """Return whether the weights may be saved: without a finite gradient they may be corrupt.
+
+    Asynchronous ranks are not notified at once."""
+    return math.isfinite(record["grad_norm"]) or trainer.run.layout.max_staleness is not None

@@ -1,0 +1,37 @@
+"""Callbacks that evaluate the model: held-out loss and text samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.guards import is_due
+from phalanx.train.sample import generate_sample, is_sample_due, sample_message
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
+
+class Evaluation(Callback):
+    """Evaluates the model every `evaluation.every` steps, and after the last one."""
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Evaluate if it is due."""
+        run = trainer.run
+        if trainer.step == run.training.steps or is_due(trainer.step, run.evaluation.every):
+            trainer.experts.start_interval()
+            with trainer.record_pause("evaluation"):
+                trainer.evaluation = trainer.evaluate()
+            trainer.call_hook("on_evaluation_end", trainer.evaluation)
+
+
+class Samples(Callback):
+    """Prints `evaluation.samples` continuations of the prompt over the run."""
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Generate a sample if it is due."""
+        if is_sample_due(trainer.run, trainer.step):
+            with trainer.record_pause("sample"):
+                sample = generate_sample(trainer)
+            trainer.progress.log(sample_message(trainer.step, sample))

@@ -1,0 +1,81 @@
+"""Callbacks that end training when its state is no longer sound."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from phalanx.runs.errors import DivergenceError
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.guards.divergence import LossSpikeDetector
+from phalanx.train.guards.replica_check import check_replica_consistency
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
+
+class ReplicaCheck(Callback):
+    """Raises CorruptionError if replicated state differs between ranks."""
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Compare the replicas every `training.replica_check_interval` steps."""
+        every = trainer.run.training.replica_check_interval
+        if not is_due(trainer.step, every):
+            return
+        error = check_replica_consistency(
+            trainer.strategy, trainer.optimizers, trainer.mesh.dims, step=trainer.step, every=every
+        )
+        if error is not None:
+            trainer.checkpointer.wait()
+            raise error
+
+
+class NonfiniteSteps(Callback):
+    """Raises DivergenceError after too many steps in a row whose gradient was not finite."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.last_seen_step = -1
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Count the step; an asynchronous worker may receive the record of a step twice."""
+        is_new_step = record["step"] != self.last_seen_step
+        self.last_seen_step = record["step"]
+        if math.isfinite(record["grad_norm"]):
+            self.in_a_row = 0
+            return
+        if is_new_step:
+            self.in_a_row += 1
+            trainer.progress.log(f"step {trainer.step}: skipped, {_describe_step(record)}")
+        if self.in_a_row >= trainer.run.training.max_nonfinite_steps:
+            trainer.checkpointer.wait()
+            raise DivergenceError(
+                f"step {trainer.step}: {self.in_a_row} steps in a row were not finite: {_describe_step(record)}; "
+                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and use --resume"
+            )
+
+
+class LossSpikes(Callback):
+    """Raises DivergenceError at a spike of the loss; another trainer then resumes from before it."""
+
+    def __init__(self, detector: LossSpikeDetector) -> None:
+        self.detector = detector
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Compare the loss with those of the last steps."""
+        ratio = self.detector.spike_ratio(record["loss"])
+        if ratio is not None:
+            trainer.checkpointer.wait()
+            raise DivergenceError(
+                f"step {trainer.step}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
+            )
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether an action that happens `every` steps (0: never) is due after this step."""
+    return every > 0 and step % every == 0
+
+
+def _describe_step(record: MetricsRecord) -> str:
+    return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"

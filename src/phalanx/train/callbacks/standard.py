@@ -1,0 +1,52 @@
+"""The callbacks of every run, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.checkpoints import Checkpoints, InMemoryCopies
+from phalanx.train.callbacks.evaluation import Evaluation, Samples
+from phalanx.train.callbacks.guards import LossSpikes, NonfiniteSteps, ReplicaCheck
+from phalanx.train.callbacks.records import MetricsLogging, RankRecords
+from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
+from phalanx.train.guards.divergence import LossSpikeDetector
+from phalanx.train.loggers import Logger
+from phalanx.train.time_budget import TimeBudget
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
+
+
+def standard_callbacks(
+    trainer: Trainer,
+    logs: list[Logger],
+    user_callbacks: Mapping[str, Callback] | None = None,
+    spike_detector: LossSpikeDetector | None = None,
+) -> dict[str, Callback]:
+    """Return the callbacks of a run by name, in the order in which their hooks run.
+
+    A step is recorded first, then checked. The user's callbacks follow, then evaluation, and last what saves: a
+    checkpoint has the state of all callbacks after the step and its evaluation.
+
+    Args:
+        trainer: Trainer of the run.
+        logs: Loggers of metrics.
+        user_callbacks: Callbacks of the run file, by name.
+        spike_detector: Detector of loss spikes; None: spikes are ignored.
+    """
+    scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
+    return {
+        "time budget": TimeBudget(),
+        "metrics": MetricsLogging(logs),
+        "rank records": RankRecords(),
+        "replica check": ReplicaCheck(),
+        "nonfinite steps": NonfiniteSteps(),
+        "loss spikes": LossSpikes(spike_detector or LossSpikeDetector(None)),
+        **(user_callbacks or {}),
+        "evaluation": Evaluation(),
+        "checkpoints": Checkpoints(scheduler),
+        "in-memory copies": InMemoryCopies(),
+        "samples": Samples(),
+    }

@@ -1,0 +1,1 @@
+"""Tests of the callbacks of the training loop."""
