@@ -64,10 +64,7 @@ def train_session(
     try:
         steps = run.training.steps if run.training.has_decided_steps else None
         with ProgressDisplay(trainer.step, steps, quiet) as progress:
-            for name, problem in damaged.items():
-                progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
-                if trainer.is_main:
-                    append_event(directory, QUARANTINED, checkpoint=name, problem=problem)
+            _report_damaged(trainer, damaged, progress)
             progress.log(start_message(trainer, resumed))
             if window is not None and not steps_to_profile:
                 progress.log(f"no step is profiled: {window[0]} to {window[-1]} are done, or after the last step")
@@ -90,6 +87,14 @@ def train_session(
         print(end_message(trainer, evaluation, text))
         if measure:
             print(write_comparison(run.on_device(trainer.device.type), trainer.mesh.dims.world_size, directory))
+
+
+def _report_damaged(trainer: Trainer, damaged: dict[str, str], progress: ProgressDisplay) -> None:
+    """Print and record the checkpoints that were quarantined, with their problems."""
+    for name, problem in damaged.items():
+        progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
+        if trainer.is_main:
+            append_event(trainer.directory, QUARANTINED, checkpoint=name, problem=problem)
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:

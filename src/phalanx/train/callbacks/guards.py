@@ -1,4 +1,4 @@
-"""Callbacks that end training when its state is no longer sound."""
+"""Callbacks that end training when its state is unsound."""
 
 from __future__ import annotations
 
