@@ -107,7 +107,9 @@ def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model
     table = {"model": {"from_hf": "hf"}, "data": {"train": ["texts"], "tokenizer": "bytes", "cache": "cache"}}
     with pytest.raises(UserError, match=r"model\.vocab_size = 200: is less than the tokenizer's 257 tokens") as caught:
         check_and_prepare(run_from_table(table), 1, resume=False)
-    assert caught.value.fix.startswith("set model.vocab_size = 257; the embeddings of its new tokens begin as the mean")
+    assert caught.value.fix.startswith(
+        "set model.vocab_size = 257; the embeddings of new tokens are initialized to the mean"
+    )
     table["data"]["tokenizer"] = "bpe"
     with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a tokenizer"):
         check_and_prepare(run_from_table(table), 1, resume=False)

@@ -135,4 +135,4 @@ def test_resumed_run_keeps_steps_that_were_decided(timed_run: tuple[Path, str]) 
 def test_train_refuses_seconds_too_short_for_three_steps(timed_run: tuple[Path, str]) -> None:
     output = train(timed_run[0], "--nproc", "2", "--set", "training.seconds=0.001", "--set", "name=short", code=2)
     assert "training.seconds = 0.001: is too short for 3 steps" in output
-    assert "starting again" not in output
+    assert "restarting from" not in output

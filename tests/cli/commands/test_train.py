@@ -146,9 +146,9 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
     ("options", "code", "message"),
     [
         (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "is not known here"),
-        (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "sees no GPU"),
+        (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "finds no GPU"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "says no place"),
-        (("--nproc", "8"), 2, "sees no GPU"),
+        (("--nproc", "8"), 2, "finds no GPU"),
     ],
 )
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(

@@ -224,10 +224,13 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({**NVME}, ("layout.offload_directory", "is needed", "local disk")),
     ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "is not a directory")),
     ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "is not a directory")),
-    ({**NVME, "layout.offload_directory": '"/proc"'}, ("layout.offload_directory = '/proc'", "fix: name")),
+    (
+        {**NVME, "layout.offload_directory": '"/proc"'},
+        ("layout.offload_directory = '/proc'", "fix: set layout.offload_directory"),
+    ),
     (
         {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn_hidden_size": 10**12},
-        ("layout.offload_directory = '/dev/shm'", "GB are free"),
+        ("layout.offload_directory = '/dev/shm'", "GB for optimizer state"),
     ),
     ({"layout.gradient_compression": '"fp8"'}, ("layout.gradient_compression = 'fp8'", "powersgd")),
     (
@@ -622,4 +625,4 @@ def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> N
     run = load_run(workspace / "run.toml", settings)
     with pytest.raises(UserError, match="planned memory") as refused:
         check_memory(run, 2, 25 * 10**9, "cpu")
-    assert refused.value.fix.startswith("take a smaller model")
+    assert refused.value.fix.startswith("use a smaller model")
