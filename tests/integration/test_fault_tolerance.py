@@ -90,7 +90,7 @@ def test_full_disk_fails_run_without_checkpoints(small_disk_path: Path) -> None:
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 2, said
     assert "restarting from" not in said
-    assert f"and {directory} cannot be written to: No space left on device; free space" in said
+    assert f"; {directory} is not writable: No space left on device. Free space" in said
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------

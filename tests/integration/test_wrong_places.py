@@ -226,7 +226,7 @@ def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: 
     assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], ended.stderr
     assert ended.stderr.count("is not a writable directory") == 2
     assert "report.html': cannot be written: Permission denied" in ended.stderr
-    assert "directory = 'theirs/export': cannot be written" in ended.stderr
+    assert "directory = 'theirs/export': is not writable" in ended.stderr
     assert ended.stderr.count("permission denied\n  fix: ") == 3
     assert [contents(tmp_path / name) for name in ("theirs", "closed")] == before
     assert (out / "config.json").is_file()

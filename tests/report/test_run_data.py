@@ -76,7 +76,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: the run has stopped"),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "metrics are no text": (_prepend_binary_bytes, "metrics.jsonl: 1 lines cannot be read"),
-    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "ends before those of others"),
+    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "earlier than other records"),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
     "a stage is lost": (_remove_last_stage_records, "no record of"),

@@ -74,7 +74,7 @@ def test_resume_with_changed_text_offers_tokens_of_run(tmp_path, monkeypatch):
     write_sources(tmp_path)
     directory = train_and_save(["texts"])
     (tmp_path / "texts" / "text07.txt").write_text("another text\n" * 9)
-    with pytest.raises(UserError, match="gives other tokens than the checkpoint") as caught:
+    with pytest.raises(UserError, match="differs from the checkpoint's data") as caught:
         check_and_prepare(load_run(directory / RUN_FILE), 1, resume=True)
     overrides = re.findall(r"--set ([a-z._]+=)'?([^' ]+)", caught.value.fix)
     assert [name for name, _ in overrides] == ["data.train=", "data.held_out=", "data.tokenizer="]
@@ -96,7 +96,7 @@ def test_create_run_reports_pairs_whose_tokenizer_is_unknown(tmp_path, monkeypat
         Path(f"{prefix}.meta.json").unlink()
     check_and_prepare(run, 1, resume=False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"made the tokens of {prepared.train} and 1 more, so data.tokenizer" in line
+    assert f"matches the tokens of {prepared.train} and 1 more, because" in line
 
 
 def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model, monkeypatch):

@@ -73,7 +73,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 empty = False
                 yield document
     if empty:
-        fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+        fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
         raise UserError(field, list(sources), "has no text", fix=fix)
 
 
@@ -86,7 +86,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """List the files and datasets of `sources`. Raises UserError for one that does not exist."""
     if not sources:
-        raise UserError(field, list(sources), "names no source", fix='name a file, a directory, a glob, or "stdlib"')
+        raise UserError(field, list(sources), "is empty", fix='use a file, a directory, a glob or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
@@ -106,12 +106,10 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = _glob_root(path)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
-        where = "" if os.path.isabs(path) else f": {os.path.abspath(path)}, from where the command was started"
-        raise UserError(
-            field, source, f"no such file or directory{where}", fix="check the path; a pattern needs * or ?"
-        )
+        where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
+        raise UserError(field, source, f"no such file or directory{where}", fix="correct the path; a glob needs * or ?")
     if not paths:
-        raise UserError(field, source, "matches no file", fix="check the path")
+        raise UserError(field, source, "matches no file", fix="correct the path")
     return [_source_file(match, root, field) for match in paths]
 
 
@@ -201,7 +199,10 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
         raise UserError(
-            field, source_file.path, "is not text: it has zero bytes", fix="name text, .jsonl, .json or .parquet files"
+            field,
+            source_file.path,
+            "is not text: it contains zero bytes",
+            fix="use text, .jsonl, .json or .parquet files",
         )
 
 
@@ -232,8 +233,8 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield from _read_json_lines(source_file, text_key, field)
         return
     if content is None:
-        fix = "give JSON objects, one per line or in an array; text has another suffix"
-        raise UserError(field, source_file.path, "is not JSON", fix=fix)
+        fix = "write JSON objects, one per line or in an array; for plain text, use another suffix"
+        raise UserError(field, source_file.path, "is not valid JSON", fix=fix)
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
@@ -260,7 +261,9 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 row = json.loads(line)
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
-                raise UserError(field, location, f"is not JSON: {error}", fix="give one JSON object per line") from None
+                raise UserError(
+                    field, location, f"is not valid JSON: {error}", fix="write one JSON object per line"
+                ) from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
@@ -270,7 +273,7 @@ def _text_field(row: Any, text_key: str, location: str) -> str:
             "data.text_key",
             text_key,
             f"{location} is not a JSON object",
-            fix="give JSON objects, one per line or in an array",
+            fix="write JSON objects, one per line or in an array",
         )
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
@@ -279,7 +282,10 @@ def _text_field(row: Any, text_key: str, location: str) -> str:
         )
     if not isinstance(text := row[text_key], str):
         raise UserError(
-            "data.text_key", text_key, f"of {location} is {type(text).__name__}, not text", fix="name a text field"
+            "data.text_key",
+            text_key,
+            f"is not a text field: its value in {location} has type {type(text).__name__}",
+            fix="set data.text_key to a text field",
         )
     return text
 
@@ -289,7 +295,9 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
-        raise UserError(field, source_file.path, f"is not Parquet: {error}", fix="write the file again") from None
+        raise UserError(
+            field, source_file.path, f"is not a valid Parquet file: {error}", fix="recreate the file"
+        ) from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
@@ -319,7 +327,7 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # a hub, a script or a cache may raise anything
         raise UserError(
-            field, source, f"cannot be loaded: {error}", fix="check the name, and that it has a train split"
+            field, source, f"cannot be loaded: {error}", fix="check the name, and that the dataset has a train split"
         ) from None
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))

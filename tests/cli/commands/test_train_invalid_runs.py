@@ -444,7 +444,7 @@ def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path,
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
     said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
-    assert "not written by phalanx" in said
+    assert "is not a Phalanx checkpoint" in said
 
 
 def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -501,8 +501,8 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
     found = re.fullmatch(
-        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, and one sequence and its target need 8,193\n"
-        r"  fix: give more text, or lower training\.seq_len\n",
+        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
+        r"  fix: add text, or lower training\.seq_len\n",
         said,
     )
     assert found, said
@@ -512,7 +512,7 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
 def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     (workspace / "TEXT" / "end.txt").write_text("")
     said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
-    fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+    fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
     assert said == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
