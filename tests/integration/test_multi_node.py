@@ -84,7 +84,7 @@ def test_multi_node_run_puts_surplus_node_on_standby(tmp_path: Path) -> None:
             "second"
         )
         assert "training on 1 of 2 ranks, because no layout fits more" in at.log_text("first")
-        assert "which 2 data-parallel ranks cannot share" in at.log_text("first")
+        assert "which 2 data-parallel ranks cannot divide" in at.log_text("first")
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [1]
     assert len(recorded_losses(directory)) == 12
 

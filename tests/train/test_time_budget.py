@@ -71,9 +71,9 @@ def test_run_has_either_steps_or_seconds() -> None:
 
 def test_seconds_are_refused_where_steps_must_be_known() -> None:
     layout = {"data_parallel": "parameter_server", "max_staleness": 1}
-    with pytest.raises(UserError, match=r"training\.seconds.*same step"):
+    with pytest.raises(UserError, match=r"training\.seconds.*different steps"):
         run_from_table({"training": {"seconds": 9}, "layout": layout})
-    with pytest.raises(UserError, match=r"training\.seconds.*no number of steps"):
+    with pytest.raises(UserError, match=r"training\.seconds.*fixed number of steps"):
         run_from_table({"training": {"seconds": 9}, "swarm": {"method": "diloco"}})
 
 

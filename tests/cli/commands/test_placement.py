@@ -175,8 +175,8 @@ def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: 
     topology = tmp_path / "topo.txt"
     topology.write_text("nothing of the kind")
     for arguments, problem in (
-        (["--ranks", "6", *layout_options(tp=4)], "does not divide the ranks"),
-        (["--topology", str(topology)], "has no line of columns"),
+        (["--ranks", "6", *layout_options(tp=4)], "does not divide the 6 ranks"),
+        (["--topology", str(topology)], "has no header line"),
         (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
         (["--out", "heat.gif"], "has an unknown suffix"),
     ):
