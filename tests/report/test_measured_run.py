@@ -77,7 +77,7 @@ def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, mess
     path = write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1])
     corrupt(path)
     if not message:
-        path, message = tmp_path / "s", "3 are needed after"
+        path, message = tmp_path / "s", "at least 3 are required after"
     with pytest.raises(UserError, match=message):
         read_measured_run(path)
 

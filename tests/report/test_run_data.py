@@ -221,10 +221,10 @@ def test_read_run_reports_restarts_and_rollbacks(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     for step in (3, 5):
         append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
-    assert read_run(directory).problems[-1].startswith("it failed 2 times and resumed, the last time at ")
+    assert read_run(directory).problems[-1].startswith("the run failed 2 times and resumed, the last time at ")
     assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
     append_event(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
-    assert read_run(directory).problems[-1].startswith("it rolled back once, the last time at ")
+    assert read_run(directory).problems[-1].startswith("the run rolled back once, the last time at ")
     assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
 

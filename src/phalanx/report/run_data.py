@@ -143,9 +143,7 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         problem = (
             f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
         )
-        raise UserError(
-            "run directory", str(directory), problem, fix="give a run directory of phalanx train: runs/NAME"
-        )
+        raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
@@ -204,12 +202,12 @@ def _describe_interruptions(events: Sequence[Mapping[str, Any]], failure: str | 
     """Yield how often a run failed, rolled back or had a damaged checkpoint."""
     if failures := describe_failures(events, exclude_last=failure is not None):
         count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
-        yield f"it failed {count_text} and resumed, the last time at {failures[-1]}"
+        yield f"the run failed {count_text} and resumed, the last time at {failures[-1]}"
     if rollbacks := describe_rollbacks(events):
         count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        yield f"it rolled back {count_text}, the last time at {rollbacks[-1]}"
+        yield f"the run rolled back {count_text}, the last time at {rollbacks[-1]}"
     if damaged_checkpoints := describe_damaged_checkpoints(events):
-        yield f"checkpoints were damaged, the last one found at {damaged_checkpoints[-1]}"
+        yield f"checkpoints were damaged, the last time at {damaged_checkpoints[-1]}"
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
