@@ -174,7 +174,7 @@ def test_memory_prints_offloaded_column_when_offload_is_set(run):
 
 
 def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
-    limit = "limit: a rank may hold "
+    limit = "limit: a rank can use "
     assert limit not in memory_output(run, "--ranks", "4")
     machine = ["--machine", "h100", "--set", "cluster.nproc_per_node=4"]
     text = memory_output(run, *machine)
