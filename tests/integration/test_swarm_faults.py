@@ -479,7 +479,7 @@ def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
 
 def test_swarm_client_reports_address_without_listener(monkeypatch):
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_CONNECT_SECONDS", 0.5)
-    with pytest.raises(UserError, match="cannot be reached: no server listens there"):
+    with pytest.raises(UserError, match="cannot be reached: no server listens at this address"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 
 

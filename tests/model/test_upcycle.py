@@ -176,7 +176,7 @@ def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build_mo
             {},
             {"expert_ffn_size": 24},
             (
-                r"model\.moe\.expert_ffn_size = 24: is not the width .*"
+                r"model\.moe\.expert_ffn_size = 24: differs from the width .*"
                 r"\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48"
             ),
         ),

@@ -111,7 +111,7 @@ def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model
         "set model.vocab_size = 257; the embeddings of new tokens are initialized to the mean"
     )
     table["data"]["tokenizer"] = "bpe"
-    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a tokenizer"):
+    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a new tokenizer"):
         check_and_prepare(run_from_table(table), 1, resume=False)
     table["data"]["tokenizer"] = "bytes"
     check_and_prepare(run_from_table({**table, "model": {"from_hf": "hf", "vocab_size": 257}}), 1, resume=False)
@@ -145,7 +145,7 @@ def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
     claim_run_directory(run_directory(run))
     (run_directory(run) / RUN_FILE).write_text(to_toml(with_decided_steps(run, 60)))
     assert decide_choices(run, resume=True).training.steps == 60
-    assert "this run has had 60 steps since its start" in capsys.readouterr().err
+    assert "this run keeps the 60 steps of its first start" in capsys.readouterr().err
     assert not decide_choices(run, resume=False).training.has_decided_steps
 
 

@@ -305,8 +305,9 @@ class Trainer(ResumableLearner):
         if consecutive_nonfinite >= self.run.training.max_nonfinite_steps:
             self.checkpointer.wait()
             raise DivergenceError(
-                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: {_describe_step(record)}; "
-                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and use --resume"
+                f"step {self.step}: {consecutive_nonfinite} consecutive steps were not finite "
+                f"({_describe_step(record)}); "
+                "lower optimizer.learning_rate or increase optimizer.warmup_steps, then continue with --resume"
             )
         if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
             self.checkpointer.wait()

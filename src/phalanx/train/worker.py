@@ -144,7 +144,7 @@ def _run(
     source = context.directory
     prepared = context.directory.is_dir()
     if prepared and overrides:
-        raise UserError("--set", overrides, "has no effect on a run directory", fix="pass the run file instead")
+        raise UserError("--set", overrides, "has no effect on a run directory", fix="use the run file instead")
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
@@ -302,7 +302,9 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
                     append_event(directory, QUARANTINED, checkpoint=name, problem=problem)
             progress.log(start_message(trainer, resumed))
             if window is not None and not steps_to_profile:
-                progress.log(f"no step is profiled: {window[0]} to {window[-1]} are done, or after the last step")
+                progress.log(
+                    f"no step is profiled: steps {window[0]} to {window[-1]} are already done or after the last step"
+                )
             profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
             if profiler is not None and profiler.metered_step is None:
                 progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
