@@ -104,4 +104,4 @@ def _read_measured_step(directory: Path) -> JsonRecord:
 
 
 def _invalid_json_error(file: Path, text: str) -> UserError:
-    return UserError("run directory", str(file), f"is not JSON: {text[:40]}", fix="fix it")
+    return UserError("run directory", str(file), f"is not valid JSON: {text[:40]}", fix="correct or remove the line")

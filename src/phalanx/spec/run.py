@@ -259,14 +259,14 @@ class RunSpec(Spec):
             not self.recovery.max_rollbacks or self.layout.max_staleness is None,
             "recovery.max_rollbacks",
             self.recovery.max_rollbacks,
-            problem="cannot be combined with layout.max_staleness, with which ranks are at different steps",
+            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
             fix="set recovery.max_rollbacks = 0",
         )
         require(
             training.has_decided_steps or self.layout.max_staleness is None,
             "training.seconds",
             training.seconds,
-            problem="cannot be combined with layout.max_staleness, with which ranks are at different steps",
+            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
             fix="set training.steps instead",
         )
         require(

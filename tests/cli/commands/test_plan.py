@@ -181,7 +181,7 @@ def test_plan_all_shows_each_schedule(run):
 
 
 def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
-    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is unknown, and 16 devices"):
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is unknown, but 16 devices"):
         plan_output(run, "--machine", "rtx4090", "--nodes", 2)
     search = r"set cluster\.network_bytes_per_second to find a sufficient number of nodes"
     with pytest.raises(UserError, match=search):

@@ -79,7 +79,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     if spec.tie_embeddings and HEAD in files:
         embedding = hf_location(kind, "embedding.weight").name
         if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
-            problem = f"differs from {embedding}, to which tie_word_embeddings ties it; transformers keeps both"
+            problem = f"differs from {embedding}, although config.json ties the two; transformers keeps both"
             raise UserError(FIELD, HEAD, problem, fix="set model.tie_embeddings = false")
     return read_weight
 
@@ -128,7 +128,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if (directory / ADAPTER_FILE).is_file():
         problem = f"contains an adapter ({ADAPTER_FILE}) for the weights of another model"
         raise UserError(
-            FIELD, str(directory), problem, fix="merge it into the model: merge_and_unload(), save_pretrained()"
+            FIELD,
+            str(directory),
+            problem,
+            fix="merge the adapter into its model: merge_and_unload(), save_pretrained()",
         )
     single_file = directory / SINGLE_FILE
     if single_file.is_file():
