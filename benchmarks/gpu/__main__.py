@@ -56,7 +56,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("benchmarks.gpu: PyTorch sees no GPU here. Run it on a machine with one.", file=sys.stderr)
+        print("benchmarks.gpu: PyTorch finds no GPU on this machine. Run it on a machine with one.", file=sys.stderr)
         return 2
     failures = [f"{name}: {row}" for name in arguments.part for row in run_part(name, arguments.out)]
     print("\n".join([f"{len(failures)} rows failed", *failures]), flush=True)

@@ -40,7 +40,7 @@ def test_gpu_benchmark_help_lists_parts() -> None:
 def test_gpu_benchmark_fails_without_gpu() -> None:
     done = run_command("--part", "kernels")
     assert done.returncode == 2
-    assert "PyTorch sees no GPU here" in done.stderr
+    assert "PyTorch finds no GPU on this machine" in done.stderr
 
 
 @pytest.mark.parametrize("name", PARTS)

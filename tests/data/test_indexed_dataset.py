@@ -134,15 +134,15 @@ def corrupt_file(prefix: Path, suffix: str, change: object) -> None:
     [
         (".idx", lambda raw: b"TNTIDX\0\0\0" + raw[9:], "first bytes are not MMIDIDX"),
         (".idx", lambda raw: b"", "first bytes are not MMIDIDX"),
-        (".idx", lambda raw: raw[:20], "truncated: 20 bytes"),
-        (".idx", lambda raw: raw[:-1], r"truncated: 141 bytes, and 5 sequences need 142"),
+        (".idx", lambda raw: raw[:20], "truncated: it has 20 bytes"),
+        (".idx", lambda raw: raw[:-1], r"truncated: it has 141 bytes, but 5 sequences need 142"),
         (".idx", lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
-        (".idx", lambda raw: raw[:17] + b"\x07" + raw[18:], "unknown type code 7"),
-        (".idx", lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "one after the other"),
-        (".idx", lambda raw: raw[:54] + struct.pack("<q", 8) + raw[62:], "one after the other"),
-        (".idx", lambda raw: raw[:-8] + struct.pack("<q", 4), "rising list of documents"),
-        (".idx", lambda raw: raw[:-16] + struct.pack("<q", 9) + raw[-8:], "rising list of documents"),
-        (".bin", lambda raw: raw[:-1], r"truncated: 2,011 bytes, and the index needs 2,012"),
+        (".idx", lambda raw: raw[:17] + b"\x07" + raw[18:], "unknown token type 7"),
+        (".idx", lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "not contiguous"),
+        (".idx", lambda raw: raw[:54] + struct.pack("<q", 8) + raw[62:], "not contiguous"),
+        (".idx", lambda raw: raw[:-8] + struct.pack("<q", 4), "document starts that do not increase"),
+        (".idx", lambda raw: raw[:-16] + struct.pack("<q", 9) + raw[-8:], "document starts that do not increase"),
+        (".bin", lambda raw: raw[:-1], r"truncated: it has 2,011 bytes, but its index needs 2,012"),
     ],
 )
 def test_indexed_dataset_rejects_corrupt_files(tmp_path: Path, suffix: str, change: object, message: str) -> None:
@@ -197,7 +197,7 @@ def test_indexed_dataset_rejects_damaged_list_of_parts(tmp_path: Path, change: o
 def test_indexed_dataset_names_missing_part(tmp_path: Path) -> None:
     prefix = join_two_pairs(tmp_path)
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(UserError, match=r"joined': needs .*/b\.bin, which is missing") as caught:
+    with pytest.raises(UserError, match=r"joined': requires .*/b\.bin, which does not exist") as caught:
         IndexedDataset(prefix)
     assert "b.bin" in caught.value.fix
 
@@ -234,7 +234,7 @@ def test_split_tail_divides_tokens_by_fraction(
     write_pair(folder / "all", [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))])
     dataset = IndexedDataset(folder / "all")
     if total < 2:
-        with pytest.raises(UserError, match="too small to hold anything out"):
+        with pytest.raises(UserError, match="too few tokens for a held-out part"):
             split_tail(dataset, fraction, folder / "head", folder / "tail")
         return
     split_tail(dataset, fraction, folder / "head", folder / "tail")

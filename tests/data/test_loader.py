@@ -50,7 +50,7 @@ def reference_rows(dataset, sequence, seed, epoch):
 def test_token_loader_batches_match_reference_over_epochs(tmp_path_factory, lengths, sequence, per_step, seed):
     dataset = write_dataset_of_unique_tokens(tmp_path_factory.mktemp("data"), lengths)
     if dataset.size <= sequence:
-        with pytest.raises(UserError, match=f"has {dataset.size} tokens.* need {sequence + 1}") as caught:
+        with pytest.raises(UserError, match=f"has {dataset.size} tokens.* needs {sequence + 1}") as caught:
             TokenLoader(dataset, sequence, per_step, seed)
         assert caught.value.field == "data.train"
         return
@@ -162,7 +162,7 @@ def test_token_loader_resumes_at_same_position_with_new_batch_size(write_tokens)
     small, large = TokenLoader(dataset, 4, 2, 3), TokenLoader(dataset, 4, 6, 3)
     with pytest.raises(
         UserError,
-        match=r"training\.tokens_per_step = '6 sequences': is not what the checkpoint was made with \(2 sequences",
+        match=r"training\.tokens_per_step = '6 sequences': differs from the checkpoint's value \(2 sequences",
     ):
         large.resume(small.state(3))
     large.resume(small.state(3), resized=True)
@@ -209,14 +209,14 @@ def test_token_loader_rejects_checkpoint_with_changed_settings(write_tokens, cha
     dataset = write_tokens([list(range(50))])
     settings = {"seq_len": 8, "sequences_per_step": 2, "seed": 3}
     state = TokenLoader(dataset, **settings).state(1)
-    with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
+    with pytest.raises(UserError, match="differs from the checkpoint's value") as caught:
         TokenLoader(dataset, **{**settings, **change}).resume(state)
     assert caught.value.field == field
 
 
 def test_token_loader_rejects_checkpoint_of_other_data(write_tokens):
     state = TokenLoader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
-    with pytest.raises(UserError, match=r"^data: gives other tokens than the checkpoint was made with"):
+    with pytest.raises(UserError, match=r"^data: differs from the checkpoint's data"):
         TokenLoader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
 
 
@@ -270,7 +270,7 @@ def test_evaluation_batches_omit_document_starts_without_masking(write_tokens):
 
 
 def test_evaluation_batches_reject_dataset_without_targets(write_tokens):
-    with pytest.raises(UserError, match="has no tokens to evaluate on") as caught:
+    with pytest.raises(UserError, match="has too few tokens for an evaluation") as caught:
         next(evaluation_batches(write_tokens([[1]]), 4, 1))
     assert caught.value.field == "data.held_out"
 

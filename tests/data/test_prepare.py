@@ -186,7 +186,7 @@ def test_prepared_pairs_are_known_to_be_of_their_tokenizer(make_data_spec, pair_
     again = {"train": [prepared.train], "held_out": [prepared.held_out]}
     assert describe_unchecked_pairs(make_data_spec(**again, tokenizer=own)) is None
     train_bpe(["return value + other"] * 50, load_tokenizer(own).vocab).save(tmp_path / "other.json")
-    with pytest.raises(UserError, match="was made with another tokenizer"):
+    with pytest.raises(UserError, match="was tokenized with another tokenizer"):
         check_sources(make_data_spec(**again, tokenizer=str(tmp_path / "other.json")))
 
 
@@ -246,7 +246,7 @@ def test_prepare_reports_progress_counts(make_data_spec):
 
 def test_prepare_leaves_cache_empty_on_failure(make_data_spec, corpus, tmp_path):
     (corpus / "z.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         prepare(make_data_spec())
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -294,7 +294,7 @@ def test_prepare_uses_cache_entry_finished_by_concurrent_run(make_data_spec, mon
     assert len(IndexedDataset(prepared.train)) > 0
 
 
-@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "its disk is full"), (errno.EROFS, "cannot be written")])
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "is on a full disk"), (errno.EROFS, "is not writable")])
 def test_prepare_reports_unwritable_cache(make_data_spec, monkeypatch, code, message):
     def fail(*args, **kwargs):
         raise OSError(code, os.strerror(code))
@@ -329,27 +329,35 @@ def write_invalid_sources(folder):
     ("options", "field", "message"),
     [
         ({"train": ["missing.txt"]}, "data.train", "no such file or directory"),
-        ({"train": []}, "data.train", "names no source"),
+        ({"train": []}, "data.train", "is empty"),
         ({"train": ["empty"]}, "data.train", "matches no file"),
         ({"train": ["empty.txt"]}, "data.train", "has no text"),
         ({"train": ["rows.jsonl"]}, "data.text_key", "is not a field of rows.jsonl:1"),
         ({"held_out": ["missing.txt"]}, "data.held_out", "no such file or directory"),
-        ({"held_out": ["text.txt"]}, "data.held_out", "is in data.train too"),
+        ({"held_out": ["text.txt"]}, "data.held_out", "is also in data.train"),
         ({"tokenizer": "missing.json"}, "data.tokenizer", "no such file"),
-        ({"tokenizer": "text.txt"}, "data.tokenizer", "is not JSON"),
-        ({"train": ["short"]}, "data.train", "is truncated: 2 bytes, and the index needs 6"),
+        ({"tokenizer": "text.txt"}, "data.tokenizer", "is not valid JSON"),
+        ({"train": ["short"]}, "data.train", "is truncated: it has 2 bytes, but its index needs 6"),
         ({"train": ["lone"]}, "data.train", "has no .bin file"),
         ({"train": ["lone.bin"]}, "data.train", "has no .bin file"),
-        ({"train": ["good", "text.txt"]}, "data.train", "has .bin/.idx pairs and text"),
-        ({"train": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
-        ({"held_out": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
-        ({"train": ["good", "large"]}, "data.train", "has token id 300, and the tokenizer has ids 0 to 256"),
+        ({"train": ["good", "text.txt"]}, "data.train", "contains both .bin/.idx pairs and text"),
+        (
+            {"train": ["good"], "tokenizer": "bpe"},
+            "data.tokenizer",
+            "cannot be trained, because data.* contains tokens",
+        ),
+        (
+            {"held_out": ["good"], "tokenizer": "bpe"},
+            "data.tokenizer",
+            "cannot be trained, because data.* contains tokens",
+        ),
+        ({"train": ["good", "large"]}, "data.train", "has token id 300, but the tokenizer only has ids 0 to 256"),
         ({"held_out": ["large"]}, "data.held_out", "has token id 300"),
-        ({"train": ["good"], "held_out": ["good.bin"]}, "data.held_out", "is in data.train too"),
-        ({"train": ["g*.bin", "s*.idx"]}, "data.train", "is truncated: 2 bytes"),
-        ({"train": ["[gt]*"]}, "data.train", "has .bin/.idx pairs and text"),
+        ({"train": ["good"], "held_out": ["good.bin"]}, "data.held_out", "is also in data.train"),
+        ({"train": ["g*.bin", "s*.idx"]}, "data.train", "is truncated: it has 2 bytes"),
+        ({"train": ["[gt]*"]}, "data.train", "contains both .bin/.idx pairs and text"),
         ({"train": ["lone.*"]}, "data.train", "has no text"),
-        ({"train": ["good"], "streaming": True}, "data.streaming", "is tokens already"),
+        ({"train": ["good"], "streaming": True}, "data.streaming", "which is already tokenized"),
     ],
 )
 def test_prepare_and_check_sources_reject_invalid_data_before_writing(
@@ -368,9 +376,9 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
 
 def test_prepare_rejects_streaming_data_too_small_to_hold_out(make_data_spec, tmp_path):
     (tmp_path / "one.txt").write_text("text")
-    with pytest.raises(UserError, match=r"no document of data\.train is held out") as caught:
+    with pytest.raises(UserError, match=r"data\.train has too few documents") as caught:
         prepare(make_data_spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
-    assert caught.value.fix == "give data.held_out"
+    assert caught.value.fix == "set data.held_out"
 
 
 def test_data_package_import_does_not_load_torch_or_tokenizers():

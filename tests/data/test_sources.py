@@ -173,7 +173,7 @@ def test_data_sources_read_other_json_lines_of_unknown_suffix_as_text_only_in_fo
 )
 def test_data_sources_name_line_between_json_records_of_unknown_suffix(tmp_path, content, line):
     (tmp_path / "rows.dat").write_text(content)
-    with pytest.raises(UserError, match=rf"rows.dat:{line}.*is not JSON"):
+    with pytest.raises(UserError, match=rf"rows.dat:{line}.*is not valid JSON"):
         list(documents([str(tmp_path / "rows.dat")]))
     (tmp_path / "prose.txt").write_text('A line of prose.\n{"text": "quoted"}\nAnother.\n')
     assert len(list(documents([str(tmp_path / "prose.txt")]))) == 1
@@ -297,22 +297,27 @@ class MissingPackageFinder:
         ("missing.txt", None, "data.train", "no such file or directory"),
         ("*.text", None, "data.train", "matches no file"),
         ("empty.txt", b"", "data.train", "has no text"),
-        ("binary.txt", b"a\0b", "data.train", "is not text: it has zero bytes"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "data.train", r"bad.jsonl:2'?: is not JSON"),
+        ("binary.txt", b"a\0b", "data.train", "is not text: it contains zero bytes"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "data.train", r"bad.jsonl:2'?: is not valid JSON"),
         ("list.jsonl", b"[1]\n", "data.text_key", r"list.jsonl:1 is not a JSON object"),
         ("key.jsonl", b'{"content": "a"}\n', "data.text_key", r"is not a field of .*key.jsonl:1"),
-        ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 is int, not text"),
-        ("null.jsonl", b'{"text": null}\n', "data.text_key", r"null.jsonl:1 is NoneType, not text"),
-        ("utf8.jsonl", b'{"text": "\xff"}\n', "data.train", r"utf8.jsonl:1'?: is not JSON"),
+        ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 has type int"),
+        ("null.jsonl", b'{"text": null}\n', "data.text_key", r"null.jsonl:1 has type NoneType"),
+        ("utf8.jsonl", b'{"text": "\xff"}\n', "data.train", r"utf8.jsonl:1'?: is not valid JSON"),
         ("key.json", b'[{"content": "a"}]', "data.text_key", r"is not a field of .*key.json:1"),
         ("key2.json", b'{"content": "a"}', "data.text_key", r"is not a field of .*key2.json:1"),
-        ("cut.json", b'[{"text": "a"}, {"te', "data.train", "is not JSON"),
-        ("part-00000", b'{"text": "a"}\n{"text": "b"}\n{"text": \n', "data.train", r"part-00000:3'?: is not JSON"),
+        ("cut.json", b'[{"text": "a"}, {"te', "data.train", "is not valid JSON"),
+        (
+            "part-00000",
+            b'{"text": "a"}\n{"text": "b"}\n{"text": \n',
+            "data.train",
+            r"part-00000:3'?: is not valid JSON",
+        ),
         ("cut.txt.gz", gzip.compress(b"text", mtime=0)[:-9], "data.train", "cannot be read: Compressed file ended"),
         ("bad.gz", b"\x1f\x8b12345678901234567890", "data.train", "cannot be read"),
         ("cut.zst", b"\x28\xb5\x2f\xfd12", "data.train", "cannot be read"),
-        ("tar.gz", gzip.compress(b"a\0b", mtime=0), "data.train", "is not text: it has zero bytes"),
-        ("bad.parquet", b"not parquet", "data.train", "is not Parquet"),
+        ("tar.gz", gzip.compress(b"a\0b", mtime=0), "data.train", "is not text: it contains zero bytes"),
+        ("bad.parquet", b"not parquet", "data.train", "is not a valid Parquet file"),
     ],
 )
 def test_data_sources_reject_invalid_files(tmp_path, source, content, field, message):
@@ -332,7 +337,7 @@ def test_parquet_source_error_lists_existing_columns(tmp_path):
 
 
 def test_data_sources_reject_empty_list_and_empty_directory(tmp_path):
-    with pytest.raises(UserError, match="names no source"):
+    with pytest.raises(UserError, match="is empty"):
         list(documents([]))
     with pytest.raises(UserError, match="matches no file") as caught:
         list(documents([str(tmp_path)], field="data.held_out"))

@@ -135,9 +135,9 @@ def test_streaming_loader_omits_document_starts_without_masking(corpus):
 def test_streaming_loader_rejects_repeated_step_and_unknown_state(corpus):
     loader = make_streaming_loader(corpus)
     loader.step(0)
-    with pytest.raises(ValueError, match="only give the next, 1"):
+    with pytest.raises(ValueError, match="only return its next step, 1"):
         loader.step(0)
-    with pytest.raises(ValueError, match=r"remembers: \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"saved steps: \[0, 1\]"):
         loader.state(2)
 
 
@@ -164,7 +164,7 @@ def test_streaming_loader_state_of_consumed_step_is_unaffected_by_prefetch(corpu
 def test_streaming_loader_rejects_text_shorter_than_one_sequence(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     data = DataSpec(train=[str(tmp_path / "a.txt")], held_out=["elsewhere.txt"])
-    with pytest.raises(UserError, match="has 6 tokens, and one sequence and its target need 38"):
+    with pytest.raises(UserError, match="has 6 tokens, but a sequence with its target needs 38"):
         StreamingLoader(data, TOKENIZER, SEQUENCE, ROWS, SEED).step(0)
 
 
@@ -185,7 +185,7 @@ def test_streaming_loader_rejects_checkpoint_of_other_data_or_settings(corpus, c
     data = DataSpec(train=[str(corpus)], streaming=True, held_out_fraction=change.get("fraction", 0.2))
     tokenizer = train_bpe(["some text"], 300) if "tokenizer" in change else TOKENIZER
     other = StreamingLoader(data, tokenizer, change.get("sequence", SEQUENCE), ROWS, change.get("seed", SEED))
-    with pytest.raises(UserError, match="the checkpoint was made with") as caught:
+    with pytest.raises(UserError, match="differs from the checkpoint's ") as caught:
         other.resume(state)
     assert caught.value.field == field
 
@@ -194,6 +194,6 @@ def test_streaming_loader_rejects_checkpoint_of_older_document_names(corpus):
     loader = make_streaming_loader(corpus)
     state = loader.state(0)
     del state["recipe"]
-    with pytest.raises(UserError, match="by an older version of Phalanx") as caught:
+    with pytest.raises(UserError, match="by the version of Phalanx that wrote the checkpoint") as caught:
         loader.resume(state)
     assert caught.value.fix == "resume with that version, or start a new run"

@@ -138,10 +138,10 @@ def test_write_indexed_pairs_changes_nothing_when_last_file_fails(tmp_path, monk
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, "its disk is full"),
-        (errno.EDQUOT, "its disk is full"),
-        (errno.EACCES, "cannot be written"),
-        (errno.EROFS, "cannot be written"),
+        (errno.ENOSPC, "is on a full disk"),
+        (errno.EDQUOT, "is on a full disk"),
+        (errno.EACCES, "is not writable"),
+        (errno.EROFS, "is not writable"),
         (errno.ENAMETOOLONG, "cannot be used: File name too long"),
     ],
 )

@@ -176,10 +176,10 @@ def test_load_tokenizer_vocab_covers_largest_id_when_ids_have_gaps(tmp_path):
     ("content", "message"),
     [
         (None, "no such file"),
-        (b"not json", "is not JSON"),
-        (b"[1, 2]", "it has no model"),
-        (b'{"model": {"type": "Unheard"}}', "is not a tokenizer that this version reads"),
-        (b"\xff\xfe\x00", "is not text"),
+        (b"not json", "is not valid JSON"),
+        (b"[1, 2]", 'it has no "model" entry'),
+        (b'{"model": {"type": "Unheard"}}', "cannot be read by the installed tokenizers package"),
+        (b"\xff\xfe\x00", "is not UTF-8 text"),
     ],
 )
 def test_load_tokenizer_rejects_invalid_files(tmp_path, content, message):

@@ -66,7 +66,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk
         newest = step_of(checkpoints(directory / "checkpoints")[0])
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 2, said
-    assert "starting again" not in said
+    assert "restarting from" not in said
     assert "No space left on device" in said
     assert "free space" in said
     saved = checkpoints(directory / "checkpoints")
@@ -89,8 +89,8 @@ def test_full_disk_fails_run_without_checkpoints(small_disk_path: Path) -> None:
         fill_disk(small_disk_path)
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 2, said
-    assert "starting again" not in said
-    assert f"and {directory} cannot be written to: No space left on device; free space" in said
+    assert "restarting from" not in said
+    assert f"; {directory} is not writable: No space left on device. Free space" in said
 
 
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
         wait_until(lambda: len(events_of_kind(directory, "started")) > 3, "a start of those who stay")
         at.processes["first"].send_signal(signal.SIGTERM)
         assert at.wait_for_exit("first") == EXIT_STOPPED, at.log_text("first")
-        for met in ("2 of 2 nodes met: 4 ranks start", "1 of 2 nodes met: 2 ranks start"):
+        for met in ("2 of 2 nodes joined; starting 4 ranks", "1 of 2 nodes joined; starting 2 ranks"):
             assert met in at.log_text("first")
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [4, 2, 4, 2]
-    assert [event["reason"] for event in events_of_kind(directory, "failed")] == ["lost ranks of another node"]
+    assert [event["reason"] for event in events_of_kind(directory, "failed")] == ["lost the ranks of another node"]
     learned = recorded_losses(directory)
     assert learned == single_process_losses(tmp_path, TRAINING_CHANGES, len(learned))
 
@@ -83,8 +83,8 @@ def test_multi_node_run_puts_surplus_node_on_standby(tmp_path: Path) -> None:
         assert (at.wait_for_exit("first"), at.wait_for_exit("second")) == (0, 0), at.log_text("first") + at.log_text(
             "second"
         )
-        assert "1 of 2 ranks train, as no layout fits more" in at.log_text("first")
-        assert "which 2 data-parallel ranks cannot share" in at.log_text("first")
+        assert "training on 1 of 2 ranks, because no layout fits more" in at.log_text("first")
+        assert "which 2 data-parallel ranks cannot divide" in at.log_text("first")
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [1]
     assert len(recorded_losses(directory)) == 12
 
@@ -97,8 +97,8 @@ def test_rendezvous_timeout_reports_missing_nodes(tmp_path: Path) -> None:
         assert at.wait_for_exit("second") == 1  # what starts it again may have more luck
         at.start("first")
         assert at.wait_for_exit("first") == 1
-        assert "nobody answered in 3 s" in at.log_text("second")
-        assert "fewer than 2 nodes came in 3 s" in at.log_text("first")
+        assert "no answer within 3 s" in at.log_text("second")
+        assert "fewer than 2 nodes joined within 3 s" in at.log_text("first")
 
 
 def test_rendezvous_rejects_second_run_on_same_port(tmp_path: Path) -> None:

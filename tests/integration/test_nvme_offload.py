@@ -137,7 +137,7 @@ def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Pat
         too_small = run_train(more, "--resume")
     assert too_small.returncode == 2
     assert f"layout.offload_directory = '{offload}'" in too_small.stderr
-    assert "rest there" in too_small.stderr
+    assert "for optimizer state" in too_small.stderr
 
     with mounted_tmpfs(offload, 2 * in_files):
         begun = start_resume(more)

@@ -52,7 +52,7 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert f"rank 1 was killed by {sent_signal.name}" in said
-    assert "starting again from step-" in said
+    assert "restarting from step-" in said
     (failed,), (first, again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
     assert (failed["rank"], first["step"]) == (1, 0)
     assert 0 <= failed["step"] - again["step"] <= 5
@@ -70,7 +70,7 @@ def test_ranks_started_anew_learn_what_forked_ones_learn(
         os.kill(rank_pids(directory)[1], signal.SIGKILL)
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
-    assert "the warm process has ended: ranks start without it" in said
+    assert "the warm process has exited; starting ranks without it" in said
     assert recorded_losses(directory) == uninterrupted
 
 
@@ -84,7 +84,7 @@ def test_recovery_restarts_rank_stopped_by_sigstop(
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
-    assert "starting again from step-" in said
+    assert "restarting from step-" in said
     assert recorded_losses(directory) == uninterrupted
 
 
@@ -138,7 +138,7 @@ def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path:
         said = [process.communicate(timeout=WAIT_SECONDS)[1] for process in (one, other)]
     codes = [one.returncode, other.returncode]
     assert sorted(codes) == [0, 2], said
-    assert re.search("is in use by process|holds a run already", said[codes.index(2)])
+    assert re.search("is in use by process|already contains a run", said[codes.index(2)])
     assert len(events_of_kind(tmp_path / "parity", "started")) == 1
 
 
@@ -171,7 +171,7 @@ def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -
         with killing_ranks(directory, lambda rank: rank == 2):
             _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
-    assert "going on without rank 2, which failed again and again: with 2 of 3" in said
+    assert "rank 2 failed repeatedly; continuing without it on 2 of 3 ranks" in said
     assert "continue with: " not in said, "there is nothing to do"
     assert [event["rank"] for event in events_of_kind(directory, "failed")] == [2, 2]
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [3, 2]
@@ -196,6 +196,6 @@ def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) 
     with training_run(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
-    assert "starting again" not in said
+    assert "restarting from" not in said
     assert said.count("rolling back to step 0") == 1  # nothing is saved of a streak
     assert said.count("not finite") == 2

@@ -456,7 +456,9 @@ def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_p
     issue_certificate(tmp_path / "others", "ann", [])
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
-        with pytest.raises(UserError, match="cannot be reached: its certificate is from another authority"):
+        with pytest.raises(
+            UserError, match="cannot be reached: the coordinator's certificate is from another authority"
+        ):
             SwarmClient(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
         mixed = tmp_path / "mixed"
         mixed.mkdir()
@@ -479,7 +481,7 @@ def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
 
 def test_swarm_client_reports_address_without_listener(monkeypatch):
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_CONNECT_SECONDS", 0.5)
-    with pytest.raises(UserError, match="cannot be reached: no server listens there"):
+    with pytest.raises(UserError, match="cannot be reached: no server listens at this address"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 
 

@@ -47,7 +47,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "run.toml", "--set", "output_dir=.", "--resume"), "contains files"),
     (("train", "run.toml", *INTO_FOLDER, "name=link"), "contains files"),
     (("train", "with space/ünï/run.toml", *INTO_FOLDER, "name=with space"), "letters"),
-    (("train", "run.toml", "--set", "output_dir=file"), "is not a directory that can be written to"),
+    (("train", "run.toml", "--set", "output_dir=file"), "is not a writable directory"),
     (("train", "run.toml", "--set", "output_dir=/proc/none"), "another disk"),
     (("train", "run.toml", "--set", "data.train=['none']"), "no such file"),
     (("plan", ".", "--machine", "h100"), "is a directory"),
@@ -223,9 +223,9 @@ def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: 
     assert "Traceback" not in ended.stderr
     exit_codes = [line for line in ended.stderr.splitlines() if line.startswith("exit")]
     assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], ended.stderr
-    assert ended.stderr.count("is not a directory that can be written to") == 2
+    assert ended.stderr.count("is not a writable directory") == 2
     assert "report.html': cannot be written: Permission denied" in ended.stderr
-    assert "directory = 'theirs/export': cannot be written" in ended.stderr
+    assert "directory = 'theirs/export': is not writable" in ended.stderr
     assert ended.stderr.count("permission denied\n  fix: ") == 3
     assert [contents(tmp_path / name) for name in ("theirs", "closed")] == before
     assert (out / "config.json").is_file()
@@ -258,7 +258,7 @@ def test_train_refuses_disk_that_is_mounted_read_only(
             monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--set", "output_dir=disk"])
             with pytest.raises(SystemExit, match="2"):
                 main()
-        assert "output_dir = 'disk': is not a directory that can be written to" in capsys.readouterr().err
+        assert "output_dir = 'disk': is not a writable directory" in capsys.readouterr().err
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
 

@@ -58,10 +58,10 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
         meeting = NonHostRendezvous(
             "run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1
         )
-        with pytest.raises(UserError, match="is not a rendezvous") as other:
+        with pytest.raises(UserError, match="is not a Phalanx rendezvous") as other:
             run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)
     assert not isinstance(other.value, RendezvousError)
-    with pytest.raises(RendezvousError, match="nobody answered in 1 s"):
+    with pytest.raises(RendezvousError, match="no answer within 1 s"):
         run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)
 
 
@@ -80,7 +80,7 @@ def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
         for launcher in launchers:
             launcher.kill()
     assert [launcher.returncode for launcher in launchers] == [0, -signal.SIGKILL], first + second
-    assert "meeting again" in first
+    assert "repeating the rendezvous" in first
 
 
 SIGTERM_IGNORING_PROGRAM = (

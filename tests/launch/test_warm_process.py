@@ -86,7 +86,7 @@ def test_forked_process_forks_its_own_warm_process(warm_process: WarmProcess) ->
 
 def test_warm_process_that_cannot_import_is_reported() -> None:
     process = WarmProcess(["phalanx.no_such_module"])
-    with pytest.raises(WarmProcessError, match="has ended"):
+    with pytest.raises(WarmProcessError, match="has exited"):
         ForkedProcess(process, [sys.executable, "-m", "json.tool"])
     process.close()
 
@@ -94,7 +94,7 @@ def test_warm_process_that_cannot_import_is_reported() -> None:
 def test_warm_process_that_has_touched_gpu_is_not_used() -> None:
     """A GPU cannot be used by forks of a process that has used it (torch.cuda)."""
     process = WarmProcess(["tests.helpers.touched_gpu"])
-    with pytest.raises(WarmProcessError, match="has touched a GPU"):
+    with pytest.raises(WarmProcessError, match="has already used a GPU"):
         ForkedProcess(process, [sys.executable, "-m", "json.tool"])
     process.close()
 
@@ -107,7 +107,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("fault", "message"), [(kill, "has ended"), (stop, "does not answer in 1 s")])
+@pytest.mark.parametrize(("fault", "message"), [(kill, "has exited"), (stop, "did not answer within 1 s")])
 def test_ranks_start_anew_when_warm_process_fails(
     fault: Callable[[int], None], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,7 @@ def test_ranks_start_anew_when_warm_process_fails(
     fault(starter.warm_process.pid)
     for _ in range(2):
         assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
-    assert capsys.readouterr().err == f"phalanx: the warm process {message}: ranks start without it\n"
+    assert capsys.readouterr().err == f"phalanx: the warm process {message}; starting ranks without it\n"
 
 
 def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,4 +133,4 @@ def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest
         pytest.skip(str(not_allowed))
     finally:
         warm_process.close()
-    assert re.fullmatch(r"phalanx: the warm process .*: ranks start without it\n", capsys.readouterr().err)
+    assert re.fullmatch(r"phalanx: the warm process .*; starting ranks without it\n", capsys.readouterr().err)

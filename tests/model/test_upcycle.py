@@ -176,7 +176,7 @@ def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build_mo
             {},
             {"expert_ffn_size": 24},
             (
-                r"model\.moe\.expert_ffn_size = 24: is not the width .*"
+                r"model\.moe\.expert_ffn_size = 24: differs from the width .*"
                 r"\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48"
             ),
         ),
@@ -210,6 +210,7 @@ def test_run_spec_rejects_upcycle_reinit_fraction_without_upcycling(dense_checkp
     model = {**DENSE, "from_hf": str(dense_checkpoint), "moe": EXPERTS, "upcycle_reinit_fraction": 0.5}
     del model[missing_key]
     with pytest.raises(
-        UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: is of experts that begin as a dense model's MLP"
+        UserError,
+        match=r"model\.upcycle_reinit_fraction = 0\.5: requires experts that are initialized from a dense model",
     ):
         small_run(Path(json.__file__).parent, dense_checkpoint.parent, {"model": model})

@@ -59,7 +59,7 @@ def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
     (directory / "run.toml").write_text("what = 'else'\n")
     comparison = command_json("report", two_rank_run(), directory, "--html", tmp_path / "page.html")["comparison"]
     assert comparison["same_model"] is None
-    assert comparison["said"][0].startswith("It is unknown whether these runs have one model: two in ")
+    assert comparison["said"][0].startswith("These runs may have different models: no usable run.toml in two in ")
 
 
 def test_report_text_and_page_contain_comparison_messages(tmp_path):

@@ -69,7 +69,7 @@ def test_read_measured_run_derives_peak_flops_from_mfu(tmp_path):
     [
         (lambda path: (path / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
         (lambda path: (path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1}\n'), "number of ranks"),
-        (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not JSON"),
+        (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not valid JSON"),
         (lambda path: write_run_directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
     ],
 )
@@ -77,7 +77,7 @@ def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, mess
     path = write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1])
     corrupt(path)
     if not message:
-        path, message = tmp_path / "s", "3 are needed after"
+        path, message = tmp_path / "s", "at least 3 are required after"
     with pytest.raises(UserError, match=message):
         read_measured_run(path)
 

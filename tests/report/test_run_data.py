@@ -76,7 +76,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: the run has stopped"),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "metrics are no text": (_prepend_binary_bytes, "metrics.jsonl: 1 lines cannot be read"),
-    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "ends before those of others"),
+    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "earlier than other records"),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
     "a stage is lost": (_remove_last_stage_records, "no record of"),
@@ -221,10 +221,10 @@ def test_read_run_reports_restarts_and_rollbacks(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
     for step in (3, 5):
         append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
-    assert read_run(directory).problems[-1].startswith("it failed 2 times and resumed, the last time at ")
+    assert read_run(directory).problems[-1].startswith("the run failed 2 times and resumed, the last time at ")
     assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
     append_event(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
-    assert read_run(directory).problems[-1].startswith("it rolled back once, the last time at ")
+    assert read_run(directory).problems[-1].startswith("the run rolled back once, the last time at ")
     assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
 

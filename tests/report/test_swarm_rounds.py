@@ -86,7 +86,7 @@ def test_swarm_report_bytes_and_memory_match_formulas(swarm_run):
         assert whole["predicted"] == 4 * said
         assert said < each["measured"] < 1.5 * said  # of this model names, checksums and short blocks are a large part
         assert whole["measured"] == 4 * each["measured"]
-    first = comparison_row(found, "rounds", "all weights, to begin with")
+    first = comparison_row(found, "rounds", "initial weights")
     assert first["measured"] == first["predicted"] == 4 * count_parameters(run.model).total
     whole = comparison_row(found, "rounds", "communication")["measured"]
     own = found["swarm"]["rounds"]
@@ -252,7 +252,7 @@ def test_watch_follows_swarm_node_until_last_round(node_directory):
 
 def test_report_of_swarm_coordinator_lists_updates_per_round(swarm_run, tmp_path):
     text = command_output("report", swarm_run[1] / "lead", width=160)
-    assert "a swarm's coordinator; the nodes' directories are nodes/NAME" in text
+    assert "coordinator of a swarm; the directories of its nodes are nodes/NAME" in text
     assert "rounds 4 of 4" in text
     lines = command_output("watch", swarm_run[1] / "lead").splitlines()
     assert [line.startswith(f"round {at}: 2 of 2 nodes sent ") for at, line in enumerate(lines)] == [True] * 4

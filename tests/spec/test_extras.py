@@ -31,5 +31,5 @@ def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "train", "run.toml"]  # anew: the warm process has torch
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr.endswith("needs torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
+    assert ended.stderr.endswith("requires torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
     assert "Traceback" not in ended.stderr

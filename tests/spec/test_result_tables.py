@@ -19,7 +19,7 @@ def test_html_table_escapes_text():
 
 def test_data_frame_without_pandas_names_the_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match="needs pandas, which is not installed\n  fix: pip install pandas"):
+    with pytest.raises(UserError, match="requires pandas, which is not installed\n  fix: pip install pandas"):
         data_frame([])
 
 

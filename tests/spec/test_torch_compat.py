@@ -12,7 +12,7 @@ from phalanx.spec.torch_compat import check_torch_supports
 def test_check_torch_supports_rejects_first_bucket_mb_before_torch_2_13(version: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch_compat, "version", lambda _: version)
     check_torch_supports(Layout())
-    with pytest.raises(UserError, match=f"torch {version[:4]}.* cannot size it\n  fix: use torch 2.13"):
+    with pytest.raises(UserError, match=f"is not supported by torch {version[:4]}.*\n  fix: install torch 2.13"):
         check_torch_supports(Layout(first_bucket_mb=1.0))
     monkeypatch.setattr(torch_compat, "version", lambda _: "2.13.0+cpu")
     check_torch_supports(Layout(first_bucket_mb=1.0))

@@ -74,7 +74,7 @@ def test_resume_with_changed_text_offers_tokens_of_run(tmp_path, monkeypatch):
     write_sources(tmp_path)
     directory = train_and_save(["texts"])
     (tmp_path / "texts" / "text07.txt").write_text("another text\n" * 9)
-    with pytest.raises(UserError, match="gives other tokens than the checkpoint") as caught:
+    with pytest.raises(UserError, match="differs from the checkpoint's data") as caught:
         check_and_prepare(load_run(directory / RUN_FILE), 1, resume=True)
     overrides = re.findall(r"--set ([a-z._]+=)'?([^' ]+)", caught.value.fix)
     assert [name for name, _ in overrides] == ["data.train=", "data.held_out=", "data.tokenizer="]
@@ -96,7 +96,7 @@ def test_create_run_reports_pairs_whose_tokenizer_is_unknown(tmp_path, monkeypat
         Path(f"{prefix}.meta.json").unlink()
     check_and_prepare(run, 1, resume=False)
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"made the tokens of {prepared.train} and 1 more, so data.tokenizer" in line
+    assert f"matches the tokens of {prepared.train} and 1 more, because" in line
 
 
 def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model, monkeypatch):
@@ -107,9 +107,11 @@ def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model
     table = {"model": {"from_hf": "hf"}, "data": {"train": ["texts"], "tokenizer": "bytes", "cache": "cache"}}
     with pytest.raises(UserError, match=r"model\.vocab_size = 200: is less than the tokenizer's 257 tokens") as caught:
         check_and_prepare(run_from_table(table), 1, resume=False)
-    assert caught.value.fix.startswith("set model.vocab_size = 257; the embeddings of its new tokens begin as the mean")
+    assert caught.value.fix.startswith(
+        "set model.vocab_size = 257; the embeddings of new tokens are initialized to the mean"
+    )
     table["data"]["tokenizer"] = "bpe"
-    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a tokenizer"):
+    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a new tokenizer"):
         check_and_prepare(run_from_table(table), 1, resume=False)
     table["data"]["tokenizer"] = "bytes"
     check_and_prepare(run_from_table({**table, "model": {"from_hf": "hf", "vocab_size": 257}}), 1, resume=False)
@@ -143,7 +145,7 @@ def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
     claim_run_directory(run_directory(run))
     (run_directory(run) / RUN_FILE).write_text(to_toml(with_decided_steps(run, 60)))
     assert decide_choices(run, resume=True).training.steps == 60
-    assert "this run has had 60 steps since its start" in capsys.readouterr().err
+    assert "this run keeps the 60 steps of its first start" in capsys.readouterr().err
     assert not decide_choices(run, resume=False).training.has_decided_steps
 
 

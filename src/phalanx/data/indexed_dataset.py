@@ -120,7 +120,7 @@ class IndexedDataset:
         is_joined = os.path.isfile(self.prefix + PARTS_SUFFIX)
         for suffix in (".idx",) if is_joined else (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
-                raise UserError(field, self.prefix, f"has no {suffix} file", fix="give the prefix of a .bin/.idx pair")
+                raise UserError(field, self.prefix, f"has no {suffix} file", fix="use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
             dtype, lengths, pointers, documents = _read_index(self.prefix, field)
@@ -130,12 +130,12 @@ class IndexedDataset:
             else:
                 self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, num_tokens=int(self.offsets[-1]))
         except FileNotFoundError as error:
-            problem = f"needs {error.filename}, which is missing"
-            fix = f"put {error.filename} back, or join pairs again"
+            problem = f"requires {error.filename}, which does not exist"
+            fix = f"restore {error.filename}, or join the pairs again"
             raise UserError(field, self.prefix, problem, fix=fix) from None
         except OSError as error:
             raise UserError(
-                field, self.prefix, f"cannot be read: {error.strerror}", fix="check its permissions"
+                field, self.prefix, f"cannot be read: {error.strerror}", fix="check the permissions of the pair's files"
             ) from None
 
     def __len__(self) -> int:
@@ -180,18 +180,18 @@ def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarr
     if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
         raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
     if len(header) < HEADER.size:
-        raise _damaged_pair_error(field, path, f"is truncated: {size} bytes, and the header alone has {HEADER.size}")
+        raise _damaged_pair_error(field, path, f"is truncated: it has {size} bytes, but its header needs {HEADER.size}")
     _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
-        raise _damaged_pair_error(field, path, f"is version {version} of the format; version {VERSION} is known")
+        raise _damaged_pair_error(field, path, f"has format version {version}, but only version {VERSION} is supported")
     if code not in DTYPES:
         raise _damaged_pair_error(
-            field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}"
+            field, path, f"has the unknown token type {code}; known types: {', '.join(map(str, DTYPES))}"
         )
     required_bytes = HEADER.size + 12 * sequences + 8 * entries
     if size < required_bytes:
         raise _damaged_pair_error(
-            field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {required_bytes:,}"
+            field, path, f"is truncated: it has {size:,} bytes, but {sequences:,} sequences need {required_bytes:,}"
         )
     raw = np.memmap(path, np.uint8, "r")
     bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
@@ -209,13 +209,15 @@ def _offsets(
     path = f"{prefix}.idx"
     sequences = len(lengths)
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise _damaged_pair_error(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
+        raise _damaged_pair_error(
+            field, path, f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
+        )
     starts = np.empty(sequences + 1, np.int64)
     starts[0] = pointers[0] // dtype.itemsize if sequences else 0
     np.cumsum(lengths, out=starts[1:])
     starts[1:] += starts[0]
     if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
-        raise _damaged_pair_error(field, path, "has sequences that do not lie one after the other in the .bin file")
+        raise _damaged_pair_error(field, path, "has sequences that are not contiguous in the .bin file")
     offsets: np.ndarray = starts[documents]
     return offsets
 
@@ -224,7 +226,7 @@ def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.n
     size = os.path.getsize(path)
     if size < num_tokens * dtype.itemsize:
         raise _damaged_pair_error(
-            field, path, f"is truncated: {size:,} bytes, and the index needs {num_tokens * dtype.itemsize:,}"
+            field, path, f"is truncated: it has {size:,} bytes, but its index needs {num_tokens * dtype.itemsize:,}"
         )
     if not num_tokens:
         return np.empty(0, dtype)
@@ -248,7 +250,7 @@ def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int
 
 def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
     return UserError(
-        field, path, problem, fix="write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py"
+        field, path, problem, fix="recreate the pair with `phalanx data prepare` or Megatron's preprocess_data.py"
     )
 
 
@@ -268,7 +270,7 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     """
     if dataset.size < 2:
         raise UserError(
-            FIELD, dataset.prefix, "is too small to hold anything out", fix="give more text, or data.held_out"
+            FIELD, dataset.prefix, "has too few tokens for a held-out part", fix="add text, or set data.held_out"
         )
     start = int(dataset.offsets[0])
     end = int(dataset.offsets[-1])

@@ -70,8 +70,8 @@ class TokenLoader:
             raise UserError(
                 "data.train",
                 dataset.prefix,
-                f"has {dataset.size:,} tokens, and one sequence and its target need {seq_len + 1:,}",
-                fix="give more text, or lower training.seq_len",
+                f"has {dataset.size:,} tokens, but a sequence with its target needs {seq_len + 1:,}",
+                fix="add text, or lower training.seq_len",
             )
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
@@ -167,19 +167,19 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         "sequence": "training.seq_len",
         "sequences_per_step": "training.tokens_per_step",
     }
-    fix = "resume with the data and settings of that run, or start a new one"
+    fix = "resume with the data and settings of the checkpoint, or start a new run"
     for name, value in identity.items():
         if state.get(name) == value or (resized and name == "sequences_per_step"):
             continue
         if name == "recipe":
-            problem = "is split otherwise than when the checkpoint was made, by an older version of Phalanx"
+            problem = "is split into sequences differently than by the version of Phalanx that wrote the checkpoint"
             raise UserError("data", None, problem, fix="resume with that version, or start a new run")
         if name not in fields:  # a value without meaning to users
-            problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
+            problem = "differs from the checkpoint's data: the text, the tokenizer or the held-out part has changed"
             raise UserError("data", None, problem, fix=fix)
         saved_value = state.get(name)
         unit = " sequences" if name == "sequences_per_step" else ""
-        problem = f"is not what the checkpoint was made with ({saved_value!r}{unit})"
+        problem = f"differs from the checkpoint's value ({saved_value!r}{unit})"
         raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix=fix)
 
 
@@ -213,7 +213,7 @@ def evaluation_batches(
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
         raise UserError(
-            "data.held_out", dataset.prefix, "has no tokens to evaluate on", fix="give more text to hold out"
+            "data.held_out", dataset.prefix, "has too few tokens for an evaluation", fix="add held-out text"
         )
     origin = int(dataset.offsets[0])
     last = int(dataset.offsets[-1]) - 1

@@ -52,9 +52,8 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
     raise UserError(
         field,
         dataset.prefix,
-        f"was made with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the one that is given "
+        f"was tokenized with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the configured one "
         f"({actual}, {tokenizer.vocab} ids)",
-        fix="give the tokenizer.json that these tokens were made with, or prepare the text again; if these ids "
-        "mean the "
-        f"same in both, remove {dataset.prefix}{METADATA_SUFFIX}",
+        fix="use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
+        f"ids, remove {dataset.prefix}{METADATA_SUFFIX}",
     )

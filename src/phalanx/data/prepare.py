@@ -169,7 +169,7 @@ def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, pr
     )
     if not counts.documents:
         raise UserError(
-            "data.held_out", None, "no document of data.train is held out: it has too few", fix="give data.held_out"
+            "data.held_out", None, "data.train has too few documents to hold one out", fix="set data.held_out"
         )
 
 

@@ -79,7 +79,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 empty = False
                 yield document
     if empty:
-        fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+        fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
         raise UserError(field, list(sources), "has no text", fix=fix)
 
 
@@ -92,7 +92,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """List the files and datasets of `sources`. Raises UserError for one that does not exist."""
     if not sources:
-        raise UserError(field, list(sources), "names no source", fix='name a file, a directory, a glob, or "stdlib"')
+        raise UserError(field, list(sources), "is empty", fix='use a file, a directory, a glob or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
@@ -116,7 +116,7 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         fix = "check the path; a pattern needs * or ?"
         raise UserError(field, source, f"no such file or directory{where}", fix=fix)
     if not paths:
-        raise UserError(field, source, "matches no file", fix="check the path")
+        raise UserError(field, source, "matches no file", fix="correct the path")
     return [_source_file(match, root, field) for match in paths]
 
 
@@ -235,8 +235,8 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield from _read_json_lines(source_file, text_key, field)
         return
     if content is None:
-        fix = "give JSON objects, one per line or in an array; text has another suffix"
-        raise UserError(field, source_file.path, "is not JSON", fix=fix)
+        fix = "write JSON objects, one per line or in an array; for plain text, use another suffix"
+        raise UserError(field, source_file.path, "is not valid JSON", fix=fix)
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
@@ -263,7 +263,9 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 row = json.loads(line)
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
-                raise UserError(field, location, f"is not JSON: {error}", fix="give one JSON object per line") from None
+                raise UserError(
+                    field, location, f"is not valid JSON: {error}", fix="write one JSON object per line"
+                ) from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
@@ -286,7 +288,9 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
-        raise UserError(field, source_file.path, f"is not Parquet: {error}", fix="write the file again") from None
+        raise UserError(
+            field, source_file.path, f"is not a valid Parquet file: {error}", fix="recreate the file"
+        ) from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:

@@ -88,7 +88,9 @@ class StreamingLoader:
             ValueError: It is not the next step.
         """
         if number != self._next_step:
-            raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next_step}")
+            raise ValueError(
+                f"step {number} was requested, but a stream can only return its next step, {self._next_step}"
+            )
         local_rows = set(self.rows.tolist())
         rows = [
             row for i in range(self.sequences_per_step) if (row := self._next_sequence(i in local_rows)) is not None
@@ -104,7 +106,7 @@ class StreamingLoader:
             ValueError: The stream has not reached the step, or has passed it long ago.
         """
         if step not in self._states:
-            raise ValueError(f"step {step} is not among those that the stream remembers: {sorted(self._states)}")
+            raise ValueError(f"step {step} is not one of the stream's saved steps: {sorted(self._states)}")
         return self._states[step]
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
@@ -185,8 +187,8 @@ class StreamingLoader:
             raise UserError(
                 "data.train",
                 self.data.train,
-                f"has {self._num_buffered_tokens:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
-                fix="give more text, or lower training.seq_len",
+                f"has {self._num_buffered_tokens:,} tokens, but a sequence with its target needs {self.sequence + 1:,}",
+                fix="add text, or lower training.seq_len",
             )
         self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()

@@ -129,10 +129,10 @@ def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
         error: Error of the file system.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(field, str(path), "its disk is full", fix="free some space, or name another disk")
+        return UserError(field, str(path), "is on a full disk", fix="free space, or use another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(field, str(path), "cannot be written", fix="name a directory that you may write to")
-    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", fix="name another directory")
+        return UserError(field, str(path), "is not writable", fix="use a writable directory")
+    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", fix="use another directory")
 
 
 def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:

@@ -116,17 +116,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         table = json.loads(text)
     except ValueError:
-        raise _invalid_tokenizer_error(path, "is not JSON") from None
+        raise _invalid_tokenizer_error(path, "is not valid JSON") from None
     if table == BYTES_TOKENIZER:
         return byte_tokenizer()
     if not isinstance(table, dict) or "model" not in table:
-        raise _invalid_tokenizer_error(path, "is not a tokenizer: it has no model")
+        raise _invalid_tokenizer_error(path, 'is not a tokenizer: it has no "model" entry')
     import tokenizers
 
     try:
         model = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
-        raise _invalid_tokenizer_error(path, f"is not a tokenizer that this version reads: {error}") from None
+        raise _invalid_tokenizer_error(path, f"cannot be read by the installed tokenizers package: {error}") from None
     return _wrap_model(model, str(path))
 
 
@@ -151,7 +151,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
     sample = _sample_texts(texts)
     if not any(sample):
-        raise UserError("data.train", None, "has no text to train a tokenizer on", fix="give files with text in them")
+        raise UserError("data.train", None, "has no text to train a tokenizer on", fix="use files that contain text")
     model = Model(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -185,7 +185,7 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
     if end is None:
         raise UserError(
-            FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} to it as a special token"
+            FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} as a special token"
         )
     # A document that contains the text <|endoftext|> must not end there.
     model.encode_special_tokens = True
@@ -198,15 +198,17 @@ def _read_file(file: Path, name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(FIELD, name, "no such file", fix='give a tokenizer.json, or write "bpe" or "bytes"') from None
+        raise UserError(FIELD, name, "no such file", fix='use a tokenizer.json, "bpe" or "bytes"') from None
     except UnicodeDecodeError:
-        raise _invalid_tokenizer_error(name, "is not text") from None
+        raise _invalid_tokenizer_error(name, "is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(FIELD, name, f"cannot be read: {error.strerror}", fix="check its permissions") from None
+        raise UserError(
+            FIELD, name, f"cannot be read: {error.strerror}", fix="check the permissions of this file"
+        ) from None
 
 
 def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
-    return UserError(FIELD, str(path), problem, fix="give the tokenizer.json that Hugging Face `tokenizers` saves")
+    return UserError(FIELD, str(path), problem, fix="use a tokenizer.json that Hugging Face `tokenizers` has saved")
 
 
 def _utf8(text: str) -> bytes:

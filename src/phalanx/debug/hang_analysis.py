@@ -130,8 +130,8 @@ def _find_mismatch(evidence: Evidence) -> Verdict | None:
 MISMATCH_FIXES = {
     "operation": "call the same collectives in the same order on every rank: look for a branch that depends on the "
     "rank or its data above these lines",
-    "shape": "give this collective the same number of elements of one dtype on every rank: check how this tensor gets "
-    "its size",
+    "shape": "use the same number of elements of one dtype on every rank in this collective: check how the size of "
+    "this tensor is computed",
 }
 
 
@@ -154,7 +154,7 @@ def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ran
     ):
         return ""
     if _is_same_call(deviating_pair[0], other_pair[1]) and _is_same_call(deviating_pair[1], other_pair[0]):
-        return ": the two collectives are in another order there"
+        return ": this rank calls the two collectives in a different order"
     return ": this rank skipped that collective" if _is_same_call(deviating_pair[0], other_pair[1]) else ""
 
 
@@ -273,7 +273,7 @@ def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
             summary = (
                 f"{evidence.group(key)} entered {describe_call(call)}, number {last_number}, and it did not finish"
             )
-            fix = "check the network between them, its cards and cables, and the devices; phalanx bench times the links"
+            fix = "check the network between these ranks (cards, cables) and the devices; phalanx bench times the links"
             return Verdict("lost", key[1], summary, fix=fix)
     return None
 
@@ -288,7 +288,9 @@ def _find_stalled_rank(evidence: Evidence) -> Verdict | None:
     summary = f"{join_words([*shown, *more])}: no progress, and no collective was pending"
     fix = "check this line: it may be slow, or wait for an event that does not occur"
     if len(stalled_ranks) > 1:
-        fix = "check the network between them (phalanx doctor), which lost a message, and continue with --resume"
+        fix = (
+            "a message was lost: check the network between these ranks with phalanx doctor, then continue with --resume"
+        )
     return Verdict("lost", tuple(sorted(stalled_ranks)), summary, fix=fix)
 
 

@@ -237,8 +237,8 @@ def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
             mine = next(rank for rank in deviating_ranks if rank in ranks)
             other_frame = next((frame for frame in frame_by_rank.values() if frame != frame_by_rank[mine]), None)
             return (
-                f"; from number {number} of {evidence.group(key)} on, its calls came from other lines "
-                f"({format_frame(frame_by_rank[mine])}, while others were at {format_frame(other_frame)}): "
+                f"; from call number {number} of {evidence.group(key)}, its calls came from different lines "
+                f"({format_frame(frame_by_rank[mine])}; other ranks: {format_frame(other_frame)}): "
                 "a call was skipped or added there"
             )
     return ""

@@ -68,9 +68,9 @@ ProcessFailures = Mapping[int, ProcessFailure]
 class FailureAction(Enum):
     """Action after a failure on this node."""
 
-    RESTART = "ranks are started again"
-    LEAVE = "this node goes, and the others may go on without it"
-    STOP = "the run is ended, on all nodes"
+    RESTART = "restart the ranks on all nodes"
+    LEAVE = "remove this node from the run; other nodes may continue"
+    STOP = "end the run on all nodes"
 
 
 FailureHandler = Callable[[ProcessFailures, int], FailureAction]
@@ -108,13 +108,17 @@ class ElasticAgent(LocalElasticAgent):
             try:
                 return super()._initialize_workers(worker_group)
             except DistError as error:
-                print(f"phalanx: a node did not come to start its ranks, meeting again: {error}", file=sys.stderr)
+                print(
+                    f"phalanx: a node was lost before ranks started; repeating the rendezvous: {error}", file=sys.stderr
+                )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         command = self._agree_on_command(worker_group)
         if self._num_nodes > 1:
             joined_nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
-            print(f"phalanx: {joined_nodes} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
+            print(
+                f"phalanx: {joined_nodes} joined; starting {worker_group.workers[0].world_size} ranks", file=sys.stderr
+            )
         self._oom_kills_at_start = cgroup_oom_kills() or 0
         self._pcontext = RankProcesses(command, rank_environments(worker_group), self._rank_starter)
         self._pcontext.start()
@@ -237,11 +241,11 @@ def run_until_done(
     """
     if rendezvous.max_nodes > 1:
         nodes_text = plural(rendezvous.max_nodes, "node")
-        timeout_text = f"{rendezvous.join_seconds:g} s at most"
+        timeout_text = f"at most {rendezvous.join_seconds:g} s"
         if rendezvous.min_nodes < rendezvous.max_nodes:
             nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
-            timeout_text += f", and {rendezvous.last_call_seconds:g} s for more where {rendezvous.min_nodes} are enough"
-        print(f"phalanx: {nodes_text} meet at {rendezvous.endpoint}, in {timeout_text}", file=sys.stderr)
+            timeout_text += f" for {rendezvous.min_nodes}, then {rendezvous.last_call_seconds:g} s for more"
+        print(f"phalanx: waiting for {nodes_text} at {rendezvous.endpoint}: {timeout_text}", file=sys.stderr)
     deadline = time.monotonic() + rendezvous.join_seconds
     while True:
         started_at = time.monotonic()
@@ -252,23 +256,26 @@ def run_until_done(
                     nproc, worker_command, on_failure, rendezvous=rendezvous, rank_starter=rank_starter or RankStarter()
                 )
         except RendezvousTimeoutError:
-            fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
-            problem = (
-                f"fewer than {plural(rendezvous.min_nodes, 'node', one='one')} came in {rendezvous.join_seconds:g} s"
-            )
+            fix = "start the command on every node with the same --rendezvous, or allow fewer nodes: --nodes MIN:MAX"
+            nodes_text = plural(rendezvous.min_nodes, "node", one="one")
+            problem = f"fewer than {nodes_text} joined within {rendezvous.join_seconds:g} s"
             raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
         except RendezvousClosedError:
-            raise RunEndedByOtherNode("the run was ended by another node: see what was said there") from None
+            raise RunEndedByOtherNode(
+                "another node ended the run; the output of that node contains the cause"
+            ) from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if rendezvous.is_host:
-                fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
-                problem = f"nodes cannot meet here: {error.__cause__}"
+                fix = (
+                    "use a port that no other run or launcher uses; to start several ranks on one machine, use --nproc"
+                )
+                problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
             if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
-                problem = f"nodes cannot meet there: {error}"
-                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="give another port") from None
+                problem = f"the connection to the rendezvous failed: {error}"
+                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="use another port") from None
 
 
 def _run_once(

@@ -30,12 +30,12 @@ class StorageError(UserError):
 
 
 STORAGE_FIXES = {
-    errno.ENOSPC: "free space on that disk, and continue with --resume",
-    errno.EDQUOT: "free space there, or have the quota raised, and continue with --resume",
-    errno.EROFS: "mount it writable, and continue with --resume",
-    errno.ENOENT: "put it back, and continue with --resume",
-    errno.EACCES: "check its permissions, and continue with --resume",
-    errno.EPERM: "check its permissions, and continue with --resume",
+    errno.ENOSPC: "free space on this disk, then continue with --resume",
+    errno.EDQUOT: "free space or have the disk quota raised, then continue with --resume",
+    errno.EROFS: "mount this file system as writable, then continue with --resume",
+    errno.ENOENT: "restore this path, then continue with --resume",
+    errno.EACCES: "check the permissions of this path, then continue with --resume",
+    errno.EPERM: "check the permissions of this path, then continue with --resume",
 }
 """Storage errors that would recur at the next start, with their fixes."""
 
@@ -110,7 +110,7 @@ def describe_failure(failure: Mapping[str, Any]) -> str:
         return str(failure["reason"])
     text = f"failed after step {failure['step']}: " if "step" in failure else ""
     if "lost_peer" in failure:
-        text += "it lost another rank: "
+        text += "lost the connection to another rank: "
     return f"rank {failure['rank']} {text}{failure['reason']}"
 
 
@@ -138,7 +138,7 @@ def find_first_failure(
         return dict(first_record) if root_causes else {**first_record, "lost_peer": True}
     first_exit = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_exit[0], first_exit[1].exitcode)
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     reason = describe_kill(directory, rank, cause, oom_kills=kills)
     record = {"rank": rank, "time": time.time(), "reason": reason, "code": 2 if code == 2 else 1}
     if kills:
@@ -146,8 +146,8 @@ def find_first_failure(
     try:
         hang_dumps.write_failure(directory, record)
     except OSError as error:  # the reason for the missing record; restarted ranks would fail at the same point
-        record["reason"] = f"{cause}, and {directory} cannot be written to: {error.strerror}; free space or check it"
-        record |= {"code": 2, "storage": True}
+        reason = f"{cause}; {directory} is not writable: {error.strerror}. Free space or check its permissions"
+        record |= {"reason": reason, "code": 2, "storage": True}
     return record
 
 

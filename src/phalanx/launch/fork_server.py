@@ -110,7 +110,7 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
         os.close(reading_end)
         *fds, writing_end = _move_fds([*fds, writing_end])
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
-            os.write(writing_end, b"has touched a GPU")
+            os.write(writing_end, b"has already used a GPU")
             os._exit(1)
         _prepare_process(request, fds)
         os.write(writing_end, str(os.getpid()).encode())
@@ -120,7 +120,7 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
     os.waitpid(child, 0)
     answer = os.read(reading_end, 100).decode()
     os.close(reading_end)
-    return answer or "cannot fork twice"
+    return answer or "cannot fork: the second fork failed"
 
 
 def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:

@@ -66,8 +66,8 @@ def check_settings(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "training.seq_len",
             run.training.seq_len,
-            f"is longer than model.sliding_window = {window}, and Phalanx has no windowed attention",
-            fix=f"use at most {window}",
+            f"is longer than model.sliding_window = {window}, and Phalanx does not support windowed attention",
+            fix=f"set training.seq_len to at most {window}",
         )
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
@@ -83,7 +83,9 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
     """Raise UserError if the tokenizer has more tokens than the model."""
     if run.model.vocab_size >= num_tokens:
         return
-    resizing = "; the embeddings of its new tokens begin as the mean of the others" if run.model.from_hf else ""
+    resizing = (
+        "; the embeddings of new tokens are initialized to the mean of the existing ones" if run.model.from_hf else ""
+    )
     raise UserError(
         "model.vocab_size",
         run.model.vocab_size,
@@ -95,30 +97,35 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
 def _check_copies(run: RunSpec, world_size: int) -> None:
     def raise_error(problem: str) -> None:
         raise UserError(
-            "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix="set it to 0"
+            "recovery.in_memory_checkpoint_every",
+            run.recovery.in_memory_checkpoint_every,
+            problem,
+            fix="set recovery.in_memory_checkpoint_every to 0",
         )
 
     if not hasattr(os, "memfd_create"):
-        raise_error("needs memory without a name (memfd_create), which this system has not")
+        raise_error("requires memfd_create, which this system does not have")
     if run.layout.offload == "nvme":
-        raise_error('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
+        raise_error(
+            'cannot be combined with layout.offload = "nvme": its copies would keep the offloaded state in memory'
+        )
     state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
     needed = copies * state_bytes * world_size / run.cluster.nodes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise_error(
-            f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state"
+            f"needs {needed / 1e9:.1f} GB for {copies} copies of each state; this machine has {memory / 1e9:.1f} GB"
         )
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     path = Path(directory).expanduser()
-    fix = "name a directory on a local disk"
+    fix = "set layout.offload_directory to a writable directory on a local disk"
     if not path.is_dir():
         raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix=fix)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError("layout.offload_directory", directory, "cannot be written to", fix=fix)
+        raise UserError("layout.offload_directory", directory, "is not writable", fix=fix)
     local_ranks = world_size / run.cluster.nodes
     free = shutil.disk_usage(path).free
     needed = local_ranks * disk_offload_bytes(run, world_size)
@@ -126,7 +133,7 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
         raise UserError(
             "layout.offload_directory",
             directory,
-            f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free",
+            f"needs {needed / 1e9:.2f} GB for optimizer state, but has {free / 1e9:.2f} GB free",
             fix=fix,
         )
 
@@ -154,12 +161,12 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
 
     fitting = _fitting_run(run, memory_bytes, planned, device=device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
-    ranks = f"{plural(nproc, 'rank')} on it" if device == "cpu" else "the fullest rank"
+    ranks = plural(nproc, "rank") if device == "cpu" else "the rank that needs the most"
     raise LocalNodeError(
         "planned memory",
         format_gb_or_mb(planned),
-        f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
-        fix=f"{options or 'take a smaller model, or more machines'} (see phalanx advise oom), or --force to try",
+        f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
+        fix=f"{options or 'use a smaller model or more machines'} (see phalanx advise oom), or try with --force",
     )
 
 
@@ -230,7 +237,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         raise UserError(
             "output_dir",
             str(existing),
-            "is not a directory that can be written to",
+            "is not a writable directory",
             fix="set output_dir to another directory",
         )
     check_claimable(directory)
@@ -243,8 +250,8 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         raise UserError(
             "name",
             run.name,
-            f"{directory} holds a run already",
-            fix="add --resume to continue it, or choose another with --set name=...",
+            f"{directory} already contains a run",
+            fix="add --resume to continue this run, or choose another name with --set name=...",
         )
     needed = checkpoint_space_needed_bytes(run, len(saved))
     free = shutil.disk_usage(existing).free
@@ -253,7 +260,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         raise UserError(
             "checkpoint.keep",
             run.checkpoint.keep,
-            f"needs {format_gb_or_mb(needed)} for checkpoints, and {existing} has {format_gb_or_mb(free)} free",
+            f"needs {format_gb_or_mb(needed)} for checkpoints, but {existing} has {format_gb_or_mb(free)} free",
             fix=f"free space, {lower}or set output_dir to another disk",
         )
 

@@ -48,7 +48,7 @@ def select_device(run: RunSpec) -> str:
         set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
         raise LocalNodeError(
-            "cluster.device", "cuda", "PyTorch sees no GPU here", fix='set cluster.device = "cpu" or "auto"'
+            "cluster.device", "cuda", "PyTorch finds no GPU on this machine", fix='set cluster.device = "cpu" or "auto"'
         )
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 
@@ -65,7 +65,10 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
-            "--nproc", nproc, f"this machine has {gpus} GPUs", fix=f'use at most {gpus}, or cluster.device = "cpu"'
+            "--nproc",
+            nproc,
+            f"exceeds the {gpus} GPUs of this machine",
+            fix=f'use at most {gpus}, or set cluster.device = "cpu"',
         )
     return nproc
 

@@ -33,7 +33,7 @@ class RankStarter:
             try:
                 return ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
             except WarmProcessError as error:
-                print(f"phalanx: the warm process {error}: ranks start without it", file=sys.stderr)
+                print(f"phalanx: the warm process {error}; starting ranks without it", file=sys.stderr)
                 self.warm_process.close()
                 self.warm_process = None
         return subprocess.Popen(command, **options)

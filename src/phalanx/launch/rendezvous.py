@@ -81,11 +81,11 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
             return
         if time.monotonic() > deadline:
             if reached:
-                problem = "the server at this address is not a rendezvous"
-                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix="give another port")
-            fix = "start the command there too, and check that this port can be reached"
+                problem = "the service at this address is not a Phalanx rendezvous"
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix="use another port")
+            fix = "start the command on this host too, and check that other nodes can reach the port"
             raise RendezvousError(
-                "--rendezvous", rendezvous.endpoint, f"nobody answered in {rendezvous.join_seconds:g} s", fix=fix
+                "--rendezvous", rendezvous.endpoint, f"no answer within {rendezvous.join_seconds:g} s", fix=fix
             )
         time.sleep(RETRY_SECONDS)
 
@@ -157,4 +157,5 @@ def interface_of(address: str) -> str:
                 reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name
-    raise UserError("--rendezvous", address, "belongs to no network interface here", fix="set GLOO_SOCKET_IFNAME")
+    problem = "is not the address of a network interface of this machine"
+    raise UserError("--rendezvous", address, problem, fix="set GLOO_SOCKET_IFNAME to the name of an interface")

@@ -144,7 +144,8 @@ def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: Layout
             first_error = first_error or error
             continue
         if first_error is not None:
-            print(f"phalanx: {num_used} of {ranks} ranks train, as no layout fits more: {first_error}", file=sys.stderr)
+            reason = f"no layout fits more: {first_error}"
+            print(f"phalanx: training on {num_used} of {ranks} ranks, because {reason}", file=sys.stderr)
         return "--layout", layout.model_dump_json(exclude_defaults=True), "--ranks", str(num_used)
     assert first_error is not None
     raise first_error

@@ -88,12 +88,12 @@ class WarmProcess:
         """
         try:
             if not self._is_ready:
-                self._receive(IMPORT_SECONDS, "has not imported PyTorch")
+                self._receive(IMPORT_SECONDS, "did not import PyTorch")
                 self._is_ready = True
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-            answer = self._receive(FORK_SECONDS, "does not answer")
+            answer = self._receive(FORK_SECONDS, "did not answer")
         except ConnectionError:
-            raise WarmProcessError("has ended") from None
+            raise WarmProcessError("has exited") from None
         if not answer.isdecimal():
             raise WarmProcessError(answer)
         return int(answer)
@@ -109,10 +109,10 @@ class WarmProcess:
 
     def _receive(self, seconds: float, complaint: str) -> str:
         if not select.select([self._socket], [], [], seconds)[0]:
-            raise WarmProcessError(f"{complaint} in {seconds:g} s")
+            raise WarmProcessError(f"{complaint} within {seconds:g} s")
         answer = self._socket.recv(MESSAGE_BYTES).decode()
         if not answer:
-            raise WarmProcessError("has ended")
+            raise WarmProcessError("has exited")
         return answer
 
 

@@ -31,7 +31,7 @@ def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weight
         "model.vocab_size",
         vocab,
         problem=f"is less than the {source_vocab} tokens of model.from_hf",
-        fix=f"set it to {source_vocab} or more, or remove it",
+        fix=f"set model.vocab_size to at least {source_vocab}, or remove it",
     )
     if vocab == source_vocab:
         return weights

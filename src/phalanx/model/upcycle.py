@@ -32,7 +32,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     moe = spec.moe
     assert moe is not None
     if source.moe is not None:
-        fix = "remove it, or start from a dense model"
+        fix = "remove model.upcycle_reinit_fraction, or start from a dense model"
         require(
             not spec.upcycle_reinit_fraction,
             "model.upcycle_reinit_fraction",
@@ -46,7 +46,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         "model.moe.expert_ffn_size",
         moe.expert_ffn_size,
         problem=(
-            "is not the width of the MLP that experts are copied from "
+            "differs from the width of the MLP that experts are copied from "
             f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
         ),
         fix=f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
@@ -56,7 +56,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         "model.moe.num_shared_experts",
         moe.num_shared_experts,
         problem="would add a second copy of the MLP that the other experts are copied from",
-        fix="set it to 0, or start from a model with experts",
+        fix="set model.moe.num_shared_experts = 0, or start from a model with experts",
     )
 
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:

@@ -90,9 +90,9 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
     yield Bottleneck(
         "input",
         times.share(wait_seconds, start),
-        f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for its tokens",
-        suggestion="prepare the tokens in advance (phalanx data prepare), keep them on a local disk, or give the "
-        "loader a core",
+        f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for tokens",
+        suggestion="prepare the tokens in advance (phalanx data prepare), store them on a local disk, or reserve a "
+        "core for the loader",
         rank=rank,
         since=times.steps[start],
     )
@@ -130,15 +130,14 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
     row_ratio = _relative_expert_rows(times, index, start)
     if row_ratio > IMBALANCE_RATIO and slowdown < row_ratio * STRAGGLER_RATIO:
         layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step=step)
-        detail = f"; expert {expert} of layer {layer} has {hot_share:.1f} times its share" if hot_share else ""
+        detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
         yield Bottleneck(
             "expert",
             share,
-            f"rank {rank} computes {slowdown:.1f} times as long as others, because its experts receive "
+            f"rank {rank} computes {slowdown:.1f} times as long as other ranks, because its experts receive "
             f"{row_ratio:.1f} times as many rows{detail}",
             suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower "
-            "learning rate), or "
-            "give its experts to other ranks: phalanx experts --balance",
+            "learning rate), or move experts to other ranks: phalanx experts --balance",
             rank=rank,
             expert=(layer, expert) if hot_share else None,
             since=step,
@@ -147,9 +146,9 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
     yield Bottleneck(
         "straggler",
         share,
-        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others "
+        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as other ranks "
         f"for equal work, since step {step}",
-        suggestion="check that device: other processes, its clock and temperature; exclude the host if it stays slow",
+        suggestion="check the device: other processes, clock and temperature; exclude the host if the rank stays slow",
         rank=rank,
         since=step,
     )
@@ -201,9 +200,9 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
         yield Bottleneck(
             "memory",
             times.share(times.optimizer.max(1)),
-            f"the update takes {np.median(times.optimizer.max(1)):.3g} s with its state in "
+            f"the update takes {np.median(times.optimizer.max(1)):.3g} s with the optimizer state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
-            suggestion="shard the state over more ranks instead (layout.data_parallel, more dp), or use a faster disk",
+            suggestion="shard the state over more ranks instead (layout.data_parallel, larger dp) or use a faster disk",
         )
 
 
@@ -231,7 +230,7 @@ def _find_pipeline_waits(
         "bubble",
         float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
         f"with {name} and this number of micro-batches, every rank idles for "
-        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and no sends",
+        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and instant sends",
         suggestion="use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )
@@ -242,9 +241,9 @@ def _find_pipeline_waits(
         yield Bottleneck(
             "stage",
             max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
-            f"stage {stage} takes {slowdown:.2f} times as long as the mean of the stages, and the others wait for it",
-            suggestion="use a number of stages that divides the blocks, or interleave them (layout.schedule): "
-            "phalanx pipeline split shows the load of each",
+            f"stage {stage} takes {slowdown:.2f} times as long as the mean stage, and the other stages wait for it",
+            suggestion="use a number of stages that divides the number of blocks, or interleaved stages "
+            "(layout.schedule); phalanx pipeline split shows the load of each stage",
             stage=stage,
         )
 
@@ -261,15 +260,16 @@ def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Time
         send_share = max(0.0, times.share(times.idle) - float(timeline.bubble * timeline.makespan) / times.step_seconds)
         share, send_note = (
             share + send_share,
-            f"; sends between stages make it wait for {100 * send_share:.0f} % of the step",
+            f"; waits for sends between stages take {100 * send_share:.0f} % of the step",
         )
     yield Bottleneck(
         "communication",
         share,
         f"every rank spends at least {np.median(seconds[start:]):.3g} s per step waiting for collectives"
         f"{describe_longest_wait(run_data)}{send_note}",
-        suggestion="check the link with phalanx bench collectives; place the axis that sends most on the fastest "
-        "links, send less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
+        suggestion="check the link with phalanx bench collectives; place the axis with the most traffic on the fastest "
+        "links, send less often (larger steps, layout.data_parallel), or send fewer bytes (bf16, "
+        "layout.gradient_compression)",
         since=times.steps[start],
     )
 
@@ -285,7 +285,7 @@ def describe_longest_wait(run_data: RunData) -> str:
         return ""
     (operation, group), _ = wait_seconds.most_common(1)[0]
     shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
-    return f", most for {operation} among ranks {shown}"
+    return f", the longest of them {operation} among ranks {shown}"
 
 
 def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
@@ -299,8 +299,8 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     return Bottleneck(
         "compute",
         times.share(seconds),
-        f"forward and backward passes take {np.median(seconds):.3g} s of a step, in the mean over ranks{mfu_note}",
-        suggestion=f"use larger micro-batches, training.compile{lower}; then more or faster devices",
+        f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks{mfu_note}",
+        suggestion=f"use larger micro-batches, training.compile{lower}; otherwise more or faster devices",
     )
 
 

@@ -67,7 +67,7 @@ def run_labels(runs: Sequence[Facts]) -> list[str]:
 def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
     unknown = [name for name, model in zip(names, models, strict=True) if model is None]
     if unknown:
-        yield f"It is unknown whether these runs have one model: {', '.join(unknown)} has no usable run.toml."
+        yield f"These runs may have different models: no usable run.toml in {', '.join(unknown)}."
     elif not same_model:
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
@@ -93,8 +93,8 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
     if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):
         pairs = "; ".join(f"{name} {peak / 1e9:,.4g} G" for name, peak in zip(names, peaks, strict=True))
         yield (
-            "Their MFU and predictions refer to different peaks, which each start measures; other load lowers them "
-            f"(FLOP/s of a rank): {pairs}."
+            f"MFU and predictions refer to different peaks (FLOP/s of a rank): {pairs}. Each start measures the peak; "
+            "other load on the machine lowers it."
         )
 
 

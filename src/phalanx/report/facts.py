@@ -47,14 +47,14 @@ def report_facts(run_data: RunData) -> Facts:
     times = step_times(run_data)
     is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
     if times is None and not is_swarm:
-        problems.append("too few steps were recorded for a time breakdown; the first steps do not count")
+        problems.append("too few steps were recorded for a time breakdown, which excludes the first steps")
     option = None
     if run is not None and run_data.world_size:
         try:
             option = evaluate_layout(run, run_data.world_size, run.layout)
         except UserError as error:
             first_line = str(error).partition("\n")[0]
-            problems.append(f"the time of a step is not predicted: {first_line}")
+            problems.append(f"the step time cannot be predicted: {first_line}")
     planned_timeline = _planned_timeline(run, run_data.world_size) if run is not None and option is not None else None
     bottlenecks = []
     simulation_problem = _missing_for_simulation(run_data)

@@ -32,7 +32,7 @@ KINDS = {
     "input": "waiting for tokens",
     "straggler": "a slow rank",
     "bubble": "the pipeline's bubble",
-    "stage": "a stage that takes longer",
+    "stage": "a slow stage",
     "expert": "a hot expert",
 }
 """Names of bottlenecks, as causes of a share of a step."""
@@ -90,8 +90,8 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
 
 
 TABLE_NOTE = (
-    "Rows of a step are medians over steps for the slowest rank, or, for exposed communication, for the rank that "
-    "waits least. A rank's rows are its own medians: they need not add up to these, nor to a step."
+    "Rows of a step are medians over steps for the slowest rank; exposed communication is for the rank that waits "
+    "least. Rows of a rank are medians of this rank. Rows do not add up exactly, because they are medians."
 )
 """Explanation of the numbers in the table."""
 ROUND_TABLE_NOTE = (
@@ -113,7 +113,7 @@ def format_layout(values: Mapping[str, Any] | None) -> str:
 def run_summary(run: Mapping[str, Any]) -> list[str]:
     """Return a short line each on the ranks, the layout, the model and the steps of a run."""
     if run.get("leads"):
-        return ["a swarm's coordinator; the nodes' directories are nodes/NAME", format_progress(run)]
+        return ["coordinator of a swarm; the directories of its nodes are nodes/NAME", format_progress(run)]
     ranks = run["ranks"]
     hosts = run["hosts"]
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""

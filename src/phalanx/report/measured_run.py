@@ -31,7 +31,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     file = directory / METRICS_FILE
     if not file.is_file():
         raise UserError(
-            "run directory", str(directory), f"has no {METRICS_FILE}", fix="give a run directory of phalanx train"
+            "run directory", str(directory), f"has no {METRICS_FILE}", fix="use a run directory of phalanx train"
         )
     records = []
     for line, record in parse_jsonl(file.read_bytes()):
@@ -41,7 +41,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             records.append(record)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
-        raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="run it again")
+        raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="repeat the run")
     last_start: list[JsonRecord] = []
     for record in reversed(records):
         if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
@@ -56,10 +56,10 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     ]
     if len(steady) < MIN_STEPS:
         problem = (
-            f"has {len(last_start)} steps; {MIN_STEPS} are needed after the first {WARM_UP_STEPS}, "
+            f"has {len(last_start)} steps; at least {MIN_STEPS} are required after the first {WARM_UP_STEPS}, "
             "without profiled steps"
         )
-        raise UserError("run directory", str(directory), problem, fix="raise training.steps")
+        raise UserError("run directory", str(directory), problem, fix="increase training.steps")
     run = load_run(directory / RUN_FILE, environment={})
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
@@ -104,4 +104,4 @@ def _read_measured_step(directory: Path) -> JsonRecord:
 
 
 def _invalid_json_error(file: Path, text: str) -> UserError:
-    return UserError("run directory", str(file), f"is not JSON: {text[:40]}", fix="fix it")
+    return UserError("run directory", str(file), f"is not valid JSON: {text[:40]}", fix="correct or remove the line")

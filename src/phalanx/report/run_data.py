@@ -203,12 +203,12 @@ def _describe_interruptions(events: Sequence[Mapping[str, Any]], failure: str | 
     """Yield how often a run failed, rolled back or had a damaged checkpoint."""
     if failures := describe_failures(events, exclude_last=failure is not None):
         count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
-        yield f"it failed {count_text} and resumed, the last time at {failures[-1]}"
+        yield f"the run failed {count_text} and resumed, the last time at {failures[-1]}"
     if rollbacks := describe_rollbacks(events):
         count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        yield f"it rolled back {count_text}, the last time at {rollbacks[-1]}"
+        yield f"the run rolled back {count_text}, the last time at {rollbacks[-1]}"
     if damaged_checkpoints := describe_damaged_checkpoints(events):
-        yield f"checkpoints were damaged, the last one found at {damaged_checkpoints[-1]}"
+        yield f"checkpoints were damaged, the last time at {damaged_checkpoints[-1]}"
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:

@@ -65,7 +65,7 @@ def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, st
     yield PER_ROUND, "state held", "B", rounds[-1].held_bytes
     yield ALL_ROUNDS, "sent", "B", total.sent_bytes
     yield ALL_ROUNDS, "received", "B", update_bytes
-    yield ALL_ROUNDS, "all weights, to begin with", "B", total.whole_bytes
+    yield ALL_ROUNDS, "initial weights", "B", total.whole_bytes
     yield ALL_ROUNDS, "communication", "B", total.sent_bytes + total.received_bytes
 
 
@@ -97,7 +97,7 @@ def _predicted_rows(
         (ALL_ROUNDS, "received"): down,
     }
     predictions |= {
-        (ALL_ROUNDS, "all weights, to begin with"): full_model_bytes,
+        (ALL_ROUNDS, "initial weights"): full_model_bytes,
         (ALL_ROUNDS, "communication"): up + down + full_model_bytes,
     }
     if world_size == 1:

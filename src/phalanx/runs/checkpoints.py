@@ -150,7 +150,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
     checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
-        raise UserError("run directory", str(run_directory), problem, fix="let the run reach its first checkpoint")
+        raise UserError("run directory", str(run_directory), problem, fix="continue the run until its first checkpoint")
     for name, problem in damaged.items():
         print(f"phalanx: checkpoint {name} is damaged and was skipped: {problem}", file=sys.stderr)
     return checkpoint
@@ -185,7 +185,7 @@ def check_not_all_damaged(directory: Path) -> None:
             str(directory.parent),
             f"has no intact checkpoint: {', '.join(quarantined)}",
             fix="check the disk. To reuse a checkpoint, remove the .damaged suffix; "
-            "to start over, delete them or choose another run name",
+            "to start over, delete the checkpoints or choose another run name",
         )
 
 
@@ -204,8 +204,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             "checkpoint",
             str(checkpoint),
-            "was not written by phalanx (it has no manifest.json of Phalanx)",
-            fix="give a run directory of phalanx; to start from Hugging Face weights, set model.from_hf",
+            "is not a Phalanx checkpoint: it has no Phalanx manifest.json",
+            fix="use a run directory of Phalanx; to start from Hugging Face weights, set model.from_hf",
         )
     return manifest
 
@@ -266,7 +266,7 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
             "training.steps",
             run.training.steps,
             f"is less than the {manifest['step']} completed steps of the run",
-            fix="raise it, or start a new run",
+            fix="increase training.steps, or start a new run",
         )
     saved_model = manifest["model"]
     current_model = run.model.model_dump(mode="json")

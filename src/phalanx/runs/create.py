@@ -150,7 +150,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
         return
     config = hf_config_file(run.model.from_hf)
     if not config.is_file():
-        fix = "give a directory that save_pretrained wrote"
+        fix = "use a directory that save_pretrained has written"
         raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
     files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
     for file in files:
@@ -164,7 +164,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
     """Return the error for an output directory that cannot be written."""
     return UserError(
-        "output_dir", str(directory), f"cannot be written: {error.strerror}", fix="set output_dir to another directory"
+        "output_dir", str(directory), f"is not writable: {error.strerror}", fix="set output_dir to another directory"
     )
 
 
@@ -187,8 +187,8 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
         UserError: The directory is not a run directory.
     """
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
-        fix = "give a run file, or a run directory of phalanx train"
-        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of Phalanx", fix=fix)
+        fix = "use a run file, or a run directory of phalanx train"
+        raise UserError("run directory", str(directory), f"has no {DATA_FILE} written by Phalanx", fix=fix)
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )

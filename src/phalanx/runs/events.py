@@ -150,7 +150,7 @@ def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[st
     """Return a line on each quarantined checkpoint: time and damage."""
     quarantined = [event for event in events if event["what"] == QUARANTINED]
     return [
-        f"{_format_time(event)}: {event['checkpoint']} was quarantined, damaged: {event['problem']}"
+        f"{_format_time(event)}: {event['checkpoint']} was damaged and quarantined: {event['problem']}"
         for event in quarantined
     ]
 

@@ -113,11 +113,14 @@ def parse_step_range(text: str) -> range:
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
         raise UserError(
-            "--profile-steps", text, "is not a range of steps", fix="give the first and the last step, such as 10:13"
+            "--profile-steps", text, "is not a valid step range", fix="use the first and the last step, such as 10:13"
         )
     if not 1 <= int(first) <= int(last):
         raise UserError(
-            "--profile-steps", text, "is an empty range", fix="count from 1, and give the smaller number first"
+            "--profile-steps",
+            text,
+            "is an empty step range",
+            fix="use a first step of at least 1, and a last step of at least the first",
         )
     return range(int(first), int(last) + 1)
 
@@ -188,7 +191,7 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
             continue
         starts[last_start[0]["rank"]] = last_start
     if not starts:
-        reason = "no step was finished, metrics.per_rank_records was off, or an older version ran"
+        reason = "no step was finished, metrics.per_rank_records was off, or an older version of Phalanx ran"
         problems.append(f"{TRACE_DIR}/ has no records of ranks: {reason}")
         return {}, 0, 0
     newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
@@ -209,7 +212,9 @@ def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> l
     last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
     behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
     if behind:
-        problems.append(f"the record of rank {behind[0]} ends before those of others, at step {last_steps[behind[0]]}")
+        problems.append(
+            f"the record of rank {behind[0]} ends at step {last_steps[behind[0]]}, earlier than other records"
+        )
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")

@@ -53,7 +53,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
             "micro-batches",
             m,
             f"is not a multiple of the {p} ranks",
-            fix="with interleaved, use a multiple of the ranks",
+            fix=f"use a multiple of {p} with interleaved",
         )
     chunk_micro_pairs = [(chunk, start + i) for start in range(0, m, p) for chunk in range(v) for i in range(p)]
 
@@ -156,7 +156,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Raises UserError for fewer micro-batches than stages."""
     if m < 2 * p:
         raise UserError(
-            "micro-batches", m, f"is less than the {2 * p} stages", fix="with dualpipe-v, use one or more per stage"
+            "micro-batches", m, f"is less than the {2 * p} stages", fix=f"use at least {2 * p} with dualpipe-v"
         )
 
     def order(rank: int) -> Iterator[ScheduleStep]:

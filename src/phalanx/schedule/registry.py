@@ -55,7 +55,8 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
                 "layout.schedule_file",
                 layout.schedule_file,
                 f"has {schedule.micro_batches} micro-batches, but a step of this run has {micro_batches}",
-                fix="change layout.micro_batch_size or training.tokens_per_step, or create one with --microbatches",
+                fix="change layout.micro_batch_size or training.tokens_per_step, or create a schedule with "
+                f"--microbatches {micro_batches}",
             )
         return schedule
     return build_schedule(layout.schedule, layout.pp, micro_batches, v=layout.virtual_stages)
@@ -81,11 +82,16 @@ def load_schedule_csv(path: str, ranks: int) -> Schedule:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(field, path, f"cannot be read: {error}", fix="set the path of a schedule's CSV file") from None
+        raise UserError(field, path, f"cannot be read: {error}", fix="use the CSV file of a schedule") from None
     schedule = Schedule.from_rows(read_csv(text, path))
     if schedule.ranks != ranks:
         raise UserError(field, path, f"is for {schedule.ranks} ranks", fix=f"set layout.pp = {schedule.ranks}")
     if problems := violations(schedule):
         suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", fix=f"run phalanx pipeline check {path}")
+        raise UserError(
+            field,
+            path,
+            f"cannot run: {problems[0]}{suffix}",
+            fix=f"list the violations with phalanx pipeline check {path}",
+        )
     return schedule

@@ -212,5 +212,5 @@ def _parse_step(cell: str, location: str) -> ScheduleStep | None:
         location,
         cell,
         "is not an action",
-        fix="write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
+        fix="write the stage, one of F, B, I, W, and the micro-batch, such as 2F0; leave idle cells empty",
     )

@@ -37,7 +37,7 @@ def search_schedule(
         UserError: the limit is less than one micro-batch.
     """
     if limit < 1:
-        raise UserError("memory limit", str(limit), "is less than one micro-batch", fix="allow 1 or more")
+        raise UserError("memory limit", str(limit), "is less than one micro-batch", fix="use at least 1")
     published = [split_backward_passes(schedule) for schedule in _published_schedules(p, m, chunks)]
     candidates = [
         candidate for candidate in published if max(peak_activations(candidate, rank) for rank in range(p)) <= limit

@@ -82,7 +82,9 @@ def _find_wrong_counts(schedule: Schedule) -> Iterator[Violation]:
                     action = Action(stage, kind, micro)  # type: ignore[arg-type]
                     count = kind_counts[kind]
                     problem = (
-                        "runs in addition to its halves" if count and not expected_count else f"runs {count} times"
+                        "runs in addition to its I and W halves"
+                        if count and not expected_count
+                        else f"runs {count} times"
                     )
                     yield Violation(rank, action, "is missing" if not count else problem)
 

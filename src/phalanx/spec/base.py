@@ -97,22 +97,24 @@ def _validation_error(
 def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:
     """Return the fix for a pydantic error of a given type in the field `name`."""
     if error_type == "literal_error":
-        return did_you_mean(str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of them")
+        return did_you_mean(
+            str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of these values"
+        )
     return {
-        "missing": f"give {name} a value",
+        "missing": f"set {name}",
         "int_type": f"write a whole number, such as {name} = 4",
         "float_type": f"write a number, such as {name} = 0.1",
         "string_type": f'write text in quotes, such as {name} = "..."',
         "bool_type": f"write {name} = true or {name} = false",
-        "list_type": f"write it in brackets: {name} = [{json.dumps(value, default=str)}]",
-        "tuple_type": f"write it in brackets: {name} = [..., ...]",
-        "model_type": f"write a table: [{name}], and its keys in the lines below",
-        "model_attributes_type": f"write a table: [{name}], and its keys in the lines below",
-        "greater_than": "raise it",
-        "greater_than_equal": "raise it",
-        "less_than": "lower it",
-        "less_than_equal": "lower it",
-        "too_long": "leave some out",
+        "list_type": f"write a list in brackets: {name} = [{json.dumps(value, default=str)}]",
+        "tuple_type": f"write a list in brackets: {name} = [..., ...]",
+        "model_type": f"write a table: [{name}], with its keys in the lines below",
+        "model_attributes_type": f"write a table: [{name}], with its keys in the lines below",
+        "greater_than": f"increase {name}",
+        "greater_than_equal": f"increase {name}",
+        "less_than": f"decrease {name}",
+        "less_than_equal": f"decrease {name}",
+        "too_long": "remove some entries",
         "finite_number": "write a finite number",
         "string_pattern_mismatch": "use letters, digits, dots, dashes and underscores",
     }.get(error_type, "")
@@ -145,7 +147,7 @@ def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
     matches = matches or difflib.get_close_matches(query, known, n=1, cutoff=0.8)
     matches = matches or [field for alias, field in ELSEWHERE.items() if query.startswith(alias) and field in known][:1]
     suggestion = " or ".join(map(repr, matches))
-    return f"did you mean {suggestion}?" if matches else fallback or "known here: " + ", ".join(sorted(known))
+    return f"did you mean {suggestion}?" if matches else fallback or "use one of: " + ", ".join(sorted(known))
 
 
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:

@@ -56,7 +56,7 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         has_scaling == (training.base_dp_size is not None),
         "training.base_dp_size",
         training.base_dp_size,
-        problem=f"{'is needed' if has_scaling else 'has no meaning'} with training.batch_scaling = "
+        problem=f"{'is required' if has_scaling else 'cannot be combined'} with training.batch_scaling = "
         f'"{training.batch_scaling}"',
         fix="set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither",
     )
@@ -64,7 +64,7 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         training.base_dp_size is None or sequences % base_dp == 0,
         "training.base_dp_size",
         base_dp,
-        problem=f"do not divide the {sequences} sequences of a step",
+        problem=f"does not divide the {sequences} sequences of a step",
         fix=f"use one of {', '.join(map(str, divisors(sequences)))}",
     )
     if training.base_dp_size is not None:
@@ -74,7 +74,7 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
         "training.tokens_per_step",
         training.tokens_per_step,
-        problem=f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
+        problem=f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot divide",
         fix=f"use training.tokens_per_step = {nearest_tokens}",
     )
     sequences_per_rank = -(-sequences // dp)
@@ -104,15 +104,15 @@ def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even:
         micro_batch in allowed,
         "layout.micro_batch_size",
         micro_batch,
-        problem=f"does not divide the {sequences_per_rank} sequences that each rank has per step",
+        problem=f"does not divide the {sequences_per_rank} sequences of a rank in a step",
         fix=f"use one of {', '.join(map(str, allowed))}",
     )
     require(
         not run.layout.ddp_static_graph or dp == 1 or micro_batch == sequences_per_rank,
         "layout.ddp_static_graph",
         True,
-        problem=f"fails in PyTorch (issue 143580) with accumulation, here of "
-        f"{sequences_per_rank // micro_batch} micro-batches",
+        problem="cannot be combined with gradient accumulation "
+        f"({sequences_per_rank // micro_batch} micro-batches), which fails in PyTorch (issue 143580)",
         fix=f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
     )
     return micro_batch

@@ -36,7 +36,7 @@ class CalibrationSpec(Spec):
 
 
 class ClusterSpec(Spec):
-    """Nodes, their devices, and their speeds. Unknown speeds are measured or left out, never guessed.
+    """Nodes, their devices, and their speeds. Unknown speeds are measured or omitted, never guessed.
 
     Example:
         >>> cluster = phalanx.load_machine("h100").replace(nodes=4, nproc_per_node=8)

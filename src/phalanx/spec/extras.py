@@ -32,4 +32,4 @@ def missing_package(field: str, value: object, package: str, instead: str = "") 
         instead: Alternative fix, if there is one.
     """
     fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
-    return UserError(field, value, f"needs {package}, which is not installed", fix=fix)
+    return UserError(field, value, f"requires {package}, which is not installed", fix=fix)

@@ -13,7 +13,7 @@ from phalanx.spec.errors import UserError
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
-NOT_IMPLEMENTED = "is described, but does not run yet"
+NOT_IMPLEMENTED = "is not implemented yet with"
 MAX_BF16_SUMS = 8
 """Maximum number of micro-batches whose gradients ZeRO-1 and 2 accumulate in bf16; beyond it they use fp32. The
 relative error of a bf16 sum is 3e-3 at 8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
@@ -65,9 +65,9 @@ class Layout(Spec):
     data_parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
     """Data-parallel strategy. ddp: replicated model state. zero1: sharded optimizer state. zero2: also sharded
     gradients. zero3 (FSDP): also sharded parameters. hsdp: zero3 within groups, replicated between them.
-    parameter_server: model state owned by ranks that only serve it."""
+    parameter_server: model state on dedicated server ranks."""
     num_servers: int = Field(1, gt=0)
-    """Number of servers, which are the first ranks. The others are workers (parameter_server)."""
+    """Number of servers, which are the first ranks. All other ranks are workers (parameter_server)."""
     max_staleness: int | None = Field(None, ge=0, examples=[2])
     """Maximum number of updates that a worker's weights may lag behind (parameter_server). By default workers wait for
     every update."""
@@ -93,8 +93,8 @@ class Layout(Spec):
     """Context-parallel attention. ring: keys and values circulate. ulysses: ranks exchange tokens for heads, of which
     there must be enough."""
     ep: int = Field(1, gt=0)
-    """Expert-parallel degree: ranks with different experts. For the rest of the model they are data-, context- and
-    tensor-parallel ranks, neighbors first."""
+    """Expert-parallel degree: ranks with different experts, neighbors first. For all other parameters, the same ranks
+    are data-, context- and tensor-parallel."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     schedule_file: str | None = Field(None, examples=["searched.csv"])
@@ -112,11 +112,12 @@ class Layout(Spec):
     device: with zero1 and zero2 the trained copy of the parameters (this rank's share), with zero2 gradients, with
     zero3 all parameters and gradients. Needs zero1, zero2, zero3 or hsdp; a single rank can offload too."""
     offload_directory: str | None = Field(None, examples=["/local/scratch"])
-    """Directory on a local disk for the files of `offload = "nvme"`. They are unnamed and vanish with the run."""
+    """Directory on a local disk for the files of `offload = "nvme"`. The files have no names and exist only during the
+    run."""
     bucket_mb: float = Field(25.0, gt=0)
     """Size of a gradient bucket in MiB: parameters whose gradients are sent together (ddp, zero1, zero2)."""
     first_bucket_mb: float | None = Field(None, gt=0, examples=[1.0])
-    """Size of the first bucket to be sent, in MiB. A small one starts early (ddp)."""
+    """Size of the first bucket to be sent, in MiB. A small first bucket starts communication early (ddp)."""
     gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
     """Compression of gradients for communication (ddp). none: unchanged. bf16: half the bytes of fp32. powersgd:
     products of low-rank matrices with error feedback (PowerSGD, arXiv 1905.13727); it is not exact, and checkpoints do
@@ -129,8 +130,8 @@ class Layout(Spec):
     """Let DDP search for parameters that a step did not use. Without it such parameters stop the run."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after the forward pass and gather them again in the backward pass: less
-    memory, half as much traffic more (zero3, hsdp). In a pipeline they stay for the step, because its micro-batches
-    overlap."""
+    memory, 50% more traffic (zero3, hsdp). In a pipeline the parameters stay gathered for the step, because its
+    micro-batches overlap."""
     fsdp_unit: Literal["model", "block", "sublayer"] = "block"
     """Unit of one all-gather (zero3, hsdp): the full model, a block, or a block's attention and MLP separately."""
     fsdp_prefetch: int = Field(1, ge=0)
@@ -153,18 +154,18 @@ def check_inapplicable_options(layout: Layout) -> None:
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set layout.{axis} to 2 or more"
-            raise UserError(f"layout.{field}", value, f"has no meaning with layout.{axis} = 1", fix=fix)
+            raise UserError(f"layout.{field}", value, f"cannot be combined with layout.{axis} = 1", fix=fix)
     if layout.schedule_file is not None and layout.schedule != "1f1b":
-        problem = f'stands in place of a schedule, and layout.schedule = "{layout.schedule}" names another'
-        raise UserError("layout.schedule_file", layout.schedule_file, problem, fix="remove one of them")
+        problem = f'cannot be combined with layout.schedule = "{layout.schedule}", because it replaces the schedule'
+        raise UserError("layout.schedule_file", layout.schedule_file, problem, fix="remove one of the two")
     if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
-        problem = f'does not go with layout.schedule = "{layout.schedule}"'
-        fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
+        problem = f'cannot be combined with layout.schedule = "{layout.schedule}"'
+        fix = 'use at least 2 with "interleaved"; remove it with any other schedule'
         raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix=fix)
     for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
-            problem = f"has no meaning in a pipeline (layout.pp = {layout.pp})"
+            problem = f"cannot be combined with a pipeline (layout.pp = {layout.pp})"
             fix = "remove it"
             raise UserError(f"layout.{field}", value, problem, fix=f"{fix}, or set layout.pp = 1")
     for field, strategies in VALID_DATA_STRATEGIES.items():
@@ -173,20 +174,20 @@ def check_inapplicable_options(layout: Layout) -> None:
             raise UserError(
                 f"layout.{field}",
                 value,
-                f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
+                f'cannot be combined with layout.data_parallel = "{layout.data_parallel}"',
                 fix=f"remove it, or set layout.data_parallel to {' or '.join(strategies)}",
             )
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
-            'is needed with layout.offload = "nvme"'
+            'is required with layout.offload = "nvme"'
             if layout.offload == "nvme"
-            else f'has no meaning with layout.offload = "{layout.offload}"'
+            else f'cannot be combined with layout.offload = "{layout.offload}"'
         )
         raise UserError(
             "layout.offload_directory",
             layout.offload_directory,
             problem,
-            fix='name a directory on a local disk and set layout.offload = "nvme", or remove both',
+            fix='use a directory on a local disk with layout.offload = "nvme", or remove both',
         )
 
 
@@ -197,12 +198,12 @@ def check_supported(layout: Layout) -> None:
         raise UserError(
             "layout.data_parallel",
             layout.data_parallel,
-            f"in a pipeline (layout.pp = {layout.pp}) {NOT_IMPLEMENTED}",
+            f"{NOT_IMPLEMENTED} a pipeline (layout.pp = {layout.pp})",
             fix=fix,
         )
     for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data_parallel == "parameter_server":
             fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.{axis} = 1"
             raise UserError(
-                "layout.data_parallel", layout.data_parallel, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix=fix
+                "layout.data_parallel", layout.data_parallel, f"{NOT_IMPLEMENTED} layout.{axis} above 1", fix=fix
             )

@@ -68,8 +68,8 @@ class MoESpec(Spec):
             self.top_k <= self.num_experts,
             "top_k",
             self.top_k,
-            problem=f"is more than moe.num_experts ({self.num_experts})",
-            fix="lower it",
+            problem=f"exceeds moe.num_experts ({self.num_experts})",
+            fix=f"use at most {self.num_experts}",
         )
         return self
 
@@ -124,7 +124,7 @@ class ModelSpec(Spec):
     rope: RopeSpec = RopeSpec()
     """Parameters of the rotary embedding."""
     bias: bool = False
-    """Biases in every linear layer but the head (GPT-2); not with SwiGLU."""
+    """Biases in every linear layer except the head (GPT-2); not with SwiGLU."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys: per head (Qwen3) or over all heads together (OLMoE)."""
     tie_embeddings: bool = False
@@ -171,12 +171,18 @@ class ModelSpec(Spec):
             )
         if self.position_embedding == "rope":
             is_even = self.head_dim % 2 == 0
-            require(is_even, "head_dim", self.head_dim, problem="must be even for rotary positions", fix="make it even")
+            require(
+                is_even,
+                "head_dim",
+                self.head_dim,
+                problem="must be even for rotary positions",
+                fix="use an even number",
+            )
         require(
             not self.upcycle_reinit_fraction or (self.from_hf is not None and self.moe is not None),
             "upcycle_reinit_fraction",
             self.upcycle_reinit_fraction,
-            problem="is of experts that begin as a dense model's MLP",
+            problem="requires experts that are initialized from a dense model",
             fix="set model.from_hf and model.moe, or remove it",
         )
         if self.moe is not None:
@@ -184,14 +190,14 @@ class ModelSpec(Spec):
                 self.moe.num_leading_dense_layers < self.num_layers,
                 "moe.num_leading_dense_layers",
                 self.moe.num_leading_dense_layers,
-                problem=f"leaves no layer of model.num_layers ({self.num_layers}) with experts",
+                problem=f"leaves no layer with experts (model.num_layers = {self.num_layers})",
                 fix=f"use at most {self.num_layers - 1}",
             )
             require(
                 self.activation == "swiglu",
                 "activation",
                 self.activation,
-                problem="experts are SwiGLU",
+                problem="is not supported for experts",
                 fix='set model.activation = "swiglu"',
             )
         return self

@@ -89,8 +89,8 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         raise UserError(
             "layout.num_servers",
             servers,
-            f"leaves no worker of the {world_size} ranks of the run",
-            fix=f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
+            f"leaves no worker among the {world_size} ranks of the run",
+            fix=f"start more ranks, or use at most {world_size - 1}" if world_size > 1 else "start more ranks",
         )
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
@@ -98,7 +98,7 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         raise UserError(
             f"layout.{used_axes}",
             model_ranks,
-            f"does not divide the ranks that compute ({world_size - servers})",
+            f"does not divide the {world_size - servers} ranks that compute",
             fix=f"use a multiple of {model_ranks} ranks, or lower a degree",
         )
     dp = (world_size - servers) // model_ranks
@@ -106,19 +106,20 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
             raise UserError(
-                "layout.dp_shard", None, 'is needed with layout.data_parallel = "hsdp"', fix=f"use one of {allowed}"
+                "layout.dp_shard", None, 'is required with layout.data_parallel = "hsdp"', fix=f"use one of {allowed}"
             )
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
             raise UserError("layout.dp_shard", layout.dp_shard, problem, fix=f"use one of {allowed}")
         if layout.dp_shard == 1 and layout.offload != "none":
-            fix = f'use another of {allowed}, or layout.data_parallel = "zero1"'
-            raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix=fix)
+            fix = f'use another value of {allowed}, or layout.data_parallel = "zero1"'
+            problem = f'cannot be combined with layout.offload = "{layout.offload}", which requires sharded state'
+            raise UserError("layout.dp_shard", 1, problem, fix=fix)
     expert_ranks = dp * layout.cp * layout.tp
     num_copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
     if expert_ranks // num_copies % layout.ep:
         allowed = ", ".join(map(str, divisors(expert_ranks // num_copies)))
-        problem = f"does not divide the {expert_ranks // num_copies} ranks that share a copy of a stage's experts"
+        problem = f"does not divide the {expert_ranks // num_copies} ranks that store one copy of a stage's experts"
         raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
     dp_shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
     pipeline_outermost = layout.rank_order == "pipeline_outer"

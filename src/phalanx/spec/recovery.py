@@ -18,16 +18,16 @@ class RecoverySpec(Spec):
     last_call_timeout_seconds: int = Field(30, gt=0)
     """Seconds that nodes wait for further nodes once there are enough for the run."""
     in_memory_checkpoint_every: int = Field(0, ge=0)
-    """Steps between copies of every rank's state to the memory of its launcher and of the next node's launcher. The
-    loss of a rank then costs the steps since that copy, not since a checkpoint, if the number of ranks stays equal.
-    Each rank's state is in memory twice (with several nodes, four times). 0 disables it."""
+    """Steps between copies of every rank's state to the memory of its launcher and of the next node's launcher. After
+    the loss of a rank, the run resumes from these copies instead of a checkpoint, if the number of ranks is unchanged.
+    Each rank's state is in memory twice (with several nodes, four times). 0 disables the copies."""
     max_rollbacks: int = Field(0, ge=0)
     """Maximum number of rollbacks to an earlier checkpoint. A rollback follows `training.max_nonfinite_steps`
     consecutive non-finite losses, or a spike, and skips the text of the steps since then (PaLM, arXiv 2204.02311,
     section 5.1)."""
     loss_spike_ratio: float | None = Field(None, gt=1, examples=[2.0])
-    """Ratio of a loss to the median of the 50 steps before it, from which it is a spike (with `max_rollbacks`). By
-    default spikes are not detected."""
+    """Minimum ratio of a loss spike to the median loss of the 50 steps before it (with `max_rollbacks`). By default
+    spikes are not detected."""
 
     @property
     def restarts_ranks(self) -> bool:
@@ -40,7 +40,7 @@ class RecoverySpec(Spec):
             self.loss_spike_ratio is None or self.max_rollbacks > 0,
             "loss_spike_ratio",
             self.loss_spike_ratio,
-            problem="is what a run goes back for, and recovery.max_rollbacks = 0 says never",
-            fix="set recovery.max_rollbacks too",
+            problem="cannot be combined with recovery.max_rollbacks = 0, because a loss spike causes a rollback",
+            fix="set recovery.max_rollbacks to at least 1, or remove recovery.loss_spike_ratio",
         )
         return self

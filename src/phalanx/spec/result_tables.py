@@ -38,6 +38,6 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
         import pandas
     except ModuleNotFoundError:
         raise UserError(
-            "to_dataframe", None, "needs pandas, which is not installed", fix="pip install pandas"
+            "to_dataframe", None, "requires pandas, which is not installed", fix="pip install pandas"
         ) from None
     return pandas.DataFrame(list(rows))

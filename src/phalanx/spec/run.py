@@ -93,8 +93,8 @@ class TrainingSpec(Spec):
     collective_timeout_seconds: float = Field(600, gt=0)
     """Timeout of a collective in seconds, after which the run stops."""
     replica_check_interval: int = Field(0, ge=0)
-    """Steps between bitwise comparisons of the state that ranks must have in common, to find silent corruption; 0
-    never."""
+    """Steps between bitwise comparisons of the state that ranks must have in common, to find silent corruption. 0
+    disables them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +120,9 @@ class TrainingSpec(Spec):
     @property
     def steps_text(self) -> str:
         """Number of steps as text; a phrase if it is undecided."""
-        return str(self.steps) if self.has_decided_steps else f"as many as fit into {self.seconds:g} s"
+        return (
+            str(self.steps) if self.has_decided_steps else f"an undecided number (training.seconds = {self.seconds:g})"
+        )
 
 
 class OptimizerSpec(Spec):
@@ -261,25 +263,22 @@ class RunSpec(Spec):
             not self.recovery.max_rollbacks or self.layout.max_staleness is None,
             "recovery.max_rollbacks",
             self.recovery.max_rollbacks,
-            problem="needs ranks that are at the same step, and workers of layout.max_staleness are not",
-            fix="set it to 0",
+            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
+            fix="set recovery.max_rollbacks = 0",
         )
         require(
             training.has_decided_steps or self.layout.max_staleness is None,
             "training.seconds",
             training.seconds,
-            problem="needs ranks that are at the same step, and workers of layout.max_staleness are not",
-            fix="set training.steps in its place",
+            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
+            fix="set training.steps instead",
         )
         require(
             not training.replica_check_interval or self.layout.data_parallel != "parameter_server",
             "training.replica_check_interval",
             training.replica_check_interval,
-            problem=(
-                'has nothing to compare with layout.data_parallel = "parameter_server": '
-                "servers own what workers only borrow"
-            ),
-            fix="set it to 0",
+            problem='cannot be combined with layout.data_parallel = "parameter_server", which has no replicas',
+            fix="set training.replica_check_interval = 0",
         )
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
@@ -295,6 +294,6 @@ def require_tokenizer_of_weights(run: RunSpec) -> None:
         run.model.from_hf is None or run.data.tokenizer != "bpe",
         "data.tokenizer",
         run.data.tokenizer,
-        problem="would train a tokenizer, and the weights of model.from_hf have one already",
-        fix="give the path of the tokenizer.json that belongs to the weights",
+        problem="would train a new tokenizer, but the weights of model.from_hf require their own",
+        fix="set data.tokenizer to the tokenizer.json of these weights",
     )

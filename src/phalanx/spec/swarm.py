@@ -84,7 +84,7 @@ class SwarmSpec(Spec):
     every: int = Field(100, gt=0)
     """Local steps of a node between two exchanges (H)."""
     codec: Codec | None = Field(None, examples=["int8"])
-    """Encoding of sent numbers. By default int8 for spes+, else fp32. In fp32 nodes send weights, else changes."""
+    """Encoding of sent numbers. By default int8 for spes+, else fp32. With fp32 nodes send weights, else changes."""
     frozen_expert_codec: Literal["fp32", "bf16", "int8"] = "fp32"
     """Encoding of experts on nodes that do not train them (spes, spes+)."""
     replication: int = Field(1, gt=0)
@@ -141,43 +141,43 @@ class SwarmSpec(Spec):
             not self.sends_gradients or self.every == 1,
             "every",
             self.every,
-            problem="is not 1: ddp exchanges gradients after every step",
-            fix='set it to 1, or method = "fedavg"',
+            problem="must be 1 for ddp, which exchanges gradients after every step",
+            fix='set swarm.every = 1, or swarm.method = "fedavg"',
         )
         require(
             not self.sends_gradients or self.outer is None,
             "outer",
             "set",
-            problem="has no meaning for ddp, whose coordinator steps the run's own optimizer",
-            fix="remove it; see [optimizer]",
+            problem="cannot be combined with ddp, whose coordinator runs the optimizer of the run",
+            fix="remove it, and set the optimizer in [optimizer]",
         )
         require(
             self.every % self.fragments == 0,
             "fragments",
             self.fragments,
-            problem=f"does not divide every ({self.every})",
-            fix="exchange each fragment after as many steps",
+            problem=f"does not divide swarm.every ({self.every})",
+            fix="use a divisor of swarm.every",
         )
         require(
             self.delay < self.steps_per_round,
             "delay",
             self.delay,
-            problem=f"is not less than the {self.steps_per_round} steps of a round",
-            fix="lower it: an update is received before the next one starts",
+            problem=f"must be less than the {self.steps_per_round} steps of a round",
+            fix=f"use at most {self.steps_per_round - 1}",
         )
         require(
             self.mixing is None or self.delay > 0,
             "mixing",
             self.mixing,
-            problem="has no meaning without delay: nothing is learned meanwhile",
-            fix="set delay, or remove it",
+            problem="cannot be combined with swarm.delay = 0, because nodes do not train during the exchange",
+            fix="set swarm.delay to at least 1, or remove swarm.mixing",
         )
         require(
             self.merge.every % self.every == 0,
             "merge.every",
             self.merge.every,
-            problem=f"is not a multiple of every ({self.every}), at which experts come together",
-            fix=f"use {self.every}",
+            problem=f"is not a multiple of swarm.every ({self.every}), after which experts are exchanged",
+            fix=f"use a multiple of {self.every}",
         )
         splits_experts = self.method in EXPERT_SPLIT_METHODS
         for field, is_set in {
@@ -191,7 +191,7 @@ class SwarmSpec(Spec):
                 splits_experts or not is_set,
                 field,
                 "set",
-                problem=f"has no meaning for {self.method}, whose nodes train all experts",
+                problem=f"cannot be combined with {self.method}, whose nodes train all experts",
                 fix='remove it, or set method = "spes+"',
             )
         return self
@@ -211,37 +211,37 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
             not getattr(run.recovery, field),
             f"recovery.{field}",
             getattr(run.recovery, field),
-            problem="is not for the nodes of a swarm, whose coordinator has the last round",
-            fix="set it to 0",
+            problem="is not supported in a swarm, whose nodes resume from the coordinator's last round",
+            fix=f"set recovery.{field} = 0",
         )
     require(
         moe is not None or swarm.method not in EXPERT_SPLIT_METHODS,
         "swarm.method",
         swarm.method,
-        problem="shares out experts, and the model has none",
+        problem="distributes experts over nodes, but the model has no experts",
         fix='set model.moe, or swarm.method = "diloco"',
     )
     require(
         moe is None or not moe.bias_update_rate,
         "model.moe.bias_update_rate",
         moe and moe.bias_update_rate,
-        problem="moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
-        fix="set it to 0",
+        problem="is not supported in a swarm, because nodes do not exchange the router's biases",
+        fix="set model.moe.bias_update_rate = 0",
     )
     scaling = run.training.batch_scaling
     require(
         not swarm.sends_gradients or run.optimizer.name == "adamw",
         "optimizer.name",
         run.optimizer.name,
-        problem="is not AdamW, whose moments the coordinator of ddp keeps",
-        fix='use adamw, or swarm.method = "fedavg"',
+        problem='is not supported with swarm.method = "ddp", whose coordinator runs AdamW',
+        fix='set optimizer.name = "adamw", or swarm.method = "fedavg"',
     )
     require(
         not swarm.sends_gradients or scaling == "keep",
         "training.batch_scaling",
         scaling,
-        problem="follows the ranks of a node, and the coordinator of ddp steps for all nodes",
-        fix="set learning rates instead",
+        problem='is not supported with swarm.method = "ddp", whose coordinator runs the optimizer for all nodes',
+        fix='set training.batch_scaling = "keep", and set the learning rates for the batch of all nodes',
     )
 
 
@@ -251,7 +251,7 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         swarm.method not in EXPERT_SPLIT_METHODS or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
         "layout.data_parallel",
         run.layout.data_parallel,
-        problem="splits what expert-parallel ranks train, of which some may train no expert in a swarm",
+        problem=f"cannot be combined with layout.ep = {run.layout.ep} in a swarm, in which ranks may train no expert",
         fix='set layout.data_parallel = "ddp", or layout.ep = 1',
     )
     require(
@@ -265,8 +265,8 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         run.training.has_decided_steps,
         "training.seconds",
         run.training.seconds,
-        problem="gives no number of steps, and a swarm divides them into rounds",
-        fix="set training.steps in its place",
+        problem="is not supported in a swarm, whose rounds require a fixed number of steps",
+        fix="set training.steps instead",
     )
     require(
         not run.callbacks,
@@ -279,7 +279,7 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         not run.training.auto_precision,
         "training.precision",
         "auto",
-        problem="may be another on each node",
+        problem="may select a different precision on each node",
         fix='use "bf16" or "fp32"',
     )
     require(
@@ -293,6 +293,6 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         not run.data.streaming,
         "data.streaming",
         True,
-        problem="gives every node the same text",
-        fix="prepare the text first",
+        problem="is not supported in a swarm, because every node would read the same text",
+        fix="set data.streaming = false",
     )

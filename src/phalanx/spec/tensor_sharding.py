@@ -74,11 +74,11 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
     width = spec.num_heads * spec.head_dim
     problem = ""
     if spec.num_kv_heads != spec.num_heads:
-        problem = f"needs as many key/value heads ({spec.num_kv_heads}) as heads ({spec.num_heads})"
+        problem = f"requires model.num_kv_heads ({spec.num_kv_heads}) to equal model.num_heads ({spec.num_heads})"
     elif width % layout.tp:
-        problem = f"needs model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
+        problem = f"requires model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
     elif layout.cp > 1:
-        problem = f"does not go with context parallelism (layout.cp = {layout.cp})"
+        problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
     if problem:
         fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
         raise UserError("layout.tp_attention", layout.tp_attention, problem, fix=fix)
@@ -113,8 +113,8 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     seq_len = run.training.seq_len
     for axis in ("tp", "cp", "ep") if run.training.compile else ():
         if getattr(layout, axis) > 1:
-            problem = f"does not go with layout.{axis} = {getattr(layout, axis)} yet"
-            raise UserError("training.compile", True, problem, fix="set it to false")
+            problem = f"is not supported with layout.{axis} = {getattr(layout, axis)} yet"
+            raise UserError("training.compile", True, problem, fix="set training.compile = false")
     if layout.tp > 1:
         _check_tensor(spec, layout, seq_len)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
@@ -123,8 +123,8 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
         _check_experts(spec, layout)
         _check_equal_micro_batches(run, world_size)
     if layout.tp > 1 and layout.gradient_compression == "powersgd":
-        problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
-        raise UserError("layout.gradient_compression", "powersgd", problem, fix="remove it")
+        problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
+        raise UserError("layout.gradient_compression", "powersgd", problem, fix="remove layout.gradient_compression")
     if layout.cp > 1:
         _check_context(spec, layout, seq_len)
 
@@ -132,25 +132,28 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
 def _check_capacity(layout: Layout, capacity_factor: float) -> None:
     if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
         sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
-        requirement = ", which layout.ep needs with layout.tp," if layout.cp == 1 < layout.ep else ""
-        problem = f"is a matter of whole sequences, whose tokens {sharing_option}{requirement} shares"
+        requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
+        problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
         raise UserError(
             "model.moe.capacity_factor",
             capacity_factor,
             problem,
-            fix="remove it, or one of the other two" if requirement else "remove one of the two",
+            fix="remove model.moe.capacity_factor"
+            + (", layout.ep or layout.tp" if requirement else f" or {sharing_option}"),
         )
 
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     if spec.moe is None:
-        raise UserError("layout.ep", layout.ep, "has no meaning for a model without experts", fix="set layout.ep = 1")
+        raise UserError(
+            "layout.ep", layout.ep, "cannot be combined with a model without experts", fix="set layout.ep = 1"
+        )
     if spec.moe.num_experts % layout.ep:
         allowed = ", ".join(map(str, divisors(spec.moe.num_experts)))
         problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
         raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
     if layout.tp > 1 and not layout.sequence_parallel:
-        problem = "needs every rank to have tokens of its own, which with layout.tp needs sequence parallelism"
+        problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
         raise UserError("layout.ep", layout.ep, problem, fix="set layout.sequence_parallel = true")
 
 
@@ -164,8 +167,8 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
-            fix="make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+            f"results in different numbers of micro-batches per rank; layout.ep = {layout.ep} requires equal numbers",
+            fix="use a multiple of micro-batch size x data-parallel ranks x training.seq_len",
         )
 
 
@@ -175,13 +178,13 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     tp_share = layout.tp if layout.sequence_parallel else 1
     required_multiple = lcm(num_chunks, cp * tp_share)
     if seq_len % required_multiple:
-        problem = f"needs training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
+        problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
         raise UserError("layout.cp", cp, problem, fix=f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
     heads = spec.num_heads // layout.tp
     kv = max(1, spec.num_kv_heads // layout.tp)
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
-        problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
+        problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
         raise UserError("layout.cp", cp, problem, fix='use layout.cp_method = "ring", or a smaller degree')
 
 
@@ -211,8 +214,8 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         _check_gathered_heads(spec, layout)
     elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, fix="use another tensor-parallel degree")
+        raise UserError("layout.tp", tp, problem, fix="use a divisor or a multiple of model.num_kv_heads")
     rows = -(-spec.vocab_size // tp)
     if (tp - 1) * rows >= spec.vocab_size:
-        problem = f"leaves a rank without a row of model.vocab_size ({spec.vocab_size})"
+        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
         raise UserError("layout.tp", tp, problem, fix="use a smaller tensor-parallel degree, or a larger vocabulary")

@@ -20,6 +20,6 @@ def check_torch_supports(layout: Layout) -> None:
         raise UserError(
             "layout.first_bucket_mb",
             layout.first_bucket_mb,
-            f"torch {installed} cannot size it",
-            fix=f"use torch {required}, or remove it",
+            f"is not supported by torch {installed}",
+            fix=f"install torch {required} or later, or remove layout.first_bucket_mb",
         )

@@ -190,10 +190,10 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
         raise UserError(
             "memory",
             f"{memory_bytes / 1e9:.2f} GB",
-            f"is too little: a node's state takes {min_gb:.2f} GB",
+            f"is less than the {min_gb:.2f} GB that the state of a node needs",
             fix=(
                 'use a machine with more memory, or swarm.frozen_expert_codec = "int8", '
-                "or another method: spes needs less than diloco"
+                "or another swarm.method: spes needs less memory than diloco"
             ),
         )
     return max(1, num_fitting)
@@ -242,7 +242,7 @@ def rank_main(directory: Path) -> int:
             link.leave()
             if lock is not None:
                 lock.close()
-            outcome = "left; the same command continues" if worker.leaving else "the last round is done"
+            outcome = "left the swarm; the same command rejoins" if worker.leaving else "the last round is done"
             loss = evaluation.get("held_out_loss")
             _log(outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}")
     except BaseException as error:

@@ -70,7 +70,7 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
         steps = decided.training.steps
         print(
-            f"phalanx: training.seconds is for new runs; this run has had {steps} steps since its start",
+            f"phalanx: training.seconds applies to new runs only; this run keeps the {steps} steps of its first start",
             file=sys.stderr,
         )
         run = with_decided_steps(run, steps)
@@ -198,7 +198,7 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
             "data.held_out",
             run.data.held_out or run.data.train,
             f"leaves only {held_out.size} tokens for evaluation",
-            fix="add text, or raise data.held_out_fraction",
+            fix="add text, or increase data.held_out_fraction",
         )
     if prepared.train:
         loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, seed=run.training.seed)
@@ -218,7 +218,8 @@ def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
         if recorded.train and recorded != prepared:
             train, held_out = (IndexedDataset(prefix).size for prefix in (recorded.train, recorded.held_out))
             return (
-                f"; or keep its {train:,} tokens, and {held_out:,} held out: --set data.train='[\"{recorded.train}\"]' "
+                f"; or use the {train:,} and {held_out:,} held-out tokens of the run: "
+                f"--set data.train='[\"{recorded.train}\"]' "
                 f"--set data.held_out='[\"{recorded.held_out}\"]' --set data.tokenizer={directory / TOKENIZER_FILE}"
             )
     return ""

@@ -53,7 +53,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
         warmup_steps = run.optimizer.warmup_within(run.training.steps)
         lines.append(
             f"warms up in {plural(warmup_steps, 'step')}, half of the run: optimizer.warmup_steps is "
-            f"{run.optimizer.warmup_steps}, and training.steps {run.training.steps}"
+            f"{run.optimizer.warmup_steps}, but training.steps is {run.training.steps}"
         )
     if run.training.seconds is not None:
         end = datetime.now() + timedelta(seconds=run.training.seconds)
@@ -62,7 +62,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
         if trainer.step == run.training.steps:
-            lines.append("that was the last step: raise training.steps to continue")
+            lines.append("this was the last step; increase training.steps to continue")
     return "\n".join(lines)
 
 

@@ -131,7 +131,7 @@ def _run(
     source = context.directory
     prepared = context.directory.is_dir()
     if prepared and overrides:
-        raise UserError("--set", overrides, "has no effect on a run directory", fix="pass the run file instead")
+        raise UserError("--set", overrides, "has no effect on a run directory", fix="use the run file instead")
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())

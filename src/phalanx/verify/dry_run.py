@@ -51,8 +51,8 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "layout.max_staleness",
             run.layout.max_staleness,
-            "lets ranks send when they like, so no two steps are alike",
-            fix="remove it: what a synchronous server sends is the same in every step",
+            "makes the traffic differ from step to step, so it cannot be compared with the plan",
+            fix="remove layout.max_staleness: the traffic of synchronous servers is equal in every step",
         )
 
 

@@ -131,9 +131,9 @@ def dry_run(
     """
     check_traceable(run, world_size)
     traced_ranks = corner_ranks(run, world_size) if ranks is None else list(ranks)
-    allowed = f"choose ranks from 0 to {world_size - 1}"
+    allowed = f"use ranks from 0 to {world_size - 1}"
     valid = bool(traced_ranks) and all(0 <= rank < world_size for rank in traced_ranks)
-    require(valid, "ranks", traced_ranks, problem=f"is not a list of ranks of {world_size}", fix=allowed)
+    require(valid, "ranks", traced_ranks, problem="is not a list of valid ranks", fix=allowed)
     results = []
     for traced in trace_ranks(run, world_size, traced_ranks, max_workers=max_workers):
         results.append((traced, compare_with_plan(run, world_size, traced)))

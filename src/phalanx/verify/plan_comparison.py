@@ -118,9 +118,9 @@ def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[
 
 def _explain_difference(run: RunSpec, operation: str) -> str:
     if operation == "all_to_all" and run.optimizer.name == "muon" and uses_model_parallelism(run.layout):
-        return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
+        return "not planned: Muon sends sharded matrices to the rank that computes their update"
     if run.layout.gradient_compression == "powersgd" and operation == "all_reduce":
-        return "PowerSGD sends thin matrices, bucket by bucket: its calls are not planned"
+        return "not planned: PowerSGD sends low-rank matrices for each bucket"
     return ""
 
 
@@ -153,7 +153,9 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
         tolerance = RELATIVE_TOLERANCE if part == "total" else 0.0
         agrees = actual <= (1 + tolerance) * expected and (actual >= (1 - tolerance) * expected or not is_fullest)
         explanation = (
-            "" if is_fullest or actual >= expected else "a smaller share than the fullest rank's, which is planned"
+            ""
+            if is_fullest or actual >= expected
+            else "smaller than the plan, which is for the rank that needs the most"
         )
         if expected or actual:
             lines.append(

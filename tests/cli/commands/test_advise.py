@@ -127,7 +127,7 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
         (["none.toml"], "no such file"),
         (["RUN", "--set", "cluster.nproc_per_node=8"], "is unknown, but a plan requires it"),
         (["oom", "RUN"], r"cluster\.memory_bytes: is unknown"),
-        (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the . ranks"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is chosen by the planner"),
         (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],

@@ -88,7 +88,7 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
     assert said.startswith("rank 1 was killed by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()
     append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
-    assert ": step-00000040 was quarantined, damaged: checksum is wrong" in command_output("debug", tmp_path)
+    assert ": step-00000040 was damaged and quarantined: checksum is wrong" in command_output("debug", tmp_path)
     append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
     assert "before: " in command_output("debug", tmp_path)
     assert ": a spike; from step 47 to step 40" in command_output("debug", tmp_path)

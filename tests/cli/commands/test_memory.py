@@ -103,7 +103,7 @@ def test_memory_hsdp_row_uses_dp_shard_of_run_or_defaults_to_two_replicas(run):
 def test_memory_reports_why_strategy_cannot_run(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "5")
     assert rows["zero2 rank"]["memory"] is None
-    assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
+    assert "which 5 data-parallel ranks cannot divide" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
     assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in memory_output(run, "--ranks", "5")
     split = ["--ranks", "4", "--set", "layout.tp=2"]
@@ -174,7 +174,7 @@ def test_memory_prints_offloaded_column_when_offload_is_set(run):
 
 
 def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
-    limit = "limit: a rank may hold "
+    limit = "limit: a rank can use "
     assert limit not in memory_output(run, "--ranks", "4")
     machine = ["--machine", "h100", "--set", "cluster.nproc_per_node=4"]
     text = memory_output(run, *machine)

@@ -76,7 +76,7 @@ def test_placement_flags_tp_group_that_leaves_fast_link_domain(run: Path) -> Non
     facts = placement_json(run, "--ranks", "4", "--nproc", "2", *layout_options(tp=4))
     worst = facts["findings"][0]
     assert (worst["verdict"], worst["axis"]) == ("bad", "tp")
-    assert "bad  1 of 1 tp groups leave a fast domain (2 devices)" in placement_output(
+    assert "bad  1 of 1 tp groups extend beyond a fast domain (2 devices)" in placement_output(
         run, "--ranks", "4", "--nproc", "2", *layout_options(tp=4)
     )
 
@@ -175,9 +175,9 @@ def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: 
     topology = tmp_path / "topo.txt"
     topology.write_text("nothing of the kind")
     for arguments, problem in (
-        (["--ranks", "6", *layout_options(tp=4)], "does not divide the ranks"),
-        (["--topology", str(topology)], "has no line of columns"),
-        (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
+        (["--ranks", "6", *layout_options(tp=4)], "does not divide the 6 ranks"),
+        (["--topology", str(topology)], "has no header line"),
+        (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "exceeds the 8 GPUs"),
         (["--out", "heat.gif"], "has an unknown suffix"),
     ):
         with pytest.raises(UserError, match=problem):

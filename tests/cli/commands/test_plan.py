@@ -138,12 +138,12 @@ def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
     assert found["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
     given = "cluster.host_memory_bytes provides 400.0 GiB"
     if not given_bytes:
-        given = "cluster.host_memory_bytes is not set, 512.0 GiB is assumed: check it"
+        given = "cluster.host_memory_bytes is not set, so 512.0 GiB is assumed"
     purpose = "for checkpoint copies and offload"
     assert f"\nCPU memory: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB {purpose}; {given}.\n" in text
-    limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
-    reserve = "of 24.0 GiB, with what PyTorch's allocator reserves and NCCL takes; the reserve is 0.4 GiB for the CUDA "
-    reserve += "context, 1.0 GiB for errors of the prediction"
+    limit = f"limit: a rank can use {found['rank_limit_bytes'] / GIB:.1f} GiB ("
+    reserve = "of 24.0 GiB, including the memory that PyTorch's allocator and NCCL reserve; the reserve is 0.4 GiB for "
+    reserve += "the CUDA context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
     explained = plan_output(run, *cards, "--explain", 1)
     assert f"CPU memory: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB {purpose}; {given}\n" in explained
@@ -156,13 +156,13 @@ def test_plan_without_offload_shows_cpu_memory_of_checkpoint_copies(run):
     assert "offload" not in layout["candidate"]
     assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
     assert f"\nCPU memory: a node of 8 ranks needs up to {need / GIB:.1f} GiB for checkpoint copies" in text
-    assert "GiB: tensors of the fullest rank + CPU memory of a node; limit: a rank may hold " in text
+    assert "GiB: tensors of the fullest rank + CPU memory of a node; limit: a rank can use " in text
 
 
 def test_plan_of_cpus_shows_no_other_cpu_memory(run):
     text = plan_output(run, "--machine", "cpu", "--nproc", 2, "--set", "cluster.memory_bytes=400000000000", "--top", 1)
     assert "CPU memory" not in text
-    assert "GiB: tensors of the fullest rank; limit: a rank may hold " in text
+    assert "GiB: tensors of the fullest rank; limit: a rank can use " in text
 
 
 def test_plan_all_shows_each_schedule(run):
@@ -181,9 +181,9 @@ def test_plan_all_shows_each_schedule(run):
 
 
 def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
-    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is unknown, and 16 devices"):
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is unknown, but 16 devices"):
         plan_output(run, "--machine", "rtx4090", "--nodes", 2)
-    search = r"set cluster\.network_bytes_per_second to search for the number of nodes that suffices"
+    search = r"set cluster\.network_bytes_per_second to find a sufficient number of nodes"
     with pytest.raises(UserError, match=search):
         plan_output(run, "--machine", "rtx4090", "--nodes", 1, "--set", "model.preset=llama3-405b")
 
@@ -285,7 +285,7 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
             "model.moe: cannot be(.|\n)*trainers for the unchanged run: Megatron-LM, torchtitan, DeepSpeed$",
         ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
-        (("--why-not", "tp:3"), "is not KEY=VALUE"),
+        (("--why-not", "tp:3"), "is not of the form KEY=VALUE"),
         (("--out", "."), "cannot be written: it is a directory"),
         (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
         (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
@@ -343,7 +343,7 @@ def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeyp
     monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     mistakes = {
         ("--diff", 1, "tp=3"): r"layout\.tp = 3",
-        ("--diff", 1, "third"): "is not KEY=VALUE",
+        ("--diff", 1, "third"): "is not of the form KEY=VALUE",
         ("--diff", 0, 1): "--diff = 0: is not a layout of the table",
         ("--diff", 1, 99_999): "--diff = 99999: is not a layout of the table",
         ("--explain", 99_999): r"--explain = 99999: is not a layout of the table\s+fix: use a number from 1 to 1,000",

@@ -102,7 +102,7 @@ def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
             ({**CHOICES, "machine": "/etc/passwd"}, "is not a known machine"),
             ({**CHOICES, "run": "other.toml"}, "does not have the fields"),
             ({**CHOICES, "nodes": 0}, "is not a valid number"),
-            ({**CHOICES, "nodes": 10_007}, "ranks cannot share this model and this batch in any layout"),
+            ({**CHOICES, "nodes": 10_007}, "ranks have no layout that divides this model and this batch"),
             ({**CHOICES, "seq_len": 2048}, "is longer than the model's learned positions"),
             ([], "does not have the fields"),
         ):

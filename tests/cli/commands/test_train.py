@@ -149,5 +149,5 @@ def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
 def test_select_nproc_raises_local_node_error_for_too_few_gpus(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    with pytest.raises(LocalNodeError, match="this machine has 7 GPUs"):
+    with pytest.raises(LocalNodeError, match="exceeds the 7 GPUs of this machine"):
         select_nproc(load_run(run_file), 8)

@@ -75,22 +75,22 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"layout.data_parallel": '"fsdp"'}, ("layout.data_parallel = 'fsdp'", "zero3")),
     (
         {"layout.data_parallel": '"parameter_server"', "layout.num_servers": 2},
-        ("layout.num_servers = 2", "no worker of the 2 ranks", "lower it to 1"),
+        ("layout.num_servers = 2", "no worker among the 2 ranks", "use at most 1"),
     ),
-    ({"layout.num_servers": 2}, ("layout.num_servers = 2", "no meaning", "parameter_server")),
+    ({"layout.num_servers": 2}, ("layout.num_servers = 2", "cannot be combined", "parameter_server")),
     (
         {"layout.data_parallel": '"parameter_server"', "layout.max_staleness": -1},
-        ("layout.max_staleness = -1", "raise it"),
+        ("layout.max_staleness = -1", "increase max_staleness"),
     ),
     ({"layout.data_parallel": '"hsdp"'}, ("layout.dp_shard", "1, 2")),
     (
         {"layout.data_parallel": '"hsdp"', "layout.dp_shard": 3},
         ("layout.dp_shard = 3", "2 data-parallel ranks", "1, 2"),
     ),
-    ({"layout.dp_shard": 2}, ("layout.dp_shard = 2", "no meaning")),
+    ({"layout.dp_shard": 2}, ("layout.dp_shard = 2", "cannot be combined")),
     (
         {"layout.data_parallel": '"hsdp"', "layout.dp_shard": 1, "layout.offload": '"cpu"'},
-        ("layout.dp_shard = 1", "only what is sharded is offloaded", "1, 2"),
+        ("layout.dp_shard = 1", "which requires sharded state", "1, 2"),
     ),
     (
         {"layout.tp": 2, "model.num_heads": 3, "model.num_kv_heads": 3, "model.head_dim": 32},
@@ -104,11 +104,11 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.num_kv_heads": 3,
             "model.head_dim": 32,
         },
-        ("layout.tp_attention = 'gathered'", "key/value heads (3)", '"split"'),
+        ("layout.tp_attention = 'gathered'", "requires model.num_kv_heads (3) to equal", '"split"'),
     ),
     (
         {"layout.tp": 2, "model.num_heads": 6, "model.num_kv_heads": 3, "model.head_dim": 32},
-        ("layout.tp = 2", "neither divides model.num_kv_heads (3)", "another tensor-parallel degree"),
+        ("layout.tp = 2", "neither divides model.num_kv_heads (3)", "use a divisor or a multiple"),
     ),
     (
         {"layout.tp": 2, **FOUR_HEADS, "model.ffn_hidden_size": 301},
@@ -132,7 +132,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.num_kv_heads": 3,
             "model.head_dim": 32,
         },
-        ("layout.cp = 2", "cannot share the 3 heads", 'layout.cp_method = "ring"'),
+        ("layout.cp = 2", "does not divide the 3 heads", 'layout.cp_method = "ring"'),
     ),
     ({"layout.ep": 2}, ("layout.ep = 2", "without experts", "layout.ep = 1")),
     ({"layout.ep": 3}, ("layout.ep = 3", "2 ranks", "1, 2")),
@@ -148,7 +148,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.moe.expert_ffn_size": 8,
             "model.moe.capacity_factor": 1.5,
         },
-        ("model.moe.capacity_factor = 1.5", "layout.cp", "remove one"),
+        ("model.moe.capacity_factor = 1.5", "layout.cp", "remove model.moe.capacity_factor or layout.cp"),
     ),
     ({"layout.tp": 2, "training.compile": "true"}, ("training.compile = True", "layout.tp = 2", "false")),
     (
@@ -164,7 +164,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.moe.top_k": 1,
             "model.moe.expert_ffn_size": 8,
         },
-        ("training.tokens_per_step = 224", "layout.ep = 2", "meet at each", "multiple"),
+        ("training.tokens_per_step = 224", "layout.ep = 2", "requires equal numbers", "multiple"),
     ),
     (
         {
@@ -176,19 +176,19 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
             "model.moe.expert_ffn_size": 8,
             **FOUR_HEADS,
         },
-        ("layout.ep = 2", "tokens of its own", "sequence_parallel = true"),
+        ("layout.ep = 2", "different tokens", "sequence_parallel = true"),
     ),
     (
         {"layout.tp": 2, "layout.gradient_compression": "powersgd", **FOUR_HEADS},
-        ("layout.gradient_compression = 'powersgd'", "layout.tp = 2", "remove it"),
+        ("layout.gradient_compression = 'powersgd'", "layout.tp = 2", "remove layout.gradient_compression"),
     ),
     (
         {"layout.pp": 2, "layout.data_parallel": "zero3", "layout.reshard_after_forward": "false"},
-        ("layout.reshard_after_forward = False", "no meaning in a pipeline", "remove it"),
+        ("layout.reshard_after_forward = False", "cannot be combined with a pipeline", "remove it"),
     ),
     (
         {"layout.pp": 2, "layout.gradient_compression": "bf16"},
-        ("layout.gradient_compression = 'bf16'", "no meaning in a pipeline", "remove it"),
+        ("layout.gradient_compression = 'bf16'", "cannot be combined with a pipeline", "remove it"),
     ),
     (
         {"layout.pp": 2, "layout.schedule_file": "none.csv"},
@@ -196,11 +196,11 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         {"layout.pp": 2, "layout.schedule_file": "none.csv", "layout.schedule": "gpipe"},
-        ("layout.schedule_file = 'none.csv'", "names another", "remove one"),
+        ("layout.schedule_file = 'none.csv'", "cannot be combined", "remove one"),
     ),
     (
         {"layout.pp": 2, "layout.data_parallel": '"parameter_server"'},
-        ("layout.data_parallel = 'parameter_server'", "in a pipeline", "zero1"),
+        ("layout.data_parallel = 'parameter_server'", "with a pipeline", "zero1"),
     ),
     ({"layout.pp": 2, "model.num_layers": 1}, ("layout.pp = 2", "1 layers", "a deeper model")),
     (
@@ -209,46 +209,52 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (
         {"layout.pp": 2, "layout.schedule": "interleaved"},
-        ("layout.virtual_stages = 1", "does not go with", "2 or more"),
+        ("layout.virtual_stages = 1", "cannot be combined with", "at least 2"),
     ),
     (
         {"layout.pp": 2, "layout.schedule": "zb-h1", "training.compile": "true"},
         ("training.compile = True", "zb-h1", "1f1b"),
     ),
-    ({"layout.offload": '"cpu"'}, ("layout.offload = 'cpu'", 'no meaning with layout.data_parallel = "ddp"', "zero1")),
-    ({"layout.offload_directory": '"EMPTY"'}, ("layout.offload_directory = 'EMPTY'", "no meaning", "nvme")),
+    (
+        {"layout.offload": '"cpu"'},
+        ("layout.offload = 'cpu'", 'cannot be combined with layout.data_parallel = "ddp"', "zero1"),
+    ),
+    ({"layout.offload_directory": '"EMPTY"'}, ("layout.offload_directory = 'EMPTY'", "cannot be combined", "nvme")),
     (
         {"recovery.loss_spike_ratio": 2.0},
-        ("phalanx: recovery.loss_spike_ratio = 2.0", "recovery.max_rollbacks = 0 says never"),
+        ("phalanx: recovery.loss_spike_ratio = 2.0", "recovery.max_rollbacks = 0", "at least 1"),
     ),
-    ({**NVME}, ("layout.offload_directory", "is needed", "local disk")),
+    ({**NVME}, ("layout.offload_directory", "is required", "local disk")),
     ({**NVME, "layout.offload_directory": '"missing"'}, ("layout.offload_directory = 'missing'", "is not a directory")),
     ({**NVME, "layout.offload_directory": '"FILE"'}, ("layout.offload_directory = 'FILE'", "is not a directory")),
-    ({**NVME, "layout.offload_directory": '"/proc"'}, ("layout.offload_directory = '/proc'", "fix: name")),
+    (
+        {**NVME, "layout.offload_directory": '"/proc"'},
+        ("layout.offload_directory = '/proc'", "fix: set layout.offload_directory"),
+    ),
     (
         {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn_hidden_size": 10**12},
-        ("layout.offload_directory = '/dev/shm'", "GB are free"),
+        ("layout.offload_directory = '/dev/shm'", "GB for optimizer state"),
     ),
     ({"layout.gradient_compression": '"fp8"'}, ("layout.gradient_compression = 'fp8'", "powersgd")),
     (
         {"layout.data_parallel": '"zero2"', "layout.gradient_compression": '"bf16"'},
-        ("layout.gradient_compression = 'bf16'", "no meaning"),
+        ("layout.gradient_compression = 'bf16'", "cannot be combined"),
     ),
-    ({"layout.fsdp_unit": '"model"'}, ("layout.fsdp_unit = 'model'", "no meaning", "zero3 or hsdp")),
-    ({"layout.data_parallel": '"zero3"', "layout.bucket_mb": 1.0}, ("layout.bucket_mb = 1.0", "no meaning")),
+    ({"layout.fsdp_unit": '"model"'}, ("layout.fsdp_unit = 'model'", "cannot be combined", "zero3 or hsdp")),
+    ({"layout.data_parallel": '"zero3"', "layout.bucket_mb": 1.0}, ("layout.bucket_mb = 1.0", "cannot be combined")),
     (
         {"layout.schedule": '"gpipe"'},
-        ("layout.schedule = 'gpipe'", "no meaning with layout.pp = 1", "layout.pp to 2"),
+        ("layout.schedule = 'gpipe'", "cannot be combined with layout.pp = 1", "layout.pp to 2"),
     ),
     (
         {"layout.virtual_stages": 2},
-        ("layout.virtual_stages = 2", "no meaning with layout.pp = 1", "2 or more"),
+        ("layout.virtual_stages = 2", "cannot be combined with layout.pp = 1", "2 or more"),
     ),
     (
         {"layout.ddp_static_graph": "true", "layout.data_parallel": '"zero3"'},
         (
             "layout.ddp_static_graph = True",
-            'no meaning with layout.data_parallel = "zero3"',
+            'cannot be combined with layout.data_parallel = "zero3"',
             "layout.data_parallel to ddp",
         ),
     ),
@@ -263,10 +269,10 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.head_dim": 63}, ("model.head_dim = 63", "even")),
     ({"model.vocab_size": 100}, ("model.vocab_size = 100", "257", "model.vocab_size = 257")),
     ({"model.moe": "{num_experts = 4, top_k = 8, expert_ffn_size = 8}"}, ("model.moe.top_k = 8", "4")),
-    ({"model.moe": "{num_experts = 4, top_k = 2}"}, ("model.moe.expert_ffn_size", "give expert_ffn_size a value")),
+    ({"model.moe": "{num_experts = 4, top_k = 2}"}, ("model.moe.expert_ffn_size", "set expert_ffn_size")),
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
     ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
-    ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "use at most 16")),
+    ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "at most 16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
     ({"cluster.nodes": 2}, ("--rendezvous: is not a valid rendezvous address", "docs/guides/multi-node.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
@@ -441,7 +447,7 @@ def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path,
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
     said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
-    assert "not written by phalanx" in said
+    assert "is not a Phalanx checkpoint" in said
 
 
 def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -498,8 +504,8 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
     found = re.fullmatch(
-        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, and one sequence and its target need 8,193\n"
-        r"  fix: give more text, or lower training\.seq_len\n",
+        r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
+        r"  fix: add text, or lower training\.seq_len\n",
         said,
     )
     assert found, said
@@ -509,7 +515,7 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
 def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     (workspace / "TEXT" / "end.txt").write_text("")
     said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
-    fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+    fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
     assert said == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
@@ -539,7 +545,7 @@ def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, 
     said = error_output(command, monkeypatch, capsys)
     assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
     assert "planned memory = " in said
-    assert "2 ranks on it" in said
+    assert "machine (2 ranks)" in said
     assert "--force" in said
     assert not (workspace / "OUT").exists()
 
@@ -622,4 +628,4 @@ def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> N
     run = load_run(workspace / "run.toml", settings)
     with pytest.raises(UserError, match="planned memory") as refused:
         check_memory(run, 2, 25 * 10**9, "cpu")
-    assert refused.value.fix.startswith("take a smaller model")
+    assert refused.value.fix.startswith("use a smaller model")

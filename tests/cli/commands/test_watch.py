@@ -85,7 +85,7 @@ def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
             assert process.stderr.readline() == failed
             (failed_run / "failures" / "rank-00001.json").unlink()
             append_event(failed_run, STARTED, step=5, ranks=2)  # and its lock is not held yet
-            assert "the run has stopped; it failed once and resumed" in process.stderr.readline()
+            assert "the run has stopped; the run failed once and resumed" in process.stderr.readline()
             shutil.copy(two_rank_run() / "metrics.jsonl", failed_run)
             said, more = process.communicate(timeout=60)
         finally:

@@ -31,8 +31,8 @@ from tests.helpers import cli_runner
             r"^--to: is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
         ),
         (("advise",), r"^\[oom\] RUN\.toml: is missing"),
-        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: known here: check, show, split"),
-        (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),
+        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: use one of: check, show, split"),
+        (("planning",), "command = 'planning': is not known\n  fix: use one of: advise, "),
     ],
 )
 def test_translate_usage_errors_converts_typer_errors_to_user_errors(arguments, message):

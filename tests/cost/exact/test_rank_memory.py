@@ -431,7 +431,7 @@ def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from(
 def test_rank_memory_rejects_invalid_rank_count():
     with pytest.raises(UserError, match="leaves no worker"):
         rank_memory(make_run("parameter_server"), 1)
-    with pytest.raises(UserError, match="cannot share"):
+    with pytest.raises(UserError, match="ranks cannot divide"):
         rank_memory(make_run("zero2"), 5)
 
 

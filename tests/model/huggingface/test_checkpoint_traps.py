@@ -203,9 +203,9 @@ def test_rotary_tables_and_masks_of_old_files_are_ignored(build_model, tmp_path)
 
 EXTRA_TENSORS = {
     "bias": ("model.layers.0.self_attn.q_proj.bias", "transformers drops it too"),
-    "norm": ("model.layers.1.self_attn.q_norm.weight", "would not use"),
-    "layer": ("model.layers.2.mlp.up_proj.weight", "would not use"),
-    "other head": ("score.weight", "would not use"),
+    "norm": ("model.layers.1.self_attn.q_norm.weight", "is not used by the model"),
+    "layer": ("model.layers.2.mlp.up_proj.weight", "is not used by the model"),
+    "other head": ("score.weight", "is not used by the model"),
 }
 
 

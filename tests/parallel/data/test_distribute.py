@@ -249,7 +249,7 @@ def test_distribute_rejects_scalar_and_channels_last_parameters(data: str) -> No
 def test_distribute_rejects_what_only_the_transformer_can_have(changes: dict[str, Any]) -> None:
     mesh = build_cpu_mesh(Layout())
     (field,) = changes
-    with pytest.raises(UserError, match=f"layout.{field} = .*is for Phalanx's own transformer"):
+    with pytest.raises(UserError, match=f"layout.{field} = .*is supported for Phalanx's transformer only"):
         distribute(nn.Linear(2, 2), Layout(**changes), mesh, CPU)
 
 

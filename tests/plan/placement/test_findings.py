@@ -64,7 +64,7 @@ def test_node_layout_reads_fast_links_and_nics_from_topology() -> None:
     assert (h100.domain, h100.rail, h100.span) == ((0,) * 8, tuple(range(8)), 1)
     assert len({name for mine in h100.nics for name in mine}) == 8
     assert node_layout(ClusterSpec(), 2, read_topology(TOPOLOGIES / "rtx4090-pcie.txt")).domain == (0, 1)
-    with pytest.raises(UserError, match="more than the 8 GPUs"):
+    with pytest.raises(UserError, match="exceeds the 8 GPUs"):
         node_layout(ClusterSpec(), 9, read_topology(TOPOLOGIES / "h100-nv18.txt"))
 
 
@@ -112,7 +112,8 @@ def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
     assert findings_by_axis({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
     bad = findings_by_axis({"tp": 4}, 8, 2)["bad tp"]
     assert bad.startswith(
-        "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; make layout.tp a divisor of 2"
+        "2 of 2 tp groups extend beyond a fast domain (2 devices); the first has ranks 0 1 2 3; "
+        "make layout.tp a divisor of 2"
     )
     assert "note ep" in findings_by_axis({"ep": 4}, 4, 2, MOE)
     spread = findings_by_axis({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
@@ -128,7 +129,7 @@ def test_placement_findings_flag_pipeline_neighbours_on_different_rails() -> Non
     )
     assert not [key for key in findings_by_axis({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
     apart = findings_by_axis({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
-    assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
+    assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of 4")
 
 
 def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> None:

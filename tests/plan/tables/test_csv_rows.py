@@ -20,9 +20,9 @@ def test_read_rows_rejects_invalid_files(tmp_path):
         read_rows(path)
     path.write_text('[model]\npreset = "llama3-8b"\n')
     with pytest.raises(
-        UserError, match=f"lacks the columns {', '.join(REQUIRED_COLUMNS)}\n  fix: .*optional are id, model, "
+        UserError, match=f"does not have the columns {', '.join(REQUIRED_COLUMNS)}\n  fix: .*optional are id, model, "
     ):
         read_rows(path)
     path.write_text(",".join(column for column in MEGATRON_22B_ROW if column not in ("tp", "gpu_type")))
-    with pytest.raises(UserError, match="lacks the columns gpu_type, tp\n"):
+    with pytest.raises(UserError, match="does not have the columns gpu_type, tp\n"):
         read_rows(path)

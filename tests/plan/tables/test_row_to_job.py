@@ -49,7 +49,7 @@ def test_job_from_row_joins_l40s_of_a_node_by_pcie():
 def test_job_from_row_counts_mi250x_gcds_as_devices():
     whole, half = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
     assert whole.choices == half.choices
-    assert (whole.assumed, half.assumed) == (["gpus are counted as GCDs, of which an MI250X has two"], [])
+    assert (whole.assumed, half.assumed) == (["gpus counts GCDs; an MI250X has two"], [])
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])

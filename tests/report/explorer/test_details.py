@@ -90,4 +90,4 @@ def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):
     found, candidate = small_exploration(), layout_of(pp=4, schedule="1f1b")
     passes = 3 * candidate.pp * candidate.micro_batches
     timeline = layout_details(found.run, found.world_size, candidate)["timeline"]
-    assert timeline == {"note": f"The schedule has {passes} passes, more than a page can show (10)."}
+    assert timeline == {"note": f"The schedule has {passes} passes; a page can show at most 10."}

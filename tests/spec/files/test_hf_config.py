@@ -198,6 +198,6 @@ UNEXPORTABLE_FIELDS = {
 @pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
 def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     spec = parse_table(ModelSpec, {**BASE, **UNEXPORTABLE_FIELDS[field]})
-    with pytest.raises(UserError, match="can be exported") as caught:
+    with pytest.raises(UserError, match="fix: export a model with") as caught:
         hf_config(spec)
     assert caught.value.field == field

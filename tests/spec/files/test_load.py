@@ -21,7 +21,7 @@ INVALID_RUNS = [
     # text, the field it must name, its value as shown, and a part of the fix
     ('[training]\nsteps = "many"', "training.steps", "'many'", "write a whole number, such as steps = 4"),
     ("[training]\nsteps = 1.5", "training.steps", "1.5", "write a whole number"),
-    ("[training]\nsteps = 0", "training.steps", "0", "raise it"),
+    ("[training]\nsteps = 0", "training.steps", "0", "increase steps"),
     ("[training]\nstep = 5", "training.step", "5", "did you mean 'steps'?"),
     ("[trainin]\nsteps = 5", "trainin", "", "did you mean 'training'?"),
     ("[training]\ntokens_per_step = 1000", "training.tokens_per_step", "1000", "use 1024"),
@@ -29,24 +29,24 @@ INVALID_RUNS = [
     ('[optimizer]\nname = "adam"', "optimizer.name", "'adam'", "did you mean 'adamw'?"),
     ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate", "inf", "write a finite number"),
     ('[optimizer]\nlearning_rate = "1e-3"', "optimizer.learning_rate", "'1e-3'", "write a number"),
-    ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]", "", "give betas[1] a value"),
-    ("[optimizer]\nbetas = 0.9", "optimizer.betas", "0.9", "write it in brackets"),
+    ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]", "", "set betas[1]"),
+    ("[optimizer]\nbetas = 0.9", "optimizer.betas", "0.9", "write a list in brackets"),
     ("[optimizer]\nlr = 1e-3", "optimizer.lr", "0.001", "did you mean 'learning_rate'?"),
     ('[data]\ntrain = "x.txt"', "data.train", "'x.txt'", 'train = ["x.txt"]'),
     ("[data]\ntrain = [1]", "data.train[0]", "1", "write text in quotes"),
     ('[data]\nstreaming = "yes"', "data.streaming", "'yes'", "streaming = true or streaming = false"),
     ('[model]\npreset = "llama3-8"', "model.preset", "'llama3-8'", "did you mean 'llama3-8b'?"),
-    ('[model]\npreset = "x"', "model.preset", "'x'", "known here: gpt2-124m"),
-    ('[model]\nfrom_hf = "/nowhere"', "model.from_hf", "'/nowhere'", "a directory that save_pretrained wrote"),
+    ('[model]\npreset = "x"', "model.preset", "'x'", "use one of: gpt2-124m"),
+    ('[model]\nfrom_hf = "/nowhere"', "model.from_hf", "'/nowhere'", "a directory that save_pretrained has written"),
     ("[model]\nnum_heads = 5", "model.num_heads", "5", "use one of 1, 2, 3"),
     ("[model]\nnum_heads = true", "model.num_heads", "True", "write a whole number"),
     ("[model]\nnum_kv_heads = 2", "model.num_kv_heads", "2", "use one of 1, 3"),
-    ("[model]\nhead_dim = 63", "model.head_dim", "63", "make it even"),
+    ("[model]\nhead_dim = 63", "model.head_dim", "63", "use an even number"),
     ("[model]\nbias = true", "model.bias", "True", "set model.bias = false"),
     ('model = "tiny"', "model", "'tiny'", "write a table: [model]"),
-    ("[model]\nhidden_size = 64", "model.vocab_size", "", "give vocab_size a value"),
+    ("[model]\nhidden_size = 64", "model.vocab_size", "", "set vocab_size"),
     ("[model.rope]\nthetta = 1", "model.rope.thetta", "1", "did you mean 'theta'?"),
-    ("[model.moe]\nnum_experts = 4\ntop_k = 5\nexpert_ffn_size = 8", "model.moe.top_k", "5", "lower it"),
+    ("[model.moe]\nnum_experts = 4\ntop_k = 5\nexpert_ffn_size = 8", "model.moe.top_k", "5", "use at most 4"),
     (
         "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 8\nnum_leading_dense_layers = 3",
         "model.moe.num_leading_dense_layers",
@@ -57,10 +57,10 @@ INVALID_RUNS = [
     ('[cluster]\npreset = "A100-80GB"', "cluster.preset", "'A100-80GB'", "did you mean 'a100'?"),
     ('[cluster]\npreset = "V100"', "cluster.preset", "'V100'", "did you mean 'v100-16gb' or 'v100-32gb'?"),
     ('[cluster]\npreset = "mi250x"', "cluster.preset", "'mi250x'", "did you mean 'mi250x-gcd'?"),
-    ("[cluster]\nwatts_per_device = 0", "cluster.watts_per_device", "0", "raise it"),
-    ("[cluster]\noversubscription = 0.5", "cluster.oversubscription", "0.5", "raise it"),
-    ('[layout]\ndata_parallel = "fsdp"', "layout.data_parallel", "'fsdp'", "use one of them"),
-    ("[layout]\ntp = 0", "layout.tp", "0", "raise it"),
+    ("[cluster]\nwatts_per_device = 0", "cluster.watts_per_device", "0", "increase watts_per_device"),
+    ("[cluster]\noversubscription = 0.5", "cluster.oversubscription", "0.5", "increase oversubscription"),
+    ('[layout]\ndata_parallel = "fsdp"', "layout.data_parallel", "'fsdp'", "use one of these values"),
+    ("[layout]\ntp = 0", "layout.tp", "0", "increase tp"),
     ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
 ]
 
@@ -144,7 +144,7 @@ def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_pat
     zero1 = load_run(path, ["layout.data_parallel=zero1"], {}).layout
     assert (zero1.reshard_after_forward, zero1.offload, zero1.offload_directory) == (True, "nvme", "/x")
     asked = load_run(path, ["layout.data_parallel=ddp", "layout.max_staleness=2"], {}).layout
-    with pytest.raises(UserError, match=r"layout\.max_staleness = 2: has no meaning"):
+    with pytest.raises(UserError, match=r"layout\.max_staleness = 2: cannot be combined"):
         check_inapplicable_options(asked)
 
 
@@ -286,7 +286,7 @@ def test_plan_batch_allows_uneven_batches_for_ddp():
         22,
         1,
     )
-    with pytest.raises(UserError, match="100 data-parallel ranks cannot share"):
+    with pytest.raises(UserError, match="100 data-parallel ranks cannot divide"):
         plan_batch(run_from_table({}), 100)
 
 

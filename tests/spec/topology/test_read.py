@@ -79,14 +79,16 @@ def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, 
 def test_topology_without_nvlinks_leaves_pcie_of_preset_as_it_is():
     """A domain of one device would send all by the network."""
     inferred = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt"), "rtx4090")
-    assert inferred.unknown["fast_link_domain"] == "the GPUs have no NVLinks, and PCIe joins those of a node (rtx4090)"
+    assert (
+        inferred.unknown["fast_link_domain"] == "the GPUs have no NVLinks; PCIe connects the GPUs of a node (rtx4090)"
+    )
     assert not {"fast_link_domain", "link_bytes_per_second"} & set(inferred.fields)
 
 
 def test_infer_cluster_reports_undetermined_fields_with_reason():
     assert infer_cluster(read_topology(TOPOLOGIES / "h100-nv18.txt")).unknown == {
-        "link_bytes_per_second": "18 NVLinks, whose speed depends on the GPU: name its preset",
-        "network_bytes_per_second": "the speed of the network devices is not given",
+        "link_bytes_per_second": "the speed of 18 NVLinks depends on the GPU: set cluster.preset",
+        "network_bytes_per_second": "the speed of the network devices is not in the file",
     }
     unknown = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt")).unknown
     assert unknown["link_bytes_per_second"] == "the GPUs have no NVLinks"
@@ -97,7 +99,7 @@ def test_infer_cluster_reports_undetermined_fields_with_reason():
     bridged = parse_topology(topology_matrix("GPU0 X NV4 NODE", "GPU1 NV4 X NODE", "GPU2 NODE NODE X"))
     assert bridged.nvlink_domains() == ((0, 1), (2,))
     assert infer_cluster(bridged).unknown == {
-        "fast_link_domain": "NVLinks join GPUs in groups of different sizes: 1, 2",
+        "fast_link_domain": "NVLinks connect GPUs in groups of different sizes: 1, 2",
         "link_bytes_per_second": "GPUs have different numbers of NVLinks: 0, 4",
         "network_bytes_per_second": "no network devices are listed",
     }
@@ -134,7 +136,7 @@ def test_parse_topology_leaves_nvlinks_unknown_for_pcie_only_matrix():
     legend = "\nLegend:\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
     node = parse_topology(topology_matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
     assert node.nvlinks == (None, None)
-    assert "NVLinks are not shown" in infer_cluster(node).unknown["fast_link_domain"]
+    assert "the file lists no NVLinks" in infer_cluster(node).unknown["fast_link_domain"]
 
 
 def test_parse_topology_splits_merged_column_headers():
@@ -193,16 +195,19 @@ def test_parse_topology_reads_rails_of_nics():
 
 XML_WITH_ENTITY = '<?xml version="1.0"?>\n<!DOCTYPE system [<!ENTITY a "ha">]>\n<system>&a;</system>'
 INVALID_TOPOLOGIES = [
-    ("", "has no line of columns"),
-    ("GPU 0: NVIDIA H100\nGPU0 works", "has no line of columns"),
-    (topology_matrix("GPU0 X PIX", "GPU1 PIX X").replace("\nGPU1 PIX X", ""), "line 1: names GPU1, which has no row"),
+    ("", "has no header line"),
+    ("GPU 0: NVIDIA H100\nGPU0 works", "has no header line"),
+    (
+        topology_matrix("GPU0 X PIX", "GPU1 PIX X").replace("\nGPU1 PIX X", ""),
+        "line 1: has a column GPU1 without a row",
+    ),
     (topology_matrix("GPU0 X PIX", "GPU1 PIX"), "line 3: GPU1 to GPU1 is nothing"),
-    (topology_matrix("GPU0 X PIX 0-7", "GPU1 OK X"), "line 1: names GPU1, which has no row"),
+    (topology_matrix("GPU0 X PIX 0-7", "GPU1 OK X"), "line 1: has a column GPU1 without a row"),
     (topology_matrix("GPU0 X LAN 0-7", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is LAN"),
     (topology_matrix("GPU0 X X", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is X"),
     (topology_matrix("GPU0 X NV4", "GPU1 NV2 X"), "line 3: GPU1 to GPU0 is NV2, but line 2 has NV4"),
     ("GPU0 NIC0\nGPU0 X NV4", "line 2: GPU0 to NIC0 is NV4"),
-    ("GPU0 GPU0\nGPU0 X X", "line 1: names a device twice"),
+    ("GPU0 GPU0\nGPU0 X X", "line 1: contains a device twice"),
     (XML_WITH_ENTITY, r"line 2: has a document type \(DTD\)"),
     ("<system>\n<cpu>\n</system>", "line 3: is not XML: mismatched tag"),
     ("<system>\n<cpu/>&a;</system>", "line 2: is not XML: undefined entity"),
@@ -210,7 +215,7 @@ INVALID_TOPOLOGIES = [
     ("<system><cpu/></system>", "has no GPUs"),
     ("<system>\n<cpu>\n<pci><gpu/></pci></cpu></system>", "line 3: <pci> has no busid"),
     (CLOUD_XML.format(numa="left"), 'line 2: numaid="left" of <cpu> is not a whole number'),
-    ('<system><cpu host_hash="1"/><cpu host_hash="2"/></system>', "has the CPUs of several nodes"),
+    ('<system><cpu host_hash="1"/><cpu host_hash="2"/></system>', "contains the CPUs of several nodes"),
 ]
 
 

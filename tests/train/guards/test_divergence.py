@@ -99,7 +99,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
     assert steps_to_skip(directory, 0) == 7
     said = capsys.readouterr().err
     assert "rolling back to step 0; skipping the text of steps 1 to 5" in said
-    assert said.count("2 steps in a row were not finite") == 3
+    assert said.count("2 consecutive steps were not finite") == 3
 
 
 def scale_weights_once(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:

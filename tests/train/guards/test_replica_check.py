@@ -64,7 +64,7 @@ def test_find_mismatch_names_minority_ranks_or_both_of_two() -> None:
     assert found is not None
     assert (found.key, found.ranks, found.holders, found.tensors) == (1, (2,), (0, 1, 2), 3)
     text = describe_mismatch(found, "model.head.weight", ParallelDims(3, 1, 1, 1, 1), 40, 10)
-    assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 others" in text
+    assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 other ranks" in text
     assert "and 2 more tensors; it was equal after step 30" in text
     two = find_mismatch([{1: 5}, {1: 6}])
     assert two is not None
@@ -135,7 +135,7 @@ def test_shard_id_depends_on_name_not_on_values() -> None:
 
 
 def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="replica_check_interval = 5: has nothing to compare"):
+    with pytest.raises(UserError, match="replica_check_interval = 5: cannot be combined"):
         small_run(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
 
 
@@ -146,7 +146,7 @@ def test_replica_check_stops_run_and_names_rank_tensor_and_step(text: Path, tmp_
     said = wait_for_failure(start_faulty_run(directory, 3, "bit"))
     print(said)
     assert "phalanx: CorruptionError: step 4: model." in said
-    assert "differs on rank 1 (dp=1) from the 2 others, where it must be equal; it was equal after step 2" in said
+    assert "differs on rank 1 (dp=1) from the 2 other ranks, where it must be equal; it was equal after step 2" in said
     assert "why:" not in said
     assert not list((directory / "hangs").glob("*.json"))
     verdict = command_json("debug", directory)["verdict"]

@@ -67,7 +67,7 @@ def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, 
     ] == [14]
 
 
-NOT_A_RANGE, EMPTY_RANGE = "is not a range of steps", "is an empty range"
+NOT_A_RANGE, EMPTY_RANGE = "is not a valid step range", "is an empty step range"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.model import ModelSpec, MoESpec
 
 TrafficRows = list[Traffic]
-TENSOR_PARALLEL_PURPOSE = "activations and their gradients, of products that ranks share"
+TENSOR_PARALLEL_PURPOSE = "activations and their gradients, in matrix products that ranks share"
 CONTEXT_PARALLEL_PURPOSE = "keys and values, or tokens for heads, and their gradients"
 EXPERT_PARALLEL_PURPOSE = "tokens to their experts and back, and their gradients"
 SCALARS_PURPOSE = "numbers of each token, for losses and norms; choices of experts"

@@ -59,8 +59,8 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f'gives ranks different numbers of micro-batches, which schedule "{name}" does not support',
-            fix="set a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
+            f'results in different numbers of micro-batches per rank, which schedule "{name}" does not support',
+            fix="use a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
         )
     first, last = schedule.end_ranks
     if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
@@ -76,5 +76,5 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             "training.compile",
             True,
             f'does not support the split backward passes of schedule "{name}"',
-            fix='set it to false, or use layout.schedule = "1f1b" without layout.schedule_file',
+            fix='set training.compile = false, or use layout.schedule = "1f1b" without layout.schedule_file',
         )

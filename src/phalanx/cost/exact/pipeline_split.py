@@ -25,7 +25,7 @@ def layers_per_stage(run: RunSpec) -> list[range]:
     try:
         return contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
     except UserError as error:
-        problem = f"makes {stages} stages, which {error.problem}"
+        problem = f"results in {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, fix=error.fix) from None
 
 

@@ -186,7 +186,7 @@ def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int)
             group: tuple[int, GroupKind] = sharding.replication, "tp" if sharding.replication == layout.tp else "copies"
             rows = rows_on_rank(shard_index, shape[0], rank.shards) if rank.shards > 1 else shape[0]
             bytes_by_group[group] = bytes_by_group.get(group, 0) + bytes_per_element * num_elements((rows, *shape[1:]))
-    purpose = "gradients of which ranks that share products have terms"
+    purpose = "partial gradients of parameters that several ranks use"
     return [
         Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind=group_kind)
         for (n, group_kind), size in bytes_by_group.items()

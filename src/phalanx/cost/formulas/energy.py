@@ -23,8 +23,8 @@ def energy_kwh(watts_per_device: float, devices: int, hours: float, pue: float =
         raise UserError(
             "pue",
             pue,
-            "is below 1, the value of the machines alone",
-            fix="give energy of the building / energy of the machines",
+            "must be at least 1",
+            fix="use the energy of the building divided by the energy of the machines",
         )
     return watts_per_device * devices * hours * pue / 1000
 

@@ -110,11 +110,11 @@ def oversubscription_slowdown(spine_share: float, oversubscription: float) -> fl
         raise UserError(
             "oversubscription",
             oversubscription,
-            "is below 1, which is a spine as fast as all NICs",
-            fix="give o of o:1",
+            "must be at least 1, the value of a spine as fast as all NICs",
+            fix="use 2 for an oversubscription of 2:1",
         )
     if not 0 <= spine_share <= 1:
-        raise UserError("spine_share", spine_share, "is not a fraction of the bytes", fix="give a number from 0 to 1")
+        raise UserError("spine_share", spine_share, "is not a fraction of the bytes", fix="use a number from 0 to 1")
     return max(1.0, oversubscription * spine_share)
 
 

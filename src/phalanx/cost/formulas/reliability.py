@@ -159,5 +159,5 @@ def days_to(tokens: float, tokens_per_second: float, goodput: float = 1.0) -> fl
     require_positive(tokens_per_second=tokens_per_second, goodput=goodput)
     require_non_negative(tokens=tokens)
     if goodput > 1:
-        raise UserError("goodput", goodput, "is not a fraction of the time", fix="give at most 1")
+        raise UserError("goodput", goodput, "is not a fraction of the time", fix="use at most 1")
     return tokens / (tokens_per_second * goodput) / 86_400

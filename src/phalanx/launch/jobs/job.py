@@ -88,11 +88,11 @@ class ClusterJob:
         if not self.gpus:
             return {}
         return {
-            "NCCL_DEBUG": ("WARN", "say which link failed: NCCL is silent otherwise"),
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "have PyTorch's flight recorder write when a collective took too long"),
+            "NCCL_DEBUG": ("WARN", "log which link failed; NCCL logs no failures by default"),
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "write PyTorch's flight recorder when a collective times out"),
             "TORCH_FR_DUMP_TEMP_FILE": (
                 f"{directory}/{FLIGHT_RECORDER_PREFIX}",
-                "into these files, rather than a node's /tmp",
+                "prefix of the flight recorder's files, instead of /tmp",
             ),
         }
 
@@ -104,16 +104,16 @@ def check_job(job: ClusterJob) -> None:
         run.swarm is None,
         "swarm",
         run.swarm and run.swarm.method,
-        problem="is for several sites, not for the nodes of one",
-        fix="lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
+        problem="trains on several sites, but a job file is for one site",
+        fix="start it with phalanx swarm serve, or train on one site only: --set swarm=",
     )
     if run.auto_layout:  # the layout is chosen at the start, for the available ranks
         require(
             run.cluster.preset is not None,
             "layout",
             "auto",
-            problem="needs to know the machine, and nobody names it",
-            fix="set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
+            problem="requires a machine description",
+            fix="set cluster.preset, or write a run file with a fixed layout: phalanx plan RUN.toml --out FILE",
         )
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
@@ -122,8 +122,8 @@ def check_job(job: ClusterJob) -> None:
             check_layout(run, ranks)
         except UserError as error:
             size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
-            fix = f"{error.fix}; or ask for other --nodes or --nproc".removeprefix("; or ")
-            raise UserError(error.field, error.value, f"on {size_text}: {error.problem}", fix=fix) from None
+            fix = f"{error.fix}; or change --nodes or --nproc".removeprefix("; or ")
+            raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix=fix) from None
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -138,8 +138,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
         0 < min_nodes <= max_nodes,
         "--nodes",
         text,
-        problem="is not a number of nodes",
-        fix="write how many (4), or the fewest and the most (2:4)",
+        problem="is not a valid node count",
+        fix="write a number (4), or the minimum and the maximum (2:4)",
     )
     return min_nodes, max_nodes
 
@@ -155,8 +155,8 @@ def ranks_per_node(run: RunSpec, requested: int | None) -> int:
         raise UserError(
             "--nproc",
             None,
-            "is needed: the GPUs of a node cannot be counted from here",
-            fix='give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
+            "is required: the GPUs of the nodes cannot be counted from this machine",
+            fix='add --nproc N, or set cluster.nproc_per_node or cluster.device = "cpu"',
         )
     return nproc
 

@@ -24,8 +24,8 @@ JOIN_TIMEOUT_SECONDS = 24 * 60 * 60
 
 TEMPLATE = """\
 # Written by: {words}
-# Start it with kubectl apply -f FILE (Kubernetes 1.31 or newer). `phalanx` is in the image; what the run file names by
-# relative paths, text and run directories, is on the volume.
+# Start the run with kubectl apply -f FILE (Kubernetes 1.31 or newer). The image must contain `phalanx`. Relative paths
+# in the run file, such as those of text and run directories, start at the root of the volume.
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -35,7 +35,7 @@ data:
 {text}
 ---
 apiVersion: v1
-kind: Service  # gives each pod a name; the first, at which all meet, is {name}-0.{name}
+kind: Service  # gives each pod a host name; the rendezvous is on the first pod, {name}-0.{name}
 metadata:
   name: {quoted}
 spec:
@@ -53,27 +53,27 @@ spec:
   completions: {most}
   parallelism: {most}
 {success}\
-  backoffLimit: {failures}  # of pods: a failure of the run is one of each
+  backoffLimit: {failures}  # failed pods; a failure of the run counts once per pod
   podFailurePolicy:
     rules:
-      - action: FailJob  # something is to be changed first
+      - action: FailJob  # an error in the run, which a restart does not fix
         onExitCodes: {{containerName: train, operator: In, values: [2]}}
 {mistaken}\
-      - action: Ignore  # stopped in order, and saved: it is started again
+      - action: Ignore  # stopped by a signal after a checkpoint: the pod is restarted
         onExitCodes: {{containerName: train, operator: In, values: [{again}]}}
-      - action: Ignore  # its node was drained, or is gone
+      - action: Ignore  # the node was drained or lost
         onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
   template:
     spec:
       subdomain: {quoted}
-      restartPolicy: Never  # with a failure policy it is the Job that starts new pods
-      terminationGracePeriodSeconds: {saving}  # to save a checkpoint
+      restartPolicy: Never  # required by podFailurePolicy; the Job starts new pods
+      terminationGracePeriodSeconds: {saving}  # time to save a checkpoint
       volumes:
         - name: run
           configMap: {{name: {quoted}}}
         - name: work
           persistentVolumeClaim: {{claimName: {volume}}}
-        - name: shared-memory  # between the ranks of a node: runtimes give 64 MB
+        - name: shared-memory  # for the ranks of a node; container runtimes provide only 64 MB
           emptyDir: {{medium: Memory, sizeLimit: {shared_memory}}}
 {check}\
       containers:
@@ -82,12 +82,12 @@ spec:
 {same}"""
 
 SUCCESS_POLICY = """\
-  successPolicy:  # the pods that trained to the end are enough
+  successPolicy:  # the Job is complete when the first pod has succeeded
     rules: [{succeededIndexes: "0"}]
 """
 
 FAIL_ON_USER_ERROR = """\
-      - action: FailJob  # the same, noticed before
+      - action: FailJob  # an error in the run, found before training
         onExitCodes: {containerName: check, operator: In, values: [2]}
 """
 
@@ -98,10 +98,10 @@ CHECK_CONTAINER = """\
             - sh
             - -c
             - |
-              # A mistake in the run file is not a fault of the node: exit with 2.
+              # An error in the run file is not a fault of the node: exit with 2.
               phalanx train "$@" --print-config --resume > /dev/null || exit
               phalanx doctor "$@" --quick
-              [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
+              [ $? -ne 2 ] || {{ echo "phalanx: exclude this node with: kubectl cordon $NODE_NAME" >&2; exit 1; }}
             - doctor
           args: {words}
 {same}"""
@@ -136,8 +136,8 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
     """
     image, volume = require_options(
         {
-            "--image": (image, "the container image that has phalanx"),
-            "--volume": (volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
+            "--image": (image, "a container image that contains phalanx"),
+            "--volume": (volume, "a PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
         }
     )
     name = _job_name(job.run.name)
@@ -183,7 +183,7 @@ def _job_variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
     if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
         variables["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
             str(JOIN_TIMEOUT_SECONDS),
-            "other pods start when there is room",
+            "pods may have to wait for free nodes",
         )
     return variables
 
@@ -208,7 +208,7 @@ def _job_name(run_name: str) -> str:
         len(name) <= MAX_NAME_LENGTH and name[0].isalpha(),
         "name",
         run_name,
-        problem=f"is not a name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
-        fix="take another with --set name=...",
+        problem=f"must start with a letter and have at most {MAX_NAME_LENGTH} characters, as a name in Kubernetes",
+        fix="choose another name with --set name=...",
     )
     return name

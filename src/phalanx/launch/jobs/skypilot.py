@@ -14,15 +14,15 @@ RUN_FILE = "~/phalanx/run.toml"
 
 TEMPLATE = """\
 # Written by: {words}
-# Start it with sky jobs launch FILE, from the directory that it was written in. `phalanx` is in the image; what the
-# run file names by relative paths, text and run directories, is on the volume (sky volumes apply).
+# Start the run with sky jobs launch FILE, in the directory where this file was written. The image must contain
+# `phalanx`. Relative paths in the run file start at the root of the volume (create it with sky volumes apply).
 name: {name}
 num_nodes: {most}
 resources:
   image_id: {image}
 {resources}\
   job_recovery:
-    recover_on_exit_codes: [{again}]  # stopped in order, and saved
+    recover_on_exit_codes: [{again}]  # stopped by a signal after a checkpoint
 volumes:
   {work}: {volume}
 file_mounts:
@@ -32,16 +32,16 @@ run: |
 {script}"""
 
 RENDEZVOUS_SCRIPT = """\
-# They meet at the first node.
+# The rendezvous is on the first node.
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 """
 
 CHECK_SCRIPT = """\
-# A mistake in the run file is not a fault of the nodes: exit with 2.
+# An error in the run file is not a fault of the node: exit with 2.
 phalanx train {run} {checking} --print-config --resume > /dev/null || exit
 # phalanx doctor exits with 2 for a node that must be repaired.
 phalanx doctor {run} --quick {checking}
-[ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}
+[ $? -ne 2 ] || {{ echo "phalanx: this node failed phalanx doctor (see above)" >&2; exit 1; }}
 """
 
 
@@ -60,18 +60,18 @@ def skypilot(
         UserError: An option is missing, or a path is not on the volume.
     """
     required = {
-        "--image": (image, "the container image that has phalanx"),
-        "--volume": (volume, "the SkyPilot volume for text and checkpoints"),
+        "--image": (image, "a container image that contains phalanx"),
+        "--volume": (volume, "a SkyPilot volume for text and checkpoints"),
     }
     if job.gpus:
-        required["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+        required["--accelerator"] = (accelerator, "SkyPilot's name of the GPU (sky gpus list)")
     image, volume, *_ = require_options(required)
     require(
         bool(job.gpus) or not accelerator,
         "--accelerator",
         accelerator,
-        problem='has no meaning with cluster.device = "cpu"',
-        fix="leave it out, or set another device",
+        problem='cannot be combined with cluster.device = "cpu"',
+        fix='remove --accelerator, or set cluster.device = "cuda"',
     )
     resources = {
         **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),

@@ -15,64 +15,69 @@ CHECK_MINUTES = 5
 STARTING_SECONDS = 60 * (CHECK_MINUTES + 1)
 """Maximum seconds before the first step: the check, and a minute for PyTorch and a checkpoint."""
 LEGEND = """\
-# Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
-# `output_dir` and `data.cache` of the run file must be on a disk that all nodes share.
+# Submit this script with sbatch from the directory that relative paths in the run file start at. `phalanx` must be on
+# the PATH. `output_dir` and `data.cache` of the run file must be on storage that all nodes share.
 """
 
 CORES_SCRIPT = """
-# The cores that this job was given of every node, where nodes differ ("16(x2),8") those of the smallest, and of these
-# a rank's share for its threads.
+# The number of cores per node that Slurm has allocated; the minimum if nodes differ, as in "16(x2),8". The ranks of a
+# node share the cores equally.
 cores=$(sed 's/([^)]*)//g; s/,/\\n/g' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-$((cores > nproc ? cores / nproc : 1))}
 """
 
 SRUN_SCRIPT = """
-# One task on each node. The death of a task or of a node ends none of the others: `phalanx train` continues without it.
-each=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
-mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# One task per node. The other tasks keep running if a task or a node fails: `phalanx train` continues without it.
+srun_all=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
+mapfile -t allocated < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
 CHECK_SCRIPT = """
-[ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
-# A mistake in the run file is not a fault of the nodes: exit with 2.
+if [ ! -r "$run" ]; then
+    echo "phalanx: cannot read $run in $PWD: submit this script from the directory where phalanx launch ran" >&2
+    exit 2
+fi
+# An error in the run file is not a fault of the nodes: exit with 2.
 phalanx train "$run" OPTIONS --print-config --resume > /dev/null || { code=$?; [ $code -eq 1 ] || exit $code; }
 
-# Nodes in which `phalanx doctor` finds no failure (it exits with 2 for failures), and that answer in these minutes.
-mapfile -t well < <("${each[@]}" --time=MINUTES --nodes="${#given[@]}" --ntasks="${#given[@]}" \\
+# Healthy nodes: `phalanx doctor` finishes within MINUTES minutes and does not exit with 2, the code for a failed check.
+mapfile -t healthy < <("${srun_all[@]}" --time=MINUTES --nodes="${#allocated[@]}" --ntasks="${#allocated[@]}" \\
     bash -c 'phalanx doctor "$@" >&2; [ $? -eq 2 ] || echo "$SLURMD_NODENAME"' bash "$run" --quick OPTIONS | sort -V)
-sick=$(printf '%s\\n' "${given[@]}" | grep -vxFf <(printf '%s\\n' "${well[@]}") | paste -sd,)
-[ -z "$sick" ] || echo "phalanx: not well, or silent, and left out: $sick" >&2
-if [ "${#well[@]}" -lt "$least" ]; then
-    echo "phalanx: ${#well[@]} nodes are well, and it takes $least: see above, and submit with --exclude=$sick" >&2
+unhealthy=$(printf '%s\\n' "${allocated[@]}" | grep -vxFf <(printf '%s\\n' "${healthy[@]}") | paste -sd,)
+[ -z "$unhealthy" ] || echo "phalanx: excluded nodes, which failed phalanx doctor or did not answer: $unhealthy" >&2
+if [ "${#healthy[@]}" -lt "$min_nodes" ]; then
+    echo "phalanx: healthy nodes: ${#healthy[@]}, required: $min_nodes. Submit with --exclude=$unhealthy" >&2
     exit 1
 fi
 """.replace("MINUTES", str(CHECK_MINUTES))
 
-NO_CHECK_SCRIPT = 'well=("${given[@]}")\n'
+NO_CHECK_SCRIPT = 'healthy=("${allocated[@]}")\n'
 
 RENDEZVOUS_SCRIPT = """
-# They meet at the first of them, on a port that no other job there has.
-together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM_JOB_ID % 10000))")
+# The rendezvous is on the first healthy node, on a port that depends on the job, so that jobs do not share one.
+rendezvous=(--nodes "$min_nodes:${#healthy[@]}" --rendezvous "${healthy[0]}:$((20000 + SLURM_JOB_ID % 10000))")
 """
 
 TRAIN_SCRIPT = """
-# A job that was stopped is requeued if it made progress.
-newest() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
-before=$(newest)
+# A stopped job is requeued if it has saved a new checkpoint.
+newest_checkpoint() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
+first_checkpoint=$(newest_checkpoint)
 
-# Slurm signals every process of a task, and this shell is to outlive `phalanx train`, whose exit code it tells: srun's
-# own is the highest of all, which a node that died decides. (The script itself has no trap: `scancel` is to end it.)
-codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(IFS=,; echo "${well[*]}")" \\
+# Each task prints the exit code of `phalanx train`, because srun returns only the maximum, to which a failed node
+# contributes too. Slurm signals every process of a task; the trap keeps the shell alive to print the code. The script
+# itself has no trap, so that `scancel` ends it.
+nodelist=$(IFS=,; echo "${healthy[*]}")
+codes=$("${srun_all[@]}" --nodes="${#healthy[@]}" --ntasks="${#healthy[@]}" --nodelist="$nodelist" \\
     bash -c 'trap : TERM; phalanx train "$@" >&2; echo $?' bash "$run" OPTIONS)
 """
 
 EXIT_SCRIPT = f"""
 case " ${{codes//$'\\n'/ }} " in
-    *" 0 "*) exit 0 ;;  # the last step is reached
-    *" {EXIT_STOPPED} "*)  # stopped in order, whatever ended other nodes before
-        [ "$(newest)" = "$before" ] || exec scontrol requeue "$SLURM_JOB_ID"
-        echo "phalanx: it was stopped before it saved anything new, and would be for ever: is --time enough?" >&2 ;;
-    *" 2 "*) exit 2 ;;  # something is to be changed first: see above
+    *" 0 "*) exit 0 ;;  # the last step was reached
+    *" {EXIT_STOPPED} "*)  # stopped by a signal after a checkpoint; other codes are of nodes that failed before
+        [ "$(newest_checkpoint)" = "$first_checkpoint" ] || exec scontrol requeue "$SLURM_JOB_ID"
+        echo "phalanx: not requeued: the job was stopped before it saved a new checkpoint. Increase --time" >&2 ;;
+    *" 2 "*) exit 2 ;;  # an error in the run, which a restart does not fix: see above
 esac
 exit 1
 """
@@ -95,9 +100,9 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             parse_time_limit(time) > STARTING_SECONDS + SAVING_SECONDS,
             "--time",
             time,
-            problem=f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
-            f"{SAVING_SECONDS // 60} for saving",
-            fix="give more",
+            problem=f"leaves no time to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
+            f"{SAVING_SECONDS // 60} for saving a checkpoint",
+            fix="increase --time",
         )
     settings = [  # without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum
         f"--job-name={job.run.name}",
@@ -120,14 +125,14 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
         for name, (value, comment) in job.environment(directory).items()
     ]
     is_multi_node = job.max_nodes > 1
-    rendezvous_args = '"${together[@]}"' if is_multi_node else shell_join(job.rendezvous_args(""))
+    rendezvous_args = '"${rendezvous[@]}"' if is_multi_node else shell_join(job.rendezvous_args(""))
     return "".join(
         [
             f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
             *(f"#SBATCH {setting}\n" for setting in settings),
             "set -uo pipefail\n",
             f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
-            f"nproc={job.nproc} least={job.min_nodes}\n",
+            f"nproc={job.nproc} min_nodes={job.min_nodes}\n",
             *exports,
             CORES_SCRIPT,
             SRUN_SCRIPT,
@@ -148,7 +153,7 @@ def parse_time_limit(time: str) -> int:
         UserError: The text has another format.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
-    require(match is not None, "--time", time, problem="is not a time limit", fix="write HH:MM:SS, or D-HH:MM:SS")
+    require(match is not None, "--time", time, problem="is not a valid time limit", fix="write HH:MM:SS or D-HH:MM:SS")
     assert match is not None
     parts = [int(part) for part in match["rest"].split(":")]
     if match["days"]:

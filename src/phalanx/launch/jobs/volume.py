@@ -24,7 +24,7 @@ def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
         raise UserErrorGroup(
-            [UserError(name, None, f"is needed: {options[name][1]}", fix=f"give {name}") for name in missing]
+            [UserError(name, None, f"is required: {options[name][1]}", fix=f"add {name}") for name in missing]
         )
     return [value for value, _ in options.values() if value]
 
@@ -40,18 +40,18 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         out.is_relative_to(WORK) and ".." not in out.parts and not job.run.output_dir.startswith("~"),
         "output_dir",
         job.run.output_dir,
-        problem=f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
-        fix='write it without / in front, as "runs"',
+        problem=f"is not on the volume, which is mounted at {WORK}: checkpoints would be lost with the machines",
+        fix='set output_dir to a relative path such as "runs"',
     )
     variables = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            variables[name] = (text, "as it was where this was written")
+            variables[name] = (text, "copied from the environment of phalanx launch")
     if "cache" not in job.run.data.model_fields_set:
         variables["PHALANX_DATA__CACHE"] = (
             str(WORK / ".cache" / "phalanx"),
-            "all nodes read the tokens that one prepares",
+            "one node prepares the tokens, all nodes read them",
         )
     if job.cpus:
-        variables["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "a rank's share of the cores")
+        variables["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "cores per rank")
     return variables

@@ -31,7 +31,7 @@ IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(
 FIELD = "model.from_hf"
 SHAPE_FIX = "use a complete causal language model, and the model shape of its config.json"
 DOWNLOAD_FIX = "download it again"
-DIRECTORY_FIX = "use a directory that save_pretrained wrote"
+DIRECTORY_FIX = "use a directory that save_pretrained has written"
 
 
 def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, torch.Size], Tensor]:
@@ -53,7 +53,9 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     config = read_json(config_file)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise UserError("config.json model_type", kind, "is not supported", fix=f"known: {', '.join(FAMILIES)}")
+        raise UserError(
+            "config.json model_type", kind, "is not supported", fix=f"use a model of type {', '.join(FAMILIES)}"
+        )
     if config.get("quantization_config"):
         raise UserError(FIELD, str(directory), "has quantized weights", fix="use the checkpoint in bf16 or fp32")
     require_known_fields(config)
@@ -77,7 +79,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     if spec.tie_embeddings and HEAD in files:
         embedding = hf_location(kind, "embedding.weight").name
         if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
-            problem = f"differs from {embedding}, to which tie_word_embeddings ties it; transformers keeps both"
+            problem = f"differs from {embedding}, although config.json ties the two; transformers keeps both"
             raise UserError(FIELD, HEAD, problem, fix="set model.tie_embeddings = false")
     return read_weight
 
@@ -96,9 +98,9 @@ def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directo
     tied = {HEAD} if spec.tie_embeddings else set()
     unread = sorted(name for name in files.keys() - set(names.values()) - tied if not IGNORED_TENSORS.search(name))
     if unread:
-        more = f", as are {len(unread) - 1} more" if len(unread) > 1 else ""
+        more = f", nor are {len(unread) - 1} more tensors" if len(unread) > 1 else ""
         note = " (transformers drops it too, as config.json has no bias)" * unread[0].endswith(".bias")
-        raise UserError(FIELD, unread[0], f"is a tensor that the model would not use{note}{more}", fix=SHAPE_FIX)
+        raise UserError(FIELD, unread[0], f"is not used by the model{note}{more}", fix=SHAPE_FIX)
     return names
 
 
@@ -114,7 +116,7 @@ def _read_tensor(file: Any, name: str) -> Tensor:
 
 def _check_shape(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
     if tensor.shape != shape:
-        problem = f"has shape {list(tensor.shape)} where the model has {list(shape)}"
+        problem = f"has shape {list(tensor.shape)}, but the model requires {list(shape)}"
         raise UserError(FIELD, hf_name, problem, fix=SHAPE_FIX)
     return tensor
 
@@ -126,7 +128,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if (directory / ADAPTER_FILE).is_file():
         problem = f"contains an adapter ({ADAPTER_FILE}) for the weights of another model"
         raise UserError(
-            FIELD, str(directory), problem, fix="merge it into the model: merge_and_unload(), save_pretrained()"
+            FIELD,
+            str(directory),
+            problem,
+            fix="merge the adapter into its model: merge_and_unload(), save_pretrained()",
         )
     single_file = directory / SINGLE_FILE
     if single_file.is_file():
@@ -136,11 +141,13 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         # Only the file name: an untrusted index must not refer to files outside its directory.
         files = {tensor: directory / Path(str(file)).name for tensor, file in weight_map.items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", fix="download the full checkpoint")
+            raise UserError(
+                FIELD, str(directory), f"does not contain {', '.join(missing)}", fix="download the full checkpoint"
+            )
         return files
     if any(directory.glob("*.bin")):
         problem = "has only pickled .bin weights, which may run code when they are loaded"
-        raise UserError(FIELD, str(directory), problem, fix="save it again as safetensors")
+        raise UserError(FIELD, str(directory), problem, fix="convert it to safetensors")
     raise UserError(FIELD, str(directory), f"has no {SINGLE_FILE}", fix=DIRECTORY_FIX)
 
 

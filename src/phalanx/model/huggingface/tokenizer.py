@@ -65,7 +65,7 @@ def _read_tokenizer(path: Path) -> tuple[str, Any]:
         text = byte_tokenizer_json() if json.loads(text) == BYTES_TOKENIZER else text
         return text, Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
-        raise UserError("tokenizer", str(path), f"cannot be read: {error}", fix="pass a tokenizer.json") from None
+        raise UserError("tokenizer", str(path), f"cannot be read: {error}", fix="use a tokenizer.json") from None
 
 
 def byte_tokenizer_json() -> str:

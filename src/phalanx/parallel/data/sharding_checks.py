@@ -13,7 +13,7 @@ from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 
 UNSPLITTABLE: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "reruns the model inside its step, and treats all parameters as one vector",
-    torch.optim.SparseAdam: "takes sparse gradients, which have no rows to send to their owners",
+    torch.optim.SparseAdam: "uses sparse gradients, whose rows cannot be sharded",
     torch.optim.Adafactor: "averages over rows and columns of full matrices",
     torch.optim.Rprop: "uses operations that PyTorch cannot shard",
 }

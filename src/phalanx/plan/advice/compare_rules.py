@@ -168,7 +168,7 @@ def _impossible_advice(
     """Return the advice for a rule that no fitting and running layout satisfies."""
     obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
-        reason = f"no layout of {situation.ranks} devices for this batch and this model has {rule.requirements_text}"
+        reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
         return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
@@ -182,7 +182,7 @@ def _impossible_advice(
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
     reason = (
         f"the smallest such layout uses {describe_memory_use(cluster, smallest)}, "
-        f"but the limit is {MAX_OOM_PROBABILITY:.0%}; on the device {parts}"
+        f"but the limit is {MAX_OOM_PROBABILITY:.0%}; device memory in GiB: {parts}"
     )
     return Advice(
         rule,

@@ -113,7 +113,7 @@ def limit_bytes(run: RunSpec) -> float:
         UserError: If the memory of the devices is unknown.
     """
     if run.cluster.rank_memory_bytes is None:
-        fix = 'set it, or set cluster.preset (see `phalanx info --list`), such as "h100"'
+        fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
         raise UserError("cluster.memory_bytes", None, "is unknown, but the limit depends on it", fix=fix)
     return safe_capacity_bytes(run.cluster)
 

@@ -176,8 +176,9 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
     """Raise UserError for a run on another kind of machine."""
     for run in runs:
         if run.device is not None and run.device != (machine.device if machine.device != "auto" else run.device):
-            problem = f"ran on a {run.device}, but the machine is {machine.preset or 'one'} with a {machine.device}"
-            raise UserError("RUN_DIR", run.name, problem, fix="name the machine that the runs were on")
+            name = f" ({machine.preset})" if machine.preset else ""
+            problem = f'ran on device "{run.device}", but the machine{name} has device "{machine.device}"'
+            raise UserError("RUN_DIR", run.name, problem, fix="use the machine on which the runs were made")
 
 
 def _collect_operations(
@@ -229,7 +230,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
     try:
         file.write_text(head + tomli_w.dumps(cluster_overrides(machine)))
     except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", fix="name another file") from None
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", fix="use another file") from None
 
 
 def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:

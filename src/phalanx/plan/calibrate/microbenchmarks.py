@@ -119,10 +119,10 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             ),
         )
     except OSError as error:
-        raise UserError("measured", str(file), f"cannot be read: {error.strerror}", fix="name another file") from None
+        raise UserError("measured", str(file), f"cannot be read: {error.strerror}", fix="use another file") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         problem = f"is not a file of phalanx bench ({type(error).__name__}: {error})"
-        fix = "write it with phalanx bench RUN.toml --out FILE.json"
+        fix = "create it with phalanx bench RUN.toml --out FILE.json"
         raise UserError("measured", str(file), problem, fix=fix) from None
 
 

@@ -168,10 +168,10 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
     for field in TRAINER_SPECIFIC:
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
-            notes.append(f"{field} = {value} is left out: {TRAINER_NAMES[trainer]} has its own settings.")
+            notes.append(f"{field} = {value} is omitted: {TRAINER_NAMES[trainer]} has its own settings.")
     together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
     if together and "layout.rank_order" not in expressed:
-        notes.append("There, data-parallel ranks are closer to each other than pipeline ranks.")
+        notes.append(f"In {TRAINER_NAMES[trainer]}, data-parallel ranks are closer to each other than pipeline ranks.")
     return notes
 
 

@@ -210,21 +210,23 @@ def _notes(job: ExportJob) -> list[str]:
         f"torchrun --nnodes {nodes} --nproc-per-node {sizes.world_size // nodes} -m torchtitan.train "
         "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER",
     ]
-    notes.append("It needs PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
+    notes.append("This configuration requires PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
     if not run.data.mask_documents:
-        notes.append("There, documents packed into one sequence are hidden from each other.")
+        notes.append("In torchtitan, documents packed into one sequence are hidden from each other.")
     if run.model.moe and (run.model.moe.balance_loss_coef or run.model.moe.z_loss_coef):
         notes.append(
-            "There, experts have no balance loss and no z-loss (model.moe.balance_loss_coef, model.moe.z_loss_coef)."
+            "In torchtitan, experts have no balance loss and no z-loss (model.moe.balance_loss_coef and z_loss_coef)."
         )
     if run.model.moe and run.training.precision == "fp32":
-        notes.append("There, experts compute in bf16.")
+        notes.append("In torchtitan, experts compute in bf16.")
     if layout.data_parallel == "zero2":
         notes.append("zero2 is FSDP that keeps parameters gathered between the passes, and shards them afterwards.")
     if sizes.cp > 1:
-        notes.append("There, context-parallel ranks all-gather keys and values instead of sending them in a ring.")
+        notes.append(
+            "In torchtitan, context-parallel ranks all-gather keys and values instead of sending them in a ring."
+        )
     if layout.data_parallel == "ddp" and sizes.cp > 1:
         notes.append(
-            "There, context-parallel ranks shard the parameters (FSDP); with ddp each rank has all parameters."
+            "In torchtitan, context-parallel ranks shard the parameters (FSDP); with ddp each rank has all parameters."
         )
     return notes

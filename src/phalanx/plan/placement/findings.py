@@ -111,8 +111,8 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
             assumed=(*assumed, "every device has its own NIC, on the rail of its index"),
         )
     if nproc > len(topology.gpus):
-        problem = f"is more than the {len(topology.gpus)} GPUs of the topology"
-        raise UserError("--nproc", nproc, problem, fix=f"use {len(topology.gpus)} or fewer, or omit --topology")
+        problem = f"exceeds the {len(topology.gpus)} GPUs of the topology"
+        raise UserError("--nproc", nproc, problem, fix=f"use at most {len(topology.gpus)}, or omit --topology")
     if None not in topology.nvlinks and span == 1:
         assumed = []
         domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
@@ -247,7 +247,7 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
             first = " ".join(map(str, found[leaving[0]][:MAX_SHOWN_RANKS])) + (
                 " ..." if len(found[0]) > MAX_SHOWN_RANKS else ""
             )
-            message = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
+            message = f"{len(leaving)} of {len(found)} {axis} groups extend beyond {where}; the first has ranks {first}"
             yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix=fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
@@ -257,7 +257,7 @@ def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: Nod
     """Yield findings on rails: stages and data-parallel neighbors on different nodes should share a rail."""
     stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
     for axis, pair, fix in (
-        ("pp", "pipeline neighbors", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of it"),
+        ("pp", "pipeline neighbors", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of {{0}}"),
         ("dp", "data-parallel neighbors", f"make {copy} a multiple or a divisor of {{0}}"),
     ):
         if axis not in parts:
@@ -280,5 +280,8 @@ def _check_spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: Clu
     if slower > 1:
         message = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
         yield PlacementFinding(
-            "bad", "spine", f"{message}: the network is {slower:.2f} times slower", fix="keep traffic on its rail"
+            "bad",
+            "spine",
+            f"{message}: the network is {slower:.2f} times slower",
+            fix="change the layout so that traffic stays on its rail",
         )

@@ -164,7 +164,7 @@ def check_precision(run: RunSpec) -> None:
     precision = run.training.precision
     known = known_precisions(run.cluster)
     # Nothing is known about an unnamed machine, but fp32 is known on a CPU.
-    machine = "name the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
+    machine = "set the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     require(
         precision in known,
         "training.precision",

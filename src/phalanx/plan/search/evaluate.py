@@ -34,7 +34,12 @@ def parse_layout(text: str) -> Layout:
     for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise UserError("layout", item, "is not KEY=VALUE", fix='write it like "tp=4,pp=8,data_parallel=zero1"')
+            raise UserError(
+                "layout",
+                item,
+                "is not of the form KEY=VALUE",
+                fix='write, for example, "tp=4,pp=8,data_parallel=zero1"',
+            )
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
 

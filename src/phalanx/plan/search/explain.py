@@ -57,7 +57,7 @@ def plan_or_raise(
         return plan
     num_wanted = sum(map(is_wanted, plan.candidates))
     if not num_wanted:
-        raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="accept more of them")
+        raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="relax the condition")
     raise UserError("layout", None, f"no layout of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan))
 
 
@@ -172,7 +172,7 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         f"uses {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
     )
     if run.cluster.network_bytes_per_second is None:
-        return f"{suggestion}; set cluster.network_bytes_per_second to search for the number of nodes that suffices"
+        return f"{suggestion}; set cluster.network_bytes_per_second to find a sufficient number of nodes"
     sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size

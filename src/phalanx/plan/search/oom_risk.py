@@ -90,11 +90,11 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     reserve = [f"{format_gib(libraries)} for {owner}"] if libraries else []
     reserve.append(f"{format_gib(error_bytes)} for errors of the prediction (P(OOM) {SAFE_OOM_PROBABILITY:.0%})")
     if (factor := bytes_per_counted_byte(cluster)) != 1:
-        reserve.append(f"and a byte of tensors takes {factor:.2f} bytes as measured")
+        reserve.append(f"and {factor:.2f} measured bytes per byte of tensors")
     limit = safe_capacity_bytes(cluster)
-    beside_tensors = ", with what PyTorch's allocator reserves and NCCL takes" if cluster.uses_cuda else ""
+    beside_tensors = ", including the memory that PyTorch's allocator and NCCL reserve" if cluster.uses_cuda else ""
     return (
-        f"limit: a rank may hold {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}"
+        f"limit: a rank can use {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}"
         f"{beside_tensors}; "
         f"the reserve is {', '.join(reserve)}"
     )
@@ -116,7 +116,7 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
     available = format_gib(node_host_bytes(cluster, host_memory(cluster)))
     given = f"cluster.host_memory_bytes provides {available}"
     if cluster.host_memory_bytes is None:
-        given = f"cluster.host_memory_bytes is not set, {available} is assumed: check it"
+        given = f"cluster.host_memory_bytes is not set, so {available} is assumed"
     owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
     return f"CPU memory: {owner} needs up to {format_gib(needed)} for checkpoint copies and offload; {given}"
 

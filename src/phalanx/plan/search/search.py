@@ -66,7 +66,7 @@ def search_layouts(
         raise UserError(
             "cluster.nodes x cluster.nproc_per_node",
             world_size,
-            "ranks cannot share this model and this batch in any layout",
+            "ranks have no layout that divides this model and this batch",
             fix="use a number of ranks whose factors divide the sequences of a step and the model",
         )
     report("evaluating layouts", 0, len(layouts))

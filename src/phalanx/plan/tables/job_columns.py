@@ -98,7 +98,7 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
             name in known,
             "cluster.calibration.time_constants",
             name,
-            problem="is not a constant",
+            problem="is not a known time constant",
             fix=did_you_mean(name, known),
         )
     return replace(time_constants(), **cluster.calibration.time_constants)

@@ -72,7 +72,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
-            fix = 'set it, or set cluster.preset (see `phalanx info --list`), such as "h100"'
+            fix = f'set cluster.{field}, or cluster.preset (see `phalanx info --list`), such as "h100"'
             raise UserError(f"cluster.{field}", None, "is unknown, but a plan requires it", fix=fix)
     link, network = _link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
@@ -115,14 +115,14 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
         "cluster.link_bytes_per_second",
         link,
         problem=f"is unknown for a domain of {domain} devices",
-        fix="set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or set cluster.fast_link_domain = 1",
+        fix="set the bandwidth of NVLink, or of PCIe (31.5e9 for 16 lanes of Gen4), or cluster.fast_link_domain = 1",
     )
     require(
         ranks <= domain or network is not None,
         "cluster.network_bytes_per_second",
         network,
-        problem=f"is unknown, and {ranks} devices are more than the {domain} that fast links connect",
-        fix="set it to one device's share of its node's network cards, in one direction: 1.5625e9 if 8 devices share "
+        problem=f"is unknown, but {ranks} devices are more than the {domain} that fast links connect",
+        fix="set one device's share of its node's network cards, in one direction: 1.5625e9 if 8 devices share "
         "100 Gb/s",
     )
     speeds = [speed for speed in (link, network) if speed]

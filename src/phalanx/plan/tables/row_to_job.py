@@ -267,10 +267,10 @@ def _find_preset(chip: str) -> tuple[str, list[str]]:
     known = preset_names("machines")
     meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
     if not meant:
-        fix = did_you_mean("-".join(tokens), known, "`phalanx info --list` shows those that are")
+        fix = did_you_mean("-".join(tokens), known, "list the known devices with `phalanx info --list`")
         raise UserError("gpu_type", chip, "is not a known device", fix=fix)
     preset = max(meant, key=lambda name: name.count("-"))
-    assumed = ["gpus are counted as GCDs, of which an MI250X has two"] if halved else []
+    assumed = ["gpus counts GCDs; an MI250X has two"] if halved else []
     if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
         assumed.append(f"links of {preset}")
     return preset, assumed

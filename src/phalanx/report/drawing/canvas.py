@@ -61,7 +61,7 @@ def check_picture_file(file: Path, option: str) -> None:
     if file.suffix not in (".svg", ".html", ".png"):
         raise UserError(option, str(file), "has an unknown suffix", fix="use .svg, .html or .png")
     if file.suffix == ".png" and find_spec("matplotlib") is None:
-        raise missing_package(option, str(file), "matplotlib", instead="write .svg or .html")
+        raise missing_package(option, str(file), "matplotlib", instead="use .svg or .html")
 
 
 def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
@@ -84,7 +84,7 @@ def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], dr
         else:
             file.write_text(svg() if file.suffix == ".svg" else page(title, svg()), encoding="utf-8")
     except OSError as error:
-        raise UserError(option, str(file), f"cannot be written: {error.strerror}", fix="check the path") from None
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", fix="use a writable path") from None
 
 
 def _write_png(draw: Callable[[Any], None], file: Path) -> None:

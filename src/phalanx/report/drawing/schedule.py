@@ -110,7 +110,7 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise missing_package("--out", str(file), "matplotlib", instead="write .json for Perfetto") from None
+        raise missing_package("--out", str(file), "matplotlib", instead="use .json for Perfetto") from None
     span = float(timeline.makespan)
     ranks = len(timeline.spans)
     shade = shades(timeline)

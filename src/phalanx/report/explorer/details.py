@@ -87,9 +87,9 @@ def _timeline(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Deta
     """Return the simulated pipeline, or a note why there is none."""
     num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
     if run.cluster.ranks_per_core > 1:
-        return {"note": "Ranks share cores: the simulation gives each rank a core of its own, so it is not shown."}
+        return {"note": "No simulation: it assumes one core per rank, but ranks share cores."}
     if num_actions > MAX_ACTIONS:
-        return {"note": f"The schedule has {num_actions:,} passes, more than a page can show ({MAX_ACTIONS:,})."}
+        return {"note": f"The schedule has {num_actions:,} passes; a page can show at most {MAX_ACTIONS:,}."}
     return timeline_to_json(simulate_candidate(run, world_size, candidate))
 
 

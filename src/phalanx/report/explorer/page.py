@@ -49,7 +49,7 @@ CHOICE_COLUMNS = (
 )
 """Fields of a candidate layout."""
 COLOR_BY = {
-    "fit": "whether it fits",
+    "fit": "fit in memory",
     "data_parallel": "data parallelism",
     "tp": "tensor parallelism",
     "pp": "pipeline stages",

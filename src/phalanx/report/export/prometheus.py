@@ -31,18 +31,18 @@ Sample = tuple[str, Mapping[str, str], float]
 
 STEP_FAMILIES = {
     "step": ("phalanx_step", "gauge", "Last finished step."),
-    "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN where it was not finite."),
+    "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN if it was not finite."),
     "grad_norm": (
         "phalanx_gradient_norm",
         "gauge",
-        "Gradient norm of the last step, before clipping; NaN where it was not finite.",
+        "Gradient norm of the last step, before clipping; NaN if it was not finite.",
     ),
     "learning_rate": ("phalanx_learning_rate", "gauge", "Learning rate of the last step."),
     "step_seconds": ("phalanx_step_seconds", "gauge", "Duration of the last step."),
     "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Tokens per second of the last step, over all ranks."),
     "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
     "tokens": ("phalanx_tokens", "gauge", "Tokens trained on."),
-    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped because of a gradient that was not finite."),
+    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped because of a non-finite gradient."),
 }
 """Metrics from the last step's record in metrics.jsonl, by field: name, type, help.
 
@@ -55,24 +55,28 @@ OTHER_FAMILIES = (
     ("phalanx_planned_steps", "gauge", "Number of steps of the run."),
     ("phalanx_under_way", "gauge", "1 while the run trains, 0 after its end; absent if unknown."),
     ("phalanx_start_timestamp_seconds", "gauge", "Time of the last start, in seconds since 1970."),
-    ("phalanx_last_step_timestamp_seconds", "gauge", "Time of the last step since then, or of the start."),
+    (
+        "phalanx_last_step_timestamp_seconds",
+        "gauge",
+        "Time of the last step, or of the last start if no step followed, in seconds since 1970.",
+    ),
     ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
-    ("phalanx_checkpoint_timestamp_seconds", "gauge", "Time of that checkpoint, in seconds since 1970."),
-    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 if the run chooses them."),
+    ("phalanx_checkpoint_timestamp_seconds", "gauge", "Time of the newest complete checkpoint, in seconds since 1970."),
+    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 if the interval is automatic."),
     ("phalanx_starts_total", "counter", "Number of starts."),
-    ("phalanx_failures_total", "counter", "Number of failures, followed by a restart or not."),
+    ("phalanx_failures_total", "counter", "Number of failures, with or without a restart."),
     ("phalanx_failed_ranks", "gauge", "Ranks with a failure record since the last start."),
-    ("phalanx_rank_info", "gauge", "1, with the host and the kind of device of each rank."),
+    ("phalanx_rank_info", "gauge", "Always 1; the labels are the host and the kind of device of each rank."),
     ("phalanx_rank_step", "gauge", "Last step that each rank recorded."),
-    ("phalanx_phase_seconds", "gauge", "Seconds of the phases of each rank's last step, with waits."),
+    ("phalanx_phase_seconds", "gauge", "Seconds of each phase of each rank's last step, including waits."),
     (
         "phalanx_wait_seconds",
         "gauge",
-        "Seconds in which a rank waited for others in its last step, by phase; CPUs only.",
+        "Seconds that each rank waited for other ranks in its last step, by phase; CPUs only.",
     ),
-    ("phalanx_compute_seconds", "gauge", "Seconds of each rank's passes in its last step, without waits on CPUs."),
+    ("phalanx_compute_seconds", "gauge", "Seconds of the passes in each rank's last step; on CPUs without waits."),
     ("phalanx_peak_memory_bytes", "gauge", "Peak memory of each rank on its GPU, or on its host."),
-    ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
+    ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; on a CPU, of its host."),
 )
 FAMILIES = {
     name: (kind, text) for name, kind, text in (*STEP_FAMILIES.values(), *EVALUATION_FAMILIES.values(), *OTHER_FAMILIES)

@@ -138,7 +138,9 @@ def _figure_note(section: str, facts: Facts) -> str:
             clocks = f" Clocks of ranks are within {format_seconds(error)} of each other." if error else ""
             simulated = facts["timeline"].get("simulated")
             simulated_note = (
-                " The simulation has no sends: the measured excess is sending and waiting." if simulated else ""
+                " The simulation excludes sends, so the measured step also contains sends and waits for them."
+                if simulated
+                else ""
             )
             metered_note = ", which took longer because of its memory samples" if facts["timeline"]["metered"] else ""
             return f"Step {facts['timeline']['step']}{metered_note}; numbers are micro-batches.{simulated_note}{clocks}"
@@ -153,7 +155,7 @@ def _figure_note(section: str, facts: Facts) -> str:
         case "rounds":
             return formatting.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes sent, by node."
         case _:
-            return f"Step {facts['experts']['step']}: tokens as a multiple of an even share."
+            return f"Step {facts['experts']['step']}: tokens of each expert as a multiple of an even share."
 
 
 def _header(facts: Facts, name: str) -> str:

@@ -131,7 +131,9 @@ def _parse_rope(config: Table) -> Table:
     if factor is None and rope_type == "yarn":
         factor = config["max_position_embeddings"] / table["original_context"]
     if factor is None:
-        raise UserError("config.json rope_parameters.factor", None, "is missing", fix="give that of a whole model")
+        raise UserError(
+            "config.json rope_parameters.factor", None, "is missing", fix="use the config.json of a complete model"
+        )
     table["factor"] = float(factor)
     if rope_type == "yarn":
         attention_factor = 0.1 * math.log(table["factor"]) + 1.0
@@ -144,7 +146,9 @@ def _parse_rope(config: Table) -> Table:
 
 def _require_supported(field: str, value: object, supported: Any) -> None:
     if value not in supported:
-        raise UserError(f"config.json {field}", value, "is not supported", fix=f"supported: {', '.join(supported)}")
+        raise UserError(
+            f"config.json {field}", value, "is not supported", fix=f"use a model with one of: {', '.join(supported)}"
+        )
 
 
 def _require_values(config: Table, **expected: object) -> None:
@@ -223,8 +227,8 @@ def _architecture(spec: ModelSpec) -> str:
         raise UserError(
             "model.qk_norm",
             spec.qk_norm,
-            "is not in any Hugging Face model without experts that Phalanx knows",
-            fix="only a model with model.moe can be exported with it",
+            "is not used by any supported Hugging Face architecture without experts",
+            fix="export a model with model.moe, or one with another model.qk_norm",
         )
     if model_types[spec.qk_norm] == "olmoe":
         _require_exportable("model", spec, sliding_window=None)
@@ -236,8 +240,8 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
     for field, value in expected.items():
         actual = getattr(spec, field)
         if actual != value:
-            problem = "is not in any Hugging Face architecture that Phalanx knows, with the rest of this shape"
-            raise UserError(f"{table}.{field}", actual, problem, fix=f"only {value!r} can be exported")
+            problem = "is not used by any supported Hugging Face architecture with these model settings"
+            raise UserError(f"{table}.{field}", actual, problem, fix=f"export a model with {table}.{field} = {value!r}")
 
 
 def _to_window(model_type: str, window: int | None) -> Table:

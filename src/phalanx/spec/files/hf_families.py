@@ -160,6 +160,6 @@ def require_known_fields(config: Table) -> None:
     for field, value in unknown.items():
         if value is None:
             continue
-        problem = f"is not a known field of a {config['model_type']} model, and may change what it computes"
+        problem = f"is not a known field of a {config['model_type']} model, and may change its results"
         fix = "remove it from config.json if it has no effect; otherwise use another model"
         raise UserError(f"config.json {field}", value, problem, fix=fix)

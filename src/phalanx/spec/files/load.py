@@ -77,7 +77,9 @@ def load_run(
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
-            raise UserError("--set", override, "is not KEY=VALUE", fix="write, for example, --set training.steps=200")
+            raise UserError(
+                "--set", override, "is not of the form KEY=VALUE", fix="write, for example, --set training.steps=200"
+            )
         variable_of_field.pop(key.strip(), None)
         set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
@@ -96,7 +98,7 @@ def _check_variable_name(name: str, text: str) -> None:
     for section in RunSpec.model_fields if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name else ():
         field = key.removeprefix(f"{section}_")
         if field in getattr(RunSpec.model_fields[section].annotation, "model_fields", ()):
-            problem = "is not read: two underscores stand between a section and its field"
+            problem = "is not a valid name: two underscores must separate the section and the field"
             fix = f"write {ENVIRONMENT_PREFIX}{section.upper()}__{field.upper()}, or unset it"
             raise UserError(name, text, problem, fix=fix)
 
@@ -271,7 +273,7 @@ def resolve_model(table: Table) -> Table:
     config = hf_config_file(str(source))
     if not config.is_file():
         raise UserError(
-            "model.from_hf", source, f"has no {config.name}", fix="give a directory that save_pretrained wrote"
+            "model.from_hf", source, f"has no {config.name}", fix="use a directory that save_pretrained has written"
         )
     return deep_merge(model_table(read_json(config)), table)
 

@@ -23,15 +23,15 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         problem = "is a directory" if path.is_dir() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
-        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
+        fix = f"use {path / 'run.toml'}" if (path / "run.toml").is_file() else f"create one with: {command}"
         raise UserError(file_kind, str(path), problem, fix=fix)
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="fix that line") from None
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="correct the file") from None
     except OSError as error:
         raise UserError(
-            file_kind, str(path), f"cannot be read: {error.strerror}", fix="check its permissions"
+            file_kind, str(path), f"cannot be read: {error.strerror}", fix="check the permissions of this file"
         ) from None
 
 
@@ -45,7 +45,7 @@ def read_json(path: Path) -> Table:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", fix="give a Hugging Face config.json"
+            "model config", str(path), f"is not valid JSON: {error}", fix="use a Hugging Face config.json"
         ) from None
 
 
@@ -72,7 +72,7 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", fix="check the dotted path")
+            raise UserError(origin, text, f"{part} is a value, not a table", fix="correct the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:

@@ -35,12 +35,12 @@ COMMENT_COLUMN = 36
 HEADER = """\
 #:schema {schema}
 #
-# A Phalanx run. Train it:            phalanx train {path}
-# on two ranks:                       phalanx train {path} --nproc 2
-# with another value for once:        phalanx train {path} --set training.steps=200
+# A run file of Phalanx. Train:       phalanx train {path}
+# Train on two ranks:                 phalanx train {path} --nproc 2
+# Train with a changed value:         phalanx train {path} --set training.steps=200
 #
-# Remove the # before a key to set it. Its value there is the default (under [model], the one that
-# the preset gives) or, where there is none, an example.
+# Remove the # before a key to set it. The value shown is the default (under [model], the value of
+# the preset), or an example if there is no default.
 """
 
 

@@ -21,10 +21,12 @@ def parse_nccl(text: str) -> NodeTopology:
         topology_error(
             _line_index(root),
             f"<{root.tag}> is not a <system> with <cpu>",
-            "give a file that NCCL_TOPO_DUMP_FILE names",
+            "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE",
         )
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
-        topology_error(_line_index(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
+        topology_error(
+            _line_index(root), "contains the CPUs of several nodes", "dump one node with NCCL_MNNVL_ENABLE=0"
+        )
     parents = {child: parent for parent in root.iter() for child in parent}
     gpus, has_gpu_elements = _find_gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
@@ -52,10 +54,10 @@ def _find_gpus(root: Element) -> tuple[list[Element], bool]:
     dumped_gpus = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
     gpus = dumped_gpus or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
     if not gpus:
-        topology_error(_line_index(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
+        topology_error(_line_index(root), "has no GPUs", "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE")
     for pci in gpus:
         if not pci.get("busid"):
-            topology_error(_line_index(pci), "<pci> has no busid", "give the file as NCCL wrote it")
+            topology_error(_line_index(pci), "<pci> has no busid", "use the file as NCCL wrote it")
     return sorted(gpus, key=lambda pci: max((_read_int(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
         dumped_gpus
     )
@@ -129,7 +131,7 @@ def _parse_tree(text: str) -> Element:
         builder.start(tag, {**attributes, "#line": str(parser.CurrentLineNumber)})
 
     def reject_doctype(*_: object) -> None:
-        topology_error(parser.CurrentLineNumber - 1, "has a document type (DTD)", "remove it: NCCL writes none")
+        topology_error(parser.CurrentLineNumber - 1, "has a document type (DTD)", "use the file as NCCL wrote it")
 
     parser.StartElementHandler = start_element
     parser.EndElementHandler = builder.end
@@ -138,7 +140,7 @@ def _parse_tree(text: str) -> Element:
         parser.Parse(text.lstrip("\ufeff \t\r\n").encode(errors="replace"), True)
     except expat.ExpatError as error:
         topology_error(
-            error.lineno - 1, f"is not XML: {expat.ErrorString(error.code)}", "give the file as NCCL wrote it"
+            error.lineno - 1, f"is not XML: {expat.ErrorString(error.code)}", "use the file as NCCL wrote it"
         )
     return builder.close()
 
@@ -150,7 +152,9 @@ def _read_int(element: Element, key: str) -> int | None:
         return int(text, 0) if text else None
     except ValueError:
         topology_error(
-            _line_index(element), f'{key}="{text}" of <{element.tag}> is not a whole number', "give it as NCCL wrote it"
+            _line_index(element),
+            f'{key}="{text}" of <{element.tag}> is not a whole number',
+            "use the file as NCCL wrote it",
         )
 
 

@@ -28,7 +28,7 @@ def parse_matrix(text: str) -> NodeTopology:
     devices = DEVICE.findall(lines[header_index].partition("CPU Affinity")[0])
     gpus = [name for name in devices if GPU.fullmatch(name)]
     if len(set(devices)) < len(devices):
-        topology_error(header_index, "names a device twice", "give it as nvidia-smi topo -m prints it")
+        topology_error(header_index, "contains a device twice", "use the unmodified output of nvidia-smi topo -m")
     row_indices = _find_rows(lines, header_index, gpus)
     cells = []
     numa = []
@@ -59,9 +59,7 @@ def _find_header(lines: Sequence[str]) -> int:
         next_row = next((row for row in lines[index + 1 :] if row.strip()), "").split()
         if words and GPU.match(words[0]) and len(next_row) > 1 and CELL.match(next_row[1]) and not _is_row(words):
             return index
-    raise UserError(
-        "topology", None, "has no line of columns (GPU0 GPU1 ...)", fix="give what nvidia-smi topo -m prints"
-    )
+    raise UserError("topology", None, "has no header line (GPU0 GPU1 ...)", fix="use the output of nvidia-smi topo -m")
 
 
 def _is_row(words: Sequence[str]) -> bool:
@@ -80,7 +78,7 @@ def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> 
     for name in gpus:
         if name not in row_indices:
             topology_error(
-                header_index, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints"
+                header_index, f"has a column {name} without a row", "use the complete output of nvidia-smi topo -m"
             )
     return row_indices
 
@@ -97,11 +95,11 @@ def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) 
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):
             word = (remainder.split() or ["nothing"])[0]
             allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PCIE_PATHS)}"
-            topology_error(line_index, f"{name} to {device} is {word}", f"it must be {allowed}")
+            topology_error(line_index, f"{name} to {device} is {word}", f"use {allowed}")
         is_self = match[1] == "X"
         if is_self != (device == name):
             topology_error(
-                line_index, f"{name} to {device} is {match[1]}", "X is for a device and itself, and nothing else is"
+                line_index, f"{name} to {device} is {match[1]}", "use X for a device and itself, and only there"
             )
         cells.append(match[1].replace("SOC", "SYS"))  # before driver 384
         remainder = remainder[match.end() :]
@@ -125,4 +123,4 @@ def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], row_ind
                 problem = (
                     f"{gpu} to {other_gpu} is {links[i][j]}, but line {row_indices[other_gpu] + 1} has {links[j][i]}"
                 )
-                topology_error(row_indices[gpu], problem, "give it as nvidia-smi topo -m prints it")
+                topology_error(row_indices[gpu], problem, "use the unmodified output of nvidia-smi topo -m")

@@ -32,7 +32,7 @@ COMPUTE_CAPABILITY = {
 }
 """Compute capability by the preset's name up to its first dash."""
 NO_NVLINKS = "the GPUs have no NVLinks"
-NO_NVLINK_DATA = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
+NO_NVLINK_DATA = "the file lists no NVLinks: use the output of nvidia-smi topo -m, or NCCL's dump (NCCL_TOPO_DUMP_FILE)"
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ def _infer_domain(node: NodeTopology, preset: str | None) -> int | str:
     machine = load_machine(preset) if preset else ClusterSpec()
     preset_domain = machine.fast_link_domain or 0
     if sizes == [1] and machine.link_bytes_per_second is not None and not preset_domain:
-        return f"{NO_NVLINKS}, and PCIe joins those of a node ({preset})"
+        return f"{NO_NVLINKS}; PCIe connects the GPUs of a node ({preset})"
     if None in node.nvlinks:
         return NO_NVLINK_DATA
     if len(sizes) > 1:
-        return f"NVLinks join GPUs in groups of different sizes: {', '.join(map(str, sizes))}"
+        return f"NVLinks connect GPUs in groups of different sizes: {', '.join(map(str, sizes))}"
     if preset_domain > MAX_NVLINK_GPUS_PER_NODE:
-        return f"NVLinks join up to {preset_domain} GPUs of several nodes ({preset}), and this is one node"
+        return f"NVLinks connect up to {preset_domain} GPUs of several nodes ({preset}), but the file is of one node"
     return sizes[0]
 
 
@@ -106,7 +106,7 @@ def _infer_link_speed(node: NodeTopology, preset: str | None) -> float | str:
     if len(counts) > 1:
         return f"GPUs have different numbers of NVLinks: {', '.join(map(str, counts))}"
     if capability not in NVLINK_BYTES_PER_SECOND:
-        return f"{counts[0]} NVLinks, whose speed depends on the GPU: name its preset"
+        return f"the speed of {counts[0]} NVLinks depends on the GPU: set cluster.preset"
     return counts[0] * NVLINK_BYTES_PER_SECOND[capability]
 
 
@@ -117,5 +117,5 @@ def _infer_network_speed(node: NodeTopology) -> float | str:
     speeds = [speed for nic, speed in zip(node.nics, node.nic_bytes_per_second, strict=False) if nic in nearest]
     known_speeds = [speed for speed in speeds if speed]
     if not known_speeds or len(known_speeds) < len(speeds):
-        return "the speed of the network devices is not given"
+        return "the speed of the network devices is not in the file"
     return sum(known_speeds) / len(node.gpus)

@@ -33,7 +33,7 @@ def create_certificate_authority(folder: Path) -> None:
     """
     if (folder / "ca.key").exists():
         raise UserError(
-            "certs", str(folder), "already has an authority", fix="issue certificates with it, or give another folder"
+            "certs", str(folder), "already has an authority", fix="issue certificates with it, or use another folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     # A unique name distinguishes a certificate of another authority from a forged one.
@@ -75,7 +75,10 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
     member_folder = folder / member
     if member_folder.exists():
         raise UserError(
-            "name", member, f"already has a certificate in {member_folder}", fix="use another name, or remove it"
+            "name",
+            member,
+            f"already has a certificate in {member_folder}",
+            fix="use another name, or remove the certificate",
         )
     names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
@@ -105,7 +108,7 @@ def certificate_member(folder: Path) -> str:
         for file in ("key.pem", "ca.pem"):
             (folder / file).read_bytes()
     except (OSError, ValueError) as error:
-        fix = "give the folder of this member, which phalanx swarm certs created"
+        fix = "use the folder of this member, which phalanx swarm certs has created"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix=fix) from None
     if certificate.not_valid_after_utc < datetime.now(UTC):

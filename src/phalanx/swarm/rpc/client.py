@@ -33,15 +33,21 @@ RETRYABLE_CODES = (
     grpc.StatusCode.INTERNAL,
 )
 """Errors that may be temporary: a failed link, or a coordinator that crashed or has a full disk."""
-SERVE_FIX = "check that phalanx swarm serve runs there"
+SERVE_FIX = "check that phalanx swarm serve runs at this address"
 AUTHORITY_FIX = "issue both certificates with one authority: phalanx swarm certs"
 UNREACHABLE_REASONS = {
     "address lookup failed": ("the host is unknown", "correct the address"),
-    "CERTIFICATE_VERIFY_FAILED": ("its certificate is from another authority, or has expired", AUTHORITY_FIX),
-    "certificate required": ("it rejected this node's certificate", AUTHORITY_FIX),
-    "Hostname": ("its certificate is for another name or address", "issue it with phalanx swarm certs --host ADDRESS"),
-    "WRONG_VERSION_NUMBER": ("the server there does not use TLS", SERVE_FIX),
-    "Connection refused": ("no server listens there", SERVE_FIX),
+    "CERTIFICATE_VERIFY_FAILED": (
+        "the coordinator's certificate is from another authority, or has expired",
+        AUTHORITY_FIX,
+    ),
+    "certificate required": ("the coordinator rejected this node's certificate", AUTHORITY_FIX),
+    "Hostname": (
+        "the coordinator's certificate is for another name or address",
+        "issue the certificate with phalanx swarm certs --host ADDRESS",
+    ),
+    "WRONG_VERSION_NUMBER": ("the server at this address does not use TLS", SERVE_FIX),
+    "Connection refused": ("no server listens at this address", SERVE_FIX),
 }
 """Reason and fix for an unreachable coordinator, by a phrase of gRPC's message."""
 PERMANENT_PHRASES = tuple(UNREACHABLE_REASONS)[:-1]

@@ -52,7 +52,7 @@ class InMemoryCheckpointer:
         """
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
-            fix = "start the run with phalanx train, or set it to 0"
+            fix = "start the run with phalanx train, or set recovery.in_memory_checkpoint_every = 0"
             raise UserError(
                 "recovery.in_memory_checkpoint_every", None, "requires a launcher that stores the copies", fix=fix
             )

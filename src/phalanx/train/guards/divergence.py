@@ -64,7 +64,7 @@ def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> No
     count_before = count_rollbacks(directory)
     append_event(directory, ROLLED_BACK, after=step, to=to_step, reason=reason)
     if count_rollbacks(directory) == count_before:
-        raise UserError("output_dir", str(directory), "cannot be written to, but a rollback must be recorded in it")
+        raise UserError("output_dir", str(directory), "is not writable, but a rollback must be recorded in it")
 
 
 def steps_to_skip(directory: Path, step: int) -> int:

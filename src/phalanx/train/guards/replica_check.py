@@ -99,7 +99,7 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     where = (
         f"between {rank_names}"
         if is_tie
-        else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} others"
+        else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} other ranks"
     )
     more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
     before = "it was not compared before"
