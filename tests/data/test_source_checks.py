@@ -24,7 +24,7 @@ def test_check_sources_rejects_pair_of_another_tokenizer(make_data_spec, pair_of
     assert describe_unchecked_pairs(data) is None
     for field in ("train", "held_out"):
         sources = {"train": [str(write_indexed_pair(tmp_path / "unknown", [[1, 2]]))]} | {field: [pair]}
-        with pytest.raises(UserError, match="was made with another tokenizer") as caught:
+        with pytest.raises(UserError, match="was tokenized with another tokenizer") as caught:
             check_sources(make_data_spec(**sources, tokenizer=str(other)))
         assert caught.value.field == f"data.{field}"
         assert caught.value.fix
@@ -43,7 +43,7 @@ def test_pairs_without_metadata_of_their_own_are_reported(make_data_spec, pair_o
     data = make_data_spec(train=[pair], tokenizer=own)
     write_indexed_pair(pair, [[1, 2, 3]])  # as another program would, beside the file of the tokens before
     check_sources(data)
-    assert f"made the tokens of {pair}, so data.tokenizer = {own!r} could not" in describe_unchecked_pairs(data)
+    assert f"data.tokenizer = {own!r} matches the tokens of {pair}, because" in describe_unchecked_pairs(data)
     Path(f"{pair}.meta.json").unlink()
     assert f"{pair} and 1 more" in describe_unchecked_pairs(make_data_spec(train=[pair, pair], tokenizer=own))
     assert describe_unchecked_pairs(make_data_spec()) is None

@@ -32,12 +32,15 @@ def check_sources(data: DataSpec) -> None:
             raise UserError(
                 "data.tokenizer",
                 data.tokenizer,
-                f"cannot be trained from tokens, and {field} names the pair {prefixes[0]}",
-                fix='give the tokenizer.json the tokens were made with, or "bytes"',
+                f"cannot be trained, because {field} contains tokens instead of text ({prefixes[0]})",
+                fix='set data.tokenizer to the tokenizer.json of these tokens, or to "bytes"',
             )
         elif data.streaming and field == "data.train":
             raise UserError(
-                "data.streaming", True, f"{prefixes[0]} is tokens already", fix="set data.streaming = false"
+                "data.streaming",
+                True,
+                f"cannot be combined with {prefixes[0]}, which is already tokenized",
+                fix="set data.streaming = false",
             )
         else:
             for prefix in prefixes:
@@ -76,8 +79,8 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
         raise UserError(
             field,
             dataset.prefix,
-            f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
-            fix="give the tokenizer that these tokens were made with",
+            f"has token id {high if low >= 0 else low}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}",
+            fix="use the tokenizer of these tokens",
         )
 
 
@@ -89,8 +92,8 @@ def describe_unchecked_pairs(data: DataSpec) -> str | None:
         return None
     more = f" and {len(unchecked) - 1} more" if len(unchecked) > 1 else ""
     return (
-        f"no {METADATA_SUFFIX} file says which tokenizer made the tokens of {unchecked[0]}{more}, so "
-        f"data.tokenizer = {data.tokenizer!r} could not be checked: another gives wrong bits per byte and exports"
+        f"cannot check that data.tokenizer = {data.tokenizer!r} matches the tokens of {unchecked[0]}{more}, because "
+        f"the {METADATA_SUFFIX} file is missing. With another tokenizer, bits per byte and exports are wrong"
     )
 
 
@@ -101,7 +104,7 @@ def _check_overlap(data: DataSpec) -> None:
     for source_file in list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
         if os.path.realpath(source_file.path) in train_paths:
             raise UserError(
-                "data.held_out", source_file.path, "is in data.train too", fix="leave it out of one of them"
+                "data.held_out", source_file.path, "is also in data.train", fix="remove it from one of the two lists"
             )
 
 
@@ -117,9 +120,8 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
         raise UserError(
             field,
             list(sources),
-            "has .bin/.idx pairs and text",
-            fix="turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name "
-            "its prefix",
+            "contains both .bin/.idx pairs and text",
+            fix="convert the text into a pair with `phalanx data prepare` and the same tokenizer, and use its prefix",
         )
     first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
     return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]

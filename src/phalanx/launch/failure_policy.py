@@ -88,7 +88,7 @@ class FailurePolicy:
         self.code = 2 if is_out_of_memory_again else int(first_failure["code"])
         headline = failure_headline(self.directory)
         # A lost node records nothing.
-        reason = first_failure["reason"] if is_local or not lost_peer else "lost ranks of another node"
+        reason = first_failure["reason"] if is_local or not lost_peer else "lost the ranks of another node"
         rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
         cannot_recover = self.code == 2 or first_failure.get("final", False)
@@ -98,15 +98,15 @@ class FailurePolicy:
             if is_out_of_memory_again:
                 run_file = shlex.quote(str(self.directory / RUN_FILE))
                 print(
-                    f"  the same step would need as much again; what frees memory: phalanx advise oom {run_file}",
+                    f"  the same step would run out of memory again; to find a remedy: phalanx advise oom {run_file}",
                     file=sys.stderr,
                 )
             is_of_this_node = is_out_of_memory_again or "storage" in first_failure or not self.is_permanent
             should_leave = is_local and is_of_this_node and self.restart_limit > 0 and not self.is_essential
             self.code = 1 if should_leave else self.code
             return FailureAction.LEAVE if should_leave else FailureAction.STOP
-        count_text = f" ({self.consecutive_failures} of {self.restart_limit} in a row)" if is_local else ""
-        restart = f"starting again from {self._resume_source(saved, step)}{count_text}"
+        count_text = f" (consecutive failure {self.consecutive_failures} of {self.restart_limit})" if is_local else ""
+        restart = f"restarting from {self._resume_source(saved, step)}{count_text}"
         lines = (f"phalanx: {describe_failure(first_failure)}", *headline, restart)
         print("\n  ".join(lines), file=sys.stderr)
         return FailureAction.RESTART
@@ -145,9 +145,9 @@ class FailurePolicy:
         """Return a phrase for the point from which the ranks restart."""
         source = saved[0].name if saved else "the beginning"
         if self.has_memory_copies:
-            return source + ", or copies that are newer"
+            return source + " or newer copies in memory"
         steps_back = step - step_of(saved[0]) if saved else 0
-        return source + (f", {steps_back} steps before" if steps_back > 0 else "")
+        return source + (f", losing {plural(steps_back, 'step')}" if steps_back > 0 else "")
 
     def new_failure_records(self) -> list[dict[str, Any]]:
         """Return the failure records that are new since the last call.
@@ -185,7 +185,7 @@ class FailurePolicy:
         self.suspect_ranks = set()
         append_event(self.directory, RANK_DROPPED, rank=failing_rank)
         print(
-            f"phalanx: going on without rank {failing_rank}, which failed again and again: with {ranks} of {nproc}",
+            f"phalanx: rank {failing_rank} failed repeatedly; continuing without it on {ranks} of {nproc} ranks",
             file=sys.stderr,
         )
         return ranks

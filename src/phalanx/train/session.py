@@ -67,7 +67,9 @@ def train_session(
             _report_damaged(trainer, damaged, progress)
             progress.log(start_message(trainer, resumed))
             if window is not None and not steps_to_profile:
-                progress.log(f"no step is profiled: {window[0]} to {window[-1]} are done, or after the last step")
+                progress.log(
+                    f"no step is profiled: steps {window[0]} to {window[-1]} are already done or after the last step"
+                )
             profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
             if profiler is not None and profiler.metered_step is None:
                 progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")

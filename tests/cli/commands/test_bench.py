@@ -62,7 +62,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("memory", "run.toml"), r"bench = 'memory run.toml': is not \[PART\] RUN.toml"),
         (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': does not apply to matmul"),
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves no peer to communicate with"),
-        (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the ranks that compute"),
+        (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the 3 ranks that compute"),
         (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2: phalanx bench starts the ranks of"),
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],

@@ -123,9 +123,9 @@ def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Pat
     ("options", "code", "message"),
     [
         (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "cannot be resolved"),
-        (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "sees no GPU"),
+        (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "finds no GPU"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1", "--nproc", "8"), 2, "is not a valid rendezvous address"),
-        (("--nproc", "8"), 2, "sees no GPU"),
+        (("--nproc", "8"), 2, "finds no GPU"),
     ],
 )
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(

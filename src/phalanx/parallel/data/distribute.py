@@ -63,9 +63,10 @@ def distribute(
         default = Layout.model_fields[field].default
         if value != default:
             problem = (
-                f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
+                f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
+                "data parallelism"
             )
-            raise UserError(f"layout.{field}", value, problem, fix=f"leave it at {default!r}, and do it in the module")
+            raise UserError(f"layout.{field}", value, problem, fix=f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device
     return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)

@@ -51,8 +51,8 @@ class NonfiniteSteps(Callback):
         if self.in_a_row >= trainer.run.training.max_nonfinite_steps:
             trainer.checkpointer.wait()
             raise DivergenceError(
-                f"step {trainer.step}: {self.in_a_row} steps in a row were not finite: {_describe_step(record)}; "
-                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and use --resume"
+                f"step {trainer.step}: {self.in_a_row} consecutive steps were not finite ({_describe_step(record)}); "
+                "lower optimizer.learning_rate or increase optimizer.warmup_steps, then continue with --resume"
             )
 
 
