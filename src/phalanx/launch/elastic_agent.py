@@ -240,12 +240,7 @@ def run_until_done(
         RunEndedByOtherNode: Another node has ended the run.
     """
     if rendezvous.max_nodes > 1:
-        nodes_text = plural(rendezvous.max_nodes, "node")
-        timeout_text = f"at most {rendezvous.join_seconds:g} s"
-        if rendezvous.min_nodes < rendezvous.max_nodes:
-            nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
-            timeout_text += f" for {rendezvous.min_nodes}, then {rendezvous.last_call_seconds:g} s for more"
-        print(f"phalanx: waiting for {nodes_text} at {rendezvous.endpoint}: {timeout_text}", file=sys.stderr)
+        _print_expected_nodes(rendezvous)
     deadline = time.monotonic() + rendezvous.join_seconds
     while True:
         started_at = time.monotonic()
@@ -261,14 +256,11 @@ def run_until_done(
             problem = f"fewer than {nodes_text} joined within {rendezvous.join_seconds:g} s"
             raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
         except RendezvousClosedError:
-            raise RunEndedByOtherNode(
-                "another node ended the run; the output of that node contains the cause"
-            ) from None
+            problem = "another node ended the run; the output of that node contains the cause"
+            raise RunEndedByOtherNode(problem) from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if rendezvous.is_host:
-                fix = (
-                    "use a port that no other run or launcher uses; to start several ranks on one machine, use --nproc"
-                )
+                fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
                 problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
             if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
@@ -276,6 +268,15 @@ def run_until_done(
             elif time.monotonic() > deadline:
                 problem = f"the connection to the rendezvous failed: {error}"
                 raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="use another port") from None
+
+
+def _print_expected_nodes(rendezvous: Rendezvous) -> None:
+    nodes_text = plural(rendezvous.max_nodes, "node")
+    timeout_text = f"at most {rendezvous.join_seconds:g} s"
+    if rendezvous.min_nodes < rendezvous.max_nodes:
+        nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
+        timeout_text += f" for {rendezvous.min_nodes}, then {rendezvous.last_call_seconds:g} s for more"
+    print(f"phalanx: waiting for {nodes_text} at {rendezvous.endpoint}: {timeout_text}", file=sys.stderr)
 
 
 def _run_once(

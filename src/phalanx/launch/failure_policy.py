@@ -20,6 +20,7 @@ from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import FAILED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
+from phalanx.spec.formatting import plural
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 

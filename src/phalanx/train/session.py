@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Iterator
 
+from phalanx.data.packing import Batch
 from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
-from phalanx.runs.metrics import METRICS_FILE
+from phalanx.runs.metrics import METRICS_FILE, MetricsRecord
 from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
 from phalanx.train.callbacks.callback import build_callbacks
 from phalanx.train.callbacks.standard import standard_callbacks
@@ -67,13 +69,9 @@ def train_session(
             _report_damaged(trainer, damaged, progress)
             progress.log(start_message(trainer, resumed))
             if window is not None and not steps_to_profile:
-                progress.log(
-                    f"no step is profiled: steps {window[0]} to {window[-1]} are already done or after the last step"
-                )
-            profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
-            if profiler is not None and profiler.metered_step is None:
-                progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
-            step = order_guard.after_each(profiler or trainer.train_step)
+                text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
+                progress.log(f"no step is profiled: {text}")
+            step = order_guard.after_each(_profiled_step(trainer, steps_to_profile, progress))
             callbacks = standard_callbacks(trainer, logs, user_callbacks, spike_detector=spike_detector)
             evaluation = trainer.train(callbacks, progress, step, rank_log=rank_log)
             if steps_to_profile and trainer.step < steps_to_profile[0]:
@@ -97,6 +95,18 @@ def _report_damaged(trainer: Trainer, damaged: dict[str, str], progress: Progres
         progress.log(f"checkpoint {name} is damaged and was quarantined: {problem}")
         if trainer.is_main:
             append_event(trainer.directory, QUARANTINED, checkpoint=name, problem=problem)
+
+
+def _profiled_step(
+    trainer: Trainer, steps_to_profile: range, progress: ProgressDisplay
+) -> Callable[[Iterator[Batch]], MetricsRecord]:
+    """Return the trainer's step, with profiling in some steps."""
+    if not steps_to_profile:
+        return trainer.train_step
+    profiler = StepProfiler(trainer, steps_to_profile)
+    if profiler.metered_step is None:
+        progress.log(f"memory is not measured: step {profiler.first_steady_step} is the first steady step")
+    return profiler
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:
