@@ -39,6 +39,7 @@ from phalanx.launch.rendezvous import (
     SINGLE_NODE,
     Rendezvous,
     RendezvousError,
+    expected_nodes,
     interface_of,
     local_address,
     make_rendezvous_handler,
@@ -240,7 +241,7 @@ def run_until_done(
         RunEndedByOtherNode: Another node has ended the run.
     """
     if rendezvous.max_nodes > 1:
-        _print_expected_nodes(rendezvous)
+        print(f"phalanx: {expected_nodes(rendezvous)}", file=sys.stderr)
     deadline = time.monotonic() + rendezvous.join_seconds
     while True:
         started_at = time.monotonic()
@@ -268,15 +269,6 @@ def run_until_done(
             elif time.monotonic() > deadline:
                 problem = f"the connection to the rendezvous failed: {error}"
                 raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="use another port") from None
-
-
-def _print_expected_nodes(rendezvous: Rendezvous) -> None:
-    nodes_text = plural(rendezvous.max_nodes, "node")
-    timeout_text = f"at most {rendezvous.join_seconds:g} s"
-    if rendezvous.min_nodes < rendezvous.max_nodes:
-        nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
-        timeout_text += f" for {rendezvous.min_nodes}, then {rendezvous.last_call_seconds:g} s for more"
-    print(f"phalanx: waiting for {nodes_text} at {rendezvous.endpoint}: {timeout_text}", file=sys.stderr)
 
 
 def _run_once(

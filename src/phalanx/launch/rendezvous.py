@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from phalanx.spec.errors import LocalNodeError, UserError
+from phalanx.spec.formatting import plural
 
 KEEP_ALIVE_SECONDS = 2
 KEEP_ALIVE_ATTEMPTS = 5
@@ -66,6 +67,16 @@ SINGLE_NODE = Rendezvous("", "localhost", 0, min_nodes=1, max_nodes=1, join_seco
 
 class RendezvousError(LocalNodeError):
     """Too few nodes joined in time; a retry may succeed."""
+
+
+def expected_nodes(rendezvous: Rendezvous) -> str:
+    """Describe the nodes that this node waits for, where, and how long."""
+    nodes_text = plural(rendezvous.max_nodes, "node")
+    timeout_text = f"at most {rendezvous.join_seconds:g} s"
+    if rendezvous.min_nodes < rendezvous.max_nodes:
+        nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
+        timeout_text += f" for {rendezvous.min_nodes}, then {rendezvous.last_call_seconds:g} s for more"
+    return f"waiting for {nodes_text} at {rendezvous.endpoint}: {timeout_text}"
 
 
 def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
