@@ -244,4 +244,4 @@ def test_failure_policy_does_not_count_stopped_ranks_as_failures(tmp_path: Path)
         recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
         is FailureAction.RESTART
     )
-    assert recovery.consecutive_failures == recovery.consecutive_remote_failures == 0
+    assert recovery.counters.local == recovery.counters.remote == 0
