@@ -141,36 +141,67 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     data = sizes.with_cp_as_data_parallel(layout)
     if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
         return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data_dims=data)
-    # dp_replicate, dp_shard, pp, cp, tp; then cp is moved next to its data-parallel axis
-    ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
-    ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
-    cp_adjacent = (
-        ranks.permute(0, 1, 3, 2, 4) if layout.data_parallel in SHARDED_STRATEGIES else ranks.permute(0, 3, 1, 2, 4)
-    )
-    present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
-    rank_grid = cp_adjacent.reshape(list(present.values()))
-    device_mesh = make_device_mesh(device_type, rank_grid, tuple(present))
-    context = None
-    if sizes.cp > 1:
-        in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
-        context = make_device_mesh(device_type, in_rows, ("others", "cp"))["cp"]
-    experts = _build_expert_mesh(layout, sizes, ranks, device_type=device_type) if sizes.ep > 1 else None
-    pipelines = ranks.movedim(2, -1).reshape(-1, sizes.pp).tolist()
-    backward_group = new_pipeline_group(pipelines) if sizes.pp > 1 and _needs_gpu_groups(device_type) else None
+    grid = rank_grid(sizes)
     return Mesh(
         sizes,
         dist.get_rank(),
-        device_mesh,
+        _build_data_mesh(layout, data, grid, device_type=device_type),
         data_dims=data,
-        cp_mesh=context,
-        ep_mesh=experts,
-        backward_p2p_group=backward_group,
+        cp_mesh=_build_context_mesh(sizes, grid, device_type) if sizes.cp > 1 else None,
+        ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type=device_type) if sizes.ep > 1 else None,
+        backward_p2p_group=_build_backward_group(sizes, grid) if _needs_backward_group(sizes, device_type) else None,
     )
 
 
-def _build_expert_mesh(layout: Layout, sizes: ParallelDims, ranks: Tensor, device_type: str) -> DeviceMesh:
-    """Build the mesh of the ranks of a stage: expert parallelism inside, ranks with the same experts outside."""
-    by_stage = ranks.movedim(2, 0).flatten(1)
+def rank_grid(sizes: ParallelDims) -> Tensor:
+    """Return the global ranks by their coordinates on AXES.
+
+    `sizes.axes` has the axes from the outermost to the innermost, whose ranks are neighbors. The groups of a mesh are
+    rows of this grid after a permutation of its axes. For dp_shard 2, cp 2, tp 2:
+
+        data and tp        (0 1) (2 3) (4 5) (6 7)    tp      (0 2 4 6) (1 3 5 7)    data, with cp as data
+        context            (0 2) (1 3) (4 6) (5 7)    cp
+    """
+    ranks = torch.arange(sizes.world_size).view([getattr(sizes, axis) for axis in sizes.axes])
+    return ranks.permute([sizes.axes.index(axis) for axis in AXES])
+
+
+def _permute_axes(grid: Tensor, *axes: str) -> Tensor:
+    """Return the grid of ranks with its axes in another order."""
+    return grid.permute([AXES.index(axis) for axis in axes])
+
+
+def _build_data_mesh(layout: Layout, data: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
+    """Build the mesh of dp_replicate, dp_shard, pp and tp; cp joins the data-parallel axis that sums gradients."""
+    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
+    data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
+    ranks = _permute_axes(grid, *data_axes, "pp", "tp")
+    present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
+    return make_device_mesh(device_type, ranks.reshape(list(present.values())), tuple(present))
+
+
+def _build_context_mesh(sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
+    """Build the mesh of the ranks that share a sequence."""
+    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "pp", "tp", "cp")
+    return make_device_mesh(device_type, ranks.reshape(-1, sizes.cp), ("others", "cp"))["cp"]
+
+
+def _needs_backward_group(sizes: ParallelDims, device_type: str) -> bool:
+    return sizes.pp > 1 and _needs_gpu_groups(device_type)
+
+
+def _build_backward_group(sizes: ParallelDims, grid: Tensor) -> dist.ProcessGroup | None:
+    """Build the second group of this rank's pipeline, for gradients."""
+    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "cp", "tp", "pp")
+    return new_pipeline_group(ranks.reshape(-1, sizes.pp).tolist())
+
+
+def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
+    """Build the mesh of the ranks of a stage: expert parallelism inside, ranks with the same experts outside.
+
+    For dp_shard 2, tp 2, ep 2, in one stage: ep (0 1) (2 3), ranks with the same experts (0 2) (1 3).
+    """
+    by_stage = _permute_axes(grid, "pp", "dp_replicate", "dp_shard", "cp", "tp").flatten(1)
     num_same_experts = by_stage.shape[1] // sizes.ep
     replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
     shape = {
@@ -179,7 +210,7 @@ def _build_expert_mesh(layout: Layout, sizes: ParallelDims, ranks: Tensor, devic
         "dp_shard": num_same_experts // replicate,
         "ep": sizes.ep,
     }
-    # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
+    # Axes of sharded state stay even if their size is one: parameters of one kind are stepped together.
     needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
     expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
     expert_mesh = make_device_mesh(device_type, by_stage.reshape(list(expert_sizes.values())), tuple(expert_sizes))

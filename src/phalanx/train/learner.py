@@ -78,6 +78,10 @@ class Learner:
         )
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
+        self.after_passes: list[Callable[[], None]] = []
+        """Called after the passes of each step, such as by a profiler."""
+        self.after_reduction: list[Callable[[], None]] = []
+        """Called after the reduction of each step, before the update."""
         moe = run.model.moe
         moe_layers = [layer for layer in range(run.model.num_layers) if moe and run.model.is_moe_layer(layer)]
         self.experts = ExpertCounts(moe_layers, moe.num_experts if moe else 0, device)
@@ -143,7 +147,12 @@ class Learner:
 
     def reduce(self, sums: StepSums) -> StepReduction:
         """Sum values and gradients over ranks, and clip the gradients."""
-        return self.strategy.reduce(sums.packed, self.run.optimizer.max_grad_norm)
+        for observe in self.after_passes:
+            observe()
+        reduced = self.strategy.reduce(sums.packed, self.run.optimizer.max_grad_norm)
+        for observe in self.after_reduction:
+            observe()
+        return reduced
 
     def update(self, ratio: float) -> None:
         """Step the optimizers, at the peak learning rates times `ratio`."""

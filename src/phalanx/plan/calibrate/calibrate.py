@@ -276,11 +276,26 @@ def _fit_memory(runs: Sequence[MeasuredRun]) -> _MemoryFit:
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
     rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
     targets = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
-    active = [0, 1, 2]
-    while (solution := np.linalg.lstsq(rows[:, active], targets, rcond=None)[0]).min() < 0:
-        del active[int(solution.argmin())]
-    process, share, more = (float(solution[active.index(at)]) if at in active else 0.0 for at in range(3))
-    return _MemoryFit(process, share, more / share, predicted=columns[:, active] @ solution)
+    solution = _nonnegative_least_squares(rows, targets)
+    process, share, more = (float(value) for value in solution)
+    return _MemoryFit(process, share, more / share, predicted=columns @ solution)
+
+
+def _nonnegative_least_squares(rows: Array, targets: Array) -> Array:
+    """Return a solution of rows @ x = targets without negative values, by elimination.
+
+    While a value is negative, the most negative one is set to zero, and the others are fitted again. This may differ
+    from the optimum, which the few columns of a fit do not need.
+    """
+    active = list(range(rows.shape[1]))
+    solution = np.zeros(rows.shape[1])
+    while active:
+        values = np.linalg.lstsq(rows[:, active], targets, rcond=None)[0]
+        if values.min() >= 0:
+            solution[active] = values
+            break
+        del active[int(values.argmin())]
+    return solution
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

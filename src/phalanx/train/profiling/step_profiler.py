@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
-from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.parallel.strategy import Strategy
 from phalanx.runs.measured import write_measured
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory
@@ -153,20 +151,22 @@ def profile_step(
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
     flop_counter = FlopCounter()
 
-    def reduce(sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
+    def record_flops() -> None:
         profile.flops = flop_counter.flops
-        reduced = type(strategy).reduce(strategy, sums, clip_norm)
+
+    def record_resident_memory() -> None:
         memory.reclassify()
         profile.resident_bytes.update(memory.bytes_by_part)
-        return reduced
 
-    strategy.reduce = reduce  # type: ignore[method-assign]
+    learner.after_passes.append(record_flops)
+    learner.after_reduction.append(record_resident_memory)
     try:
         gradients = memory.tracking_gradients(learner.module.parameters())
         with gradients, _recorded_waits(strategy) as profile.waits, memory, recorder, flop_counter:
             result = step()
     finally:
-        del strategy.reduce
+        learner.after_passes.remove(record_flops)
+        learner.after_reduction.remove(record_resident_memory)
     recorder.resolve_device_times()
     profile.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
     profile.calls = recorder.calls
