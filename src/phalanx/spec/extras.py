@@ -12,6 +12,8 @@ EXTRA_OF_PACKAGE = {
     "datasets": "data",
     "pyarrow": "data",
     "wandb": "wandb",
+    "mlflow": "mlflow",
+    "opentelemetry": "opentelemetry",
     "matplotlib": "draw",
     "grpc": "swarm",
     "cryptography": "swarm",

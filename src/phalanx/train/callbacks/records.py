@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ class MetricsLogging(Callback):
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Write the record if it is due."""
-        if record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps:
+        if is_recorded(trainer, record):
             self._write(record)
 
     def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
@@ -47,3 +48,17 @@ class RankRecords(Callback):
         """Print the evaluation, except the last one, which is printed at the end."""
         if trainer.step < trainer.run.training.steps:
             trainer.progress.log(f"step {trainer.step}: {evaluation_message(record)}")
+
+
+def is_recorded(trainer: Trainer, record: MetricsRecord) -> bool:
+    """Return whether the record of a step is written: every `metrics.every` steps, and that of the last step."""
+    return record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps
+
+
+def numbers(record: MetricsRecord) -> dict[str, float]:
+    """Return the finite numbers of a record, without its step."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }

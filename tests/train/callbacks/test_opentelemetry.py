@@ -1,0 +1,55 @@
+"""An OTLP collector receives the numbers of metrics.jsonl, read back by OpenTelemetry's own messages."""
+
+from __future__ import annotations
+
+import gzip
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from phalanx.runs.metrics import read_metrics
+from phalanx.train import worker
+from phalanx.train.callbacks.records import numbers
+from phalanx.train.create_run import create_run
+from tests.helpers.small_runs import small_run
+
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed: pip install 'phalanx[opentelemetry]'")
+
+
+def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: Path) -> None:
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    requests: list[ExportMetricsServiceRequest] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            is_compressed = self.headers.get("Content-Encoding") == "gzip"
+            requests.append(ExportMetricsServiceRequest.FromString(gzip.decompress(body) if is_compressed else body))
+            self.send_response(200)
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}/v1/metrics"
+    callback = {"class": "phalanx.train.callbacks.opentelemetry:OpenTelemetry", "endpoint": endpoint}
+    changes = {"training.steps": 3, "evaluation": {"tokens": 64}, "callbacks": {"otel": callback}}
+    directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
+    assert worker.run_rank(directory, [], resume=True) == 0
+    server.shutdown()
+    (resource,) = requests[-1].resource_metrics
+    attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
+    assert (attributes["service.name"], attributes["phalanx.run"]) == ("phalanx", "parity")
+    points = {
+        metric.name.removeprefix("phalanx."): metric.gauge.data_points[-1]
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    received = {name: point.as_double or point.as_int for name, point in points.items()}
+    expected: dict[str, float] = {}
+    for record in read_metrics(directory):
+        expected |= {"step": record["step"], **numbers(record)}
+    del expected["time"]
+    assert received == {name: pytest.approx(value) for name, value in expected.items()}
