@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.doc_commands import lines_outside_fences
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 REPOSITORY_PATH = re.compile(r"`((?:src|tests|examples|benchmarks|docs|tools)/[\w./-]+)`")
 

@@ -18,7 +18,7 @@ UNKNOWN_RANK = -1
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """What a node knows about a failure of its ranks."""
+    """Failure of a node's ranks, as the node knows it."""
 
     first: Mapping[str, Any]
     """Record of the first failure."""

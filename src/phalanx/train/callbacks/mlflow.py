@@ -77,7 +77,7 @@ class MLflow(Callback):
             from mlflow.entities import Metric
 
             now_ms = int(1000 * time.time())
-            metrics = [Metric(name, value, now_ms, record["step"]) for name, value in numbers(record).items()]
+            metrics = [Metric(name, value, timestamp=now_ms, step=record["step"]) for name, value in numbers(record).items()]
             self._client.log_batch(self.run_id, metrics=metrics)
 
     def _end(self, status: str) -> None:
