@@ -126,12 +126,12 @@ class Running:
         return Broken(fault, detected - at, resumed - at, done - event["step"], f"{ranks} rank{'s' * (ranks > 1)}")
 
     def between_saves(self) -> None:
-        """Wait until this start has saved later steps than earlier starts, and is halfway to its next checkpoint."""
+        """Wait until this start has saved later steps than earlier starts, and is halfway to a checkpoint."""
         begun, folder = self.began()[-1]["time"], self.directory / "checkpoints"
         before = max((step for when, step in self.seen if when < begun), default=0)
         wait_until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
         first, half = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
-        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "halfway to the next checkpoint")
+        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "halfway to the next")
 
     def end(self) -> None:
         """Stop the launchers."""

@@ -4,8 +4,8 @@
                                                # and the section of docs/results/accuracy.md on before and after
 
 Short runs of `phalanx train` with 2 and 4 processes train a dense model and a model with experts. `phalanx calibrate`
-uses the runs of CALIBRATED; the runs of HELD_OUT are predicted, then compared. Finished runs are kept in --work, so that
-an interrupted benchmark continues.
+uses the runs of CALIBRATED; the runs of HELD_OUT are predicted, then compared. Finished runs are kept in --work, so
+that an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from phalanx.spec.formatting import GIB
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
 LOOP_HEADING = "Before and after calibrate"
-LOOP_TEXT = """The table compares {runs} held-out runs of `python -m benchmarks.calibration{few}` with three plans. The plan
-"before" has only the measured peak FLOP/s of this machine. The plan "after" uses `phalanx calibrate` on {fitted} other
-runs, each with two profiled steps. The third plan also uses {sweeps} files of `phalanx bench`. Computing and waiting
-times are compared only for runs in which every rank has its own core. Traffic and tensor memory are counted exactly, so
-calibration does not change them.
+LOOP_TEXT = """The table compares {runs} held-out runs of `python -m benchmarks.calibration{few}` with three
+plans. The plan "before" has only the measured peak FLOP/s of this machine. The plan "after" uses `phalanx calibrate` on
+{fitted} other runs, each with two profiled steps. The third plan also uses {sweeps} files of `phalanx bench`.
+
+Computing and waiting times are compared only for runs in which every rank has its own core. Traffic and tensor memory
+are counted exactly, so calibration does not change them.
 
 {table}
 """
@@ -54,8 +55,10 @@ BUBBLE = "pipeline bubble"
 SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "calibration.md"
 STEPS, CLOSELY = 14, "5:6"
-"""Steps of a run, and its profiled steps. Two warm-up steps and the two profiled steps are not timed; the first profiled
-step also measures memory."""
+"""Steps of a run, and its profiled steps.
+
+Two warm-up steps and the two profiled steps are not timed. The first profiled step also measures memory.
+"""
 TIME_GOAL, MEMORY_GOAL = 0.10, 0.05
 LEAST_GOOD = 20
 """Target for the number of layouts within both goals."""
@@ -243,7 +246,7 @@ class Loop:
 
 
 def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
-    """Return the errors on held-out runs for three machines: with the peak only, calibrated, and calibrated with bench."""
+    """Return the errors on held-out runs for machines with the peak only, calibrated, and calibrated with bench."""
     return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 

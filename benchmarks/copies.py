@@ -2,8 +2,8 @@
 
     python -m benchmarks.copies       # some minutes; prints the table and writes docs/results/benchmarks/copies.md
 
-Two ranks train with `recovery.in_memory_checkpoint_every = 1` and without checkpoints on disk. A random rank is killed at
-a random time, twenty times. Lost steps are steps that both ranks had finished and that were repeated."""
+Two ranks train with `recovery.in_memory_checkpoint_every = 1` and without checkpoints on disk. A random rank is killed
+at a random time, twenty times. Lost steps are steps that both ranks had finished and that were repeated."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
         time.sleep(chance.uniform(0, LATEST_SECONDS))
         os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
         wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
-        told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]  # reported by the remaining rank
+        # The remaining rank reports this step.
+        told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]
         finished.append(max(told, read_metrics(directory)[-1]["step"]))
     wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
     again = [event["step"] for event in read_events(directory) if event["what"] == STARTED][1:]

@@ -107,9 +107,9 @@ plain loop keeps full gradients until the last micro-batch and sends them once p
 DeepSpeed shard the gradients at every micro-batch, which saves memory.
 
 Memory is the peak resident memory of the process, including Python and PyTorch. Sent bytes are those of the requested
-collectives, computed for a ring. Bytes that DeepSpeed sends outside the dispatcher of torch.distributed are not counted.
-The parameter server has one server and one worker, so only one rank computes. HSDP has four ranks on the same cores: two
-replicas, each sharded over two ranks.
+collectives, computed for a ring. Bytes that DeepSpeed sends outside the dispatcher of torch.distributed are not
+counted. The parameter server has one server and one worker, so only one rank computes. HSDP has four ranks on the same
+cores: two replicas, each sharded over two ranks.
 
 ## Setup
 

@@ -28,8 +28,9 @@ RUNS = {"llama3-70b": (1024, 2**23), "llama3-405b": (16_384, 2**24), "qwen3-30b-
 """World size, and tokens per optimizer update."""
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "dryrun.md"
 HEADER = (
-    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state equal | peak memory, traced / planned "
-    "| FLOPs, traced / planned | seconds | process memory |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
+    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state equal "
+    "| peak memory, traced / planned | FLOPs, traced / planned | seconds | process memory |\n"
+    "|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
 )
 
 
@@ -101,8 +102,8 @@ def main(models: list[str]) -> None:
     if models:
         return
     notes = [
-        '- "Traced" values come from the program, which runs on tensors without data. "Planned" values are predictions of '
-        "`phalanx plan`, which does not use the trace.",
+        '- "Traced" values come from the program, which runs on tensors without data. "Planned" values are predictions '
+        "of `phalanx plan`, which does not use the trace.",
         f"- Sequences have {SEQUENCE:,} tokens, and nodes have 8 H100. Tokens per update: "
         f"{', '.join(f'{name} {tokens:,}' for name, (_, tokens) in RUNS.items())}.",
         "- Documents are masked, which is the default. Experts are balanced.",

@@ -117,7 +117,7 @@ def main() -> None:
     """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.explorer")
     parser.add_argument("--nodes", type=int, default=NODES)
-    parser.add_argument("--page", type=Path, help="explorer page to measure; it is planned and written unless it exists")
+    parser.add_argument("--page", type=Path, help="explorer page; it is planned and written unless it exists")
     arguments = parser.parse_args()
     if CHROMIUM is None:
         parser.error("chromium is not installed: apt-get install chromium")
@@ -161,15 +161,15 @@ def format_table(page: str, measured: Measured, plan_seconds: tuple[float, float
             "|---|---:|",
             *lines,
             "",
-            f"{'Passed' if passed else 'FAILED'}: loading takes less than {MAX_LOAD_SECONDS:g} s, a click takes less than "
-            f"{MAX_CLICK_SECONDS:g} s, and the page is smaller than {MAX_BYTES / 1e6:g} MB.",
+            f"{'Passed' if passed else 'FAILED'}: loading takes less than {MAX_LOAD_SECONDS:g} s, a click takes less "
+            f"than {MAX_CLICK_SECONDS:g} s, and the page is smaller than {MAX_BYTES / 1e6:g} MB.",
             "",
             f"Headless Chromium without a GPU; {os.cpu_count()} cores ({platform.machine()}), load average "
             f"{os.getloadavg()[0]:.1f}.",
             "CPU is the mean CPU time of an action over all threads of the page's process.",
-            "Columns contain 32-bit floats, rounded to one part in 65,536 and split into planes of bytes of equal weight.",
-            "They are compressed with zlib, encoded as base64 and unpacked by the browser's DecompressionStream. Points are",
-            "pixels of a canvas.",
+            "Columns contain 32-bit floats, rounded to one part in 65,536 and split into planes of bytes of equal",
+            "weight. They are compressed with zlib, encoded as base64 and unpacked by the DecompressionStream of the",
+            "browser. Points are pixels of a canvas.",
             "",
             "- Written by `python -m benchmarks.explorer`.",
             "",

@@ -106,7 +106,7 @@ def train(run: Running, ranks: int) -> list[str]:
 
 
 def compared(run: Running, found: Sequence[Broken], alike: int | None = None) -> Iterator[Broken]:
-    """End a run and compare it with one process, and with a run of `alike` ranks if its number of ranks was constant."""
+    """End a run; compare it with one process, and with `alike` ranks if its number of ranks was constant."""
     run.end()
     off, same = differs(run), same_bits(run, lambda other: train(other, alike)) if alike else None
     for each in found:
@@ -301,8 +301,8 @@ def page(found: Sequence[Broken]) -> str:
 
 - Each failure occurs halfway between two checkpoints, which are {EVERY} steps apart. All times count from the failure.
   A step is lost if it was finished and must be repeated.
-- "Equal losses" compares all steps of the run with a single process that never failed. The value is the largest relative
-  difference of a loss in fp64; ranks sum in a different order than a single process.
+- "Equal losses" compares all steps of the run with a single process that never failed. The value is the largest
+  relative difference of a loss in fp64; ranks sum in a different order than a single process.
 - "Equal bits" compares these losses bit by bit with a run of the same number of ranks that never failed. It does not
   apply to runs that had fewer ranks for a while or skipped text.
 - When a node joins or rejoins, all ranks save a checkpoint and restart. A rendezvous with fewer nodes than the maximum

@@ -301,7 +301,8 @@ def page(found: Measured, every_seconds: float) -> str:
         "steps in the final model": f"{found.steps:,}",
         "step interval of the undisturbed run": f"{found.undisturbed_seconds * 1e3:.1f} ms",
         "step time, median": f"{found.median_step_seconds * 1e3:.1f} ms",
-        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after the previous failure",
+        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after the "
+        "previous failure",
         "mean time between failures": f"{found.mtbf_seconds:.0f} s",
         "work between checkpoints, median": f"{found.interval_seconds:.1f} s",
         "pause of training for a checkpoint, mean": f"{found.wait_seconds * 1e3:.0f} ms",
@@ -326,11 +327,10 @@ Deviation: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
 with `checkpoint.every = "auto"`.
   Ranks are killed at exponentially distributed times with a mean of {every_seconds:.0f} s, also during restarts.
   `cluster.failures_per_device_hour` has the corresponding rate.
-- The measured goodput is the number of steps in the final model, multiplied by the step interval of the undisturbed run
-  and divided by the time from the first start to the stop signal. The undisturbed run has no kills and no checkpoints,
-  and was measured in the same hour.
-- The formula is `phalanx.cost.formulas.reliability.goodput`. Its inputs are the work between checkpoints, the sum of
-  both costs of a checkpoint, the mean time between failures and the restart time of this table. The slowdown compares
+- Measured goodput = steps in the final model * step interval of the undisturbed run / time from the first start to the
+  stop signal. The undisturbed run has no kills and no checkpoints, and was measured in the same hour.
+- The formula is `phalanx.cost.formulas.reliability.goodput`. Its inputs are from this table: work between checkpoints,
+  sum of both checkpoint costs, mean time between failures and restart time. The slowdown compares
   the first {BEHIND} steps after a checkpoint with the later steps.
 - The goodput with the median step uses the median step time of this run instead of the undisturbed step interval. It
   counts every slower step as a loss.

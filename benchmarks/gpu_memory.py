@@ -4,8 +4,9 @@
     python -m benchmarks.gpu_memory                               # the same from the recorded rows
 
 A null GPU computes nothing, but PyTorch's CUDA build runs on it. The caching allocator, autograd, FSDP2 and
-ProcessGroupNCCL are real, so allocated bytes equal those of a GPU. PYTHON has PyTorch's CUDA build, and OUT/lib contains
-the preloaded library (tests/null_gpu). Each row is a rank of a run in a steady step (`benchmarks.gpu_memory_rank`).
+ProcessGroupNCCL are real, so allocated bytes equal those of a GPU. PYTHON has PyTorch's CUDA build, and OUT/lib
+contains the preloaded library (tests/null_gpu). Each row is a rank of a run in a steady step
+(`benchmarks.gpu_memory_rank`).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ TEXT = """Written by `python -m benchmarks.gpu_memory`. "Planned" is the output 
 "Measured" is the peak that the caching allocator of PyTorch 2.11 allocated and reserved for the same rank, with
 expandable segments. It was measured in a steady step on a null GPU, which computes nothing.
 
-All rows have bf16, AdamW and micro-batches of one sequence. A rank has two micro-batches per step, and 4 p in a pipeline
-of p stages. Sequences have 8,192 tokens, or 4,096 for models with experts. llama3-8b has all its layers. The other
-models have fewer layers: llama3-70b 8, qwen3-30b-a3b 16 and mixtral-8x7b 8. Documents are masked in rows with
+All rows have bf16, AdamW and micro-batches of one sequence. A rank has two micro-batches per step, and 4 p in a
+pipeline of p stages. Sequences have 8,192 tokens, or 4,096 for models with experts. llama3-8b has all its layers. The
+other models have fewer layers: llama3-70b 8, qwen3-30b-a3b 16 and mixtral-8x7b 8. Documents are masked in rows with
 recomputation. `pp0` is the first rank of a pipeline; the other `pp` row is its last rank. 1 GB is 1e9 bytes.
 """
-OTHER_TEXT = """One constant was fitted to these rows: the share of the largest tensor that the allocator loses. The following
-rows were not used for the fit. Their models have all layers, except for `ddp` with 4 layers.
+OTHER_TEXT = """One constant was fitted to these rows: the share of the largest tensor that the allocator loses.
+The following rows were not used for the fit. Their models have all layers, except for `ddp` with 4 layers.
 """
 HEADER = (
     "| model | layout | ranks | allocated GB, planned | measured | error | reserved GB, planned | measured | error |\n"
@@ -107,7 +108,7 @@ def section(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.gpu_memory", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", help="an interpreter with PyTorch's CUDA build; the default shows the recorded rows")
+    parser.add_argument("--python", help="Python with PyTorch's CUDA build; the default shows the recorded rows")
     parser.add_argument("--null", metavar="OUT", help="the folder of the null GPU")
     parser.add_argument("--only", default="", help="measure rows whose model and layout contain this, and print them")
     arguments = parser.parse_args()

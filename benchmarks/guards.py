@@ -167,17 +167,17 @@ def main() -> None:
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-"On" is the default: PyTorch's flight recorder keeps the last {MAX_RECORDED_COLLECTIVES:,} collectives of every rank, and the watchdog
-thread checks for progress {1 / MAX_POLL_SECONDS:.0f} times per second. The goal is a computed ratio of at most {GOAL}: {"met" if worst <= GOAL else "missed"}
-({worst:.4f} at most).
+"On" is the default: PyTorch's flight recorder keeps the last {MAX_RECORDED_COLLECTIVES:,} collectives of every rank,
+and the watchdog thread checks for progress {1 / MAX_POLL_SECONDS:.0f} times per second. The goal is a computed ratio of
+at most {GOAL}: {"met" if worst <= GOAL else "missed"} ({worst:.4f} at most).
 
 The computed ratio adds the costs that are timed alone in one thread. The first cost is the time that the recorder adds
 to a collective of one rank, times the number of collectives in a step. Each time is the best of five series of
 {CALLS:,} collectives. The second cost is that of the polls.
 
-The other ratios are medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, in {STARTS} successive starts. The ±
-values are the notches of the medians. On a CPU, gloo's point-to-point messages of a pipeline are not recorded. The replica
-check (`training.replica_check_interval`) is off by default.
+The other ratios are medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, in {STARTS} successive
+starts. The ± values are the notches of the medians. On a CPU, gloo's point-to-point messages of a pipeline are not
+recorded. The replica check (`training.replica_check_interval`) is off by default.
 
 Written by `python -m benchmarks.guards`, with one thread per rank.
 """  # noqa: E501

@@ -99,8 +99,8 @@ def page(
 
 {table(rows)}
 
-- Goal: at most {GOALS["bf16"]} bits per byte with AVX-512, and less than {GOALS["fp32"]} without. On this machine, the demo
-  selected {run.training.precision}.
+- Goal: at most {GOALS["bf16"]} bits per byte with AVX-512, and less than {GOALS["fp32"]} without. On this machine, the
+  demo selected {run.training.precision}.
 - The text of every row is the source of the Python {platform.python_version()} library. It has
   {sizes[0] / 1e6:.1f} MB for training and {sizes[1] / 1e6:.2f} MB held out by file.
 - The n-gram model (`benchmarks/ngram.py`) counts the complete training text on one thread. A start symbol before each

@@ -72,7 +72,8 @@ def _seconds(work: Callable[[int], object], steps: int) -> float:
 def table(rows: list[Row]) -> str:
     """Format the rows as a Markdown table."""
     lines = [
-        "| documents | T | rows | loader, M tokens/s | limit (copy), M tokens/s | share of limit | multiple of the goal (20 M) |",
+        "| documents | T | rows | loader, M tokens/s | limit (copy), M tokens/s | share of limit "
+        "| multiple of the goal (20 M) |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -89,10 +90,10 @@ def page(rows: list[Row]) -> str:
 
 {table(rows)}
 
-- A batch contains the token, the target and the document start of each position. Tokens come from a memory-mapped uint16
-  file in the page cache.
-- Speeds are per CPU second of one thread: medians over {ROUNDS} rounds of {TOKENS_PER_ROUND / 1e6:.0f} M tokens. Rounds of
-  the loader and of the limit alternate.
+- A batch contains the token, the target and the document start of each position. Tokens come from a memory-mapped
+  uint16 file in the page cache.
+- Speeds are per CPU second of one thread: medians over {ROUNDS} rounds of {TOKENS_PER_ROUND / 1e6:.0f} M tokens. Rounds
+  of the loader and of the limit alternate.
 - The limit copies the same number of tokens in file order from the same file into two int64 arrays. The loader also
   looks up the documents of each row, gathers tokens from the complete file and marks document starts.
 - The text is the source of the Python library as bytes. "files" has one document per file, and "short" has documents of

@@ -113,9 +113,9 @@ ranks.
 which are cheaper on two ranks of a CPU and save less memory.
 
 Plain PyTorch is a small Llama model. Its `tp2` uses `parallelize_module`, sequence parallelism and `loss_parallel`. Its
-`pp2` uses 1F1B of `torch.distributed.pipelining`, with half of the layers on each rank. Its `cp2` uses the ring attention
-of `torch.distributed.tensor.experimental` under DDP, because `context_parallel` does not run on a CPU. The pipelines and
-the context parallelism of OLMo-core need CUDA.
+`pp2` uses 1F1B of `torch.distributed.pipelining`, with half of the layers on each rank. Its `cp2` uses the ring
+attention of `torch.distributed.tensor.experimental` under DDP, because `context_parallel` does not run on a CPU. The
+pipelines and the context parallelism of OLMo-core need CUDA.
 
 ## Setup
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.offload        # prints the table and writes docs/results/benchmarks/offload.md
 
-The same run of `phalanx train` runs twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup whose
-limit is a quarter of the optimizer state. The runs take turns: one is stopped (SIGSTOP) during a step of the other, so
-that other programs slow both runs equally. Needs root for the cgroup, and 20 bytes of disk and 16 of memory per
-parameter.
+The same run of `phalanx train` runs twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup. The
+limit of the cgroup is a quarter of the optimizer state. The runs take turns: one is stopped (SIGSTOP) during a step of
+the other, so that other programs slow both runs equally. Needs root for the cgroup, and 20 bytes of disk and 16 of
+memory per parameter.
 """
 
 from __future__ import annotations
@@ -193,17 +193,16 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 
 {table(memory, disk, state_bytes, limit_bytes)}
 
-The speed with the state on disk is {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of all
-{len(disk.steps)} steps are bitwise equal: {"yes" if same(memory, disk) else "no"}.
+The speed with the state on disk is {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of
+all {len(disk.steps)} steps are bitwise equal: {"yes" if same(memory, disk) else "no"}.
 
 - The model has {total / 1e6:.0f} M parameters and width {WIDTH}. One rank with one thread trains it in bf16 with
   `layout.data_parallel = "zero2"` and recomputed blocks. An update has {tokens:,}
   tokens, in forward passes of {2 * SEQUENCE}. More tokens per update improve the ratio, because the disk traffic per
   update stays constant except for the gradients.
-- The limit is that of a {disk.limit.kind}. It covers all memory of the process, including Python and PyTorch (about 0.25 GB)
-  and the page cache. The bf16 weights (2 bytes per parameter) stay in memory. Optimizer state \
-({STATE_BYTES_PER_PARAMETER} bytes per parameter)
-  and gradients (2 bytes per parameter) are on disk.
+- The limit is that of a {disk.limit.kind}. It covers all memory of the process, including Python and PyTorch (about
+  0.25 GB) and the page cache. The bf16 weights (2 bytes per parameter) stay in memory. Optimizer state
+  ({STATE_BYTES_PER_PARAMETER} bytes per parameter) and gradients (2 bytes per parameter) are on disk.
 - The two runs took turns: one was stopped during a step of the other. Seconds of the steps after the first: in
   memory {seconds[0]}, on disk {seconds[1]}. The ratio is the median over neighboring steps.
 - Read and written bytes are the kernel's counts for the process, including gradients once per forward pass. GB/s is the
@@ -240,7 +239,7 @@ def main() -> None:
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]
         if limits[1].kind != "cgroup":
-            sys.exit("benchmarks.offload: RLIMIT_DATA counts unused memory. Run the benchmark as root, which creates a cgroup.")
+            sys.exit("benchmarks.offload: RLIMIT_DATA counts unused memory. Run as root, which allows a cgroup.")
         runs = []
         for run, limit in zip((described_memory, described_disk), limits, strict=True):
             runs.append(start(run, limit))

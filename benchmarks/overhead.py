@@ -161,8 +161,8 @@ def page(results: Sequence[Comparison], rounds: int, steps: int) -> str:
 
 {overhead_table(results)}
 
-Goals: a ratio of at least {SPEED_GOAL}, and a peak memory of at most {MEMORY_GOAL} times that of the plain loop. Memory is
-measured in separate processes. The ratio is the median over neighboring rounds. `ddp` is `DistributedDataParallel`.
+Goals: a ratio of at least {SPEED_GOAL}, and a peak memory of at most {MEMORY_GOAL} times that of the plain loop. Memory
+is measured in separate processes. The ratio is the median over neighboring rounds. `ddp` is `DistributedDataParallel`.
 `fsdp` is `zero3` in Phalanx, and `fully_shard` of each block and the root with its defaults in the plain loop.
 
 ## Each trainer in its own two processes, in turn

@@ -2,9 +2,10 @@
 
     python -m benchmarks.pipeline       # prints the tables and writes docs/results/benchmarks/pipeline.md
 
-Two ranks train a model. With more ranks than cores, each stage waits for a fixed time instead of computing, so that only
-the schedule and its messages are measured. The bubble is the idle share of all ranks between the first start and the
-last end in a step. The simulation uses the executed schedule, with the fixed times or the measured times of its actions.
+Two ranks train a model. With more ranks than cores, each stage waits for a fixed time instead of computing, so that
+only the schedule and its messages are measured. The bubble is the idle share of all ranks between the first start and
+the last end in a step. The simulation uses the executed schedule, with the fixed times or the measured times of its
+actions.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
     """Return the mean times of each stage's actions in a step; a full backward pass counts as its input half."""
     taken: dict[tuple[int, str], list[float]] = defaultdict(list)
     for spans in step.spans:
-        for action, begun, ended in spans:  # overlapped pairs are skipped: their actions have the mean time of other such actions
+        for action, begun, ended in spans:  # actions of overlapped pairs have the mean time of other such actions
             if isinstance(action, Action):
                 taken[action.stage, action.kind].append(float(ended - begun))
     mean = {key: statistics.mean(seconds) for key, seconds in taken.items()}
@@ -59,7 +60,15 @@ def by_step(by_rank: list[list[list[Span]]]) -> list[Timeline]:
     return [Timeline(tuple(map(tuple, step))) for step in zip(*by_rank, strict=True)]
 
 
-COLUMNS = ("schedule", "ranks", "micro-batches", "simulated bubble", "measured bubble", "difference, points", "seconds per step")
+COLUMNS = (
+    "schedule",
+    "ranks",
+    "micro-batches",
+    "simulated bubble",
+    "measured bubble",
+    "difference, points",
+    "seconds per step",
+)
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 

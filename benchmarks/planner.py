@@ -128,7 +128,8 @@ def step_time_table(held: list[Held], left_out: dict[str, float]) -> Iterator[st
     yield f"\nThe mean error over {len(held)} rows is {every.mean():.1f} % (target 8): {met(every.mean() <= 8)}."
     yield f"The mean over sources is {by_source:.1f} %."
     if left_out:
-        yield f"With each source left out of the fit, the mean over sources is {np.mean(list(left_out.values())):.1f} %."
+        mean_left_out = np.mean(list(left_out.values()))
+        yield f"With each source left out of the fit, the mean over sources is {mean_left_out:.1f} %."
 
 
 def leave_one_out(known: list[Known]) -> dict[str, float]:
@@ -167,7 +168,8 @@ def memory_lines(known: list[Known]) -> Iterator[str]:
     labels = [(p.p_oom, r.out_of_memory) for r, p in zip(told, predicted, strict=True) if r.source == "hage"]
     risk, failed = np.array([p for p, _ in labels]), np.array([out for _, out in labels])
     right = ((risk > 0.5) == failed).mean()
-    yield f"\nThe prediction of out of memory is right for {right:.1%} of {len(labels)} labels (target 97): {met(right >= 0.97)}."
+    reached = met(right >= 0.97)
+    yield f"\nThe prediction of out of memory is right for {right:.1%} of {len(labels)} labels (target 97): {reached}."
     missed, feared = (failed & (risk <= 0.5)).sum(), (~failed & (risk > 0.5)).sum()
     yield f"{missed} runs that failed were predicted to fit, and {feared} runs that fitted were predicted to fail."
     yield "\n| predicted P(OOM) | rows | failed |\n|---|---|---|"
@@ -222,10 +224,12 @@ def head(path: Path, leave_out: bool) -> list[str]:
         "# Accuracy of the planner",
         "",
         f"Written by `python -m benchmarks.planner {given}`. Rows are published runs in 16-bit",
-        "precision. Errors are absolute percentages of the published step time. \"Left out\" is the error with constants that",
-        "were fitted without the source. \"Constant utilization\" is the error of a baseline with one utilization for each",
-        "hardware generation. \"Best peer\" is the lowest error of Calculon, llm-analysis and SimuMax. The target is half of",
-        f"that error, and at most {LIMIT:g} %.",
+        "precision. Errors are absolute percentages of the published step time. The target is half of the best peer's",
+        f"error, and at most {LIMIT:g} %.",
+        "",
+        "- Left out: the error with constants that were fitted without the source.",
+        "- Constant utilization: the error of a baseline with one utilization for each hardware generation.",
+        "- Best peer: the lowest error of Calculon, llm-analysis and SimuMax.",
         "",
     ]
 

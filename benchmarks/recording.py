@@ -138,10 +138,10 @@ def main() -> None:
 |---|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-"Light" is the default of every run. The goal is a computed ratio of at most {GOAL}: {"met" if worst <= GOAL else "missed"}
-({worst:.4f} at most). "Off" is `metrics.per_rank_records = false`, which writes no records but measures the times in
-`metrics.jsonl`. "Full" is a step of `--profile-steps`. The profiled step that also measures memory takes several times
-as long.
+"Light" is the default of every run. The goal is a computed ratio of at most {GOAL}:
+{"met" if worst <= GOAL else "missed"} ({worst:.4f} at most). "Off" is `metrics.per_rank_records = false`, which writes
+no records but measures the times in `metrics.jsonl`. "Full" is a step of `--profile-steps`. The profiled step that also
+measures memory takes several times as long.
 
 The measured ratios are medians over {ROUNDS} rounds, each with one step of each kind. Neighboring steps differ by more
 than the cost of light recording. Therefore, the recording calls of a step are also timed alone, {CALLS:,} times. The

@@ -125,7 +125,8 @@ def main() -> None:
 
 Target: a restart within 1.0 s: {"met" if median(warm) <= 1 else "missed"}.
 
-- Two ranks under DDP train the preset `tiny` in fp32 on {os.cpu_count()} cores, with {KILLS} kills or {STARTS} starts per row.
+- Two ranks under DDP train the preset `tiny` in fp32 on {os.cpu_count()} cores, with {KILLS} kills or {STARTS} starts
+  per row.
 - Written by `python -m benchmarks.restart`.
 """
     print(text)

@@ -94,17 +94,19 @@ WAYS = {
 """Lines of [swarm]. Each expert is trained by one node, or by two nodes in "twice"."""
 Row = dict[str, Any]
 NOTES = (
-    f"- The {len(NODES)} nodes are processes in network namespaces of their own. They share {os.cpu_count()} cores, so the steps of a",
-    "  node are faster while other nodes wait. The kernel shapes the links, and nodes use mutual TLS. A run has 600 steps in",
-    "  24 rounds of 25, with 1,024 tokens per step and node. Central training has the same tokens, 4,096 per step.",
+    f"- The {len(NODES)} nodes are processes in network namespaces of their own. They share {os.cpu_count()} cores, so",
+    "  the steps of a node are faster while other nodes wait. The kernel shapes the links, and nodes use mutual TLS.",
+    "- A run has 600 steps in 24 rounds of 25, with 1,024 tokens per step and node. Central training has the same",
+    "  tokens, 4,096 per step.",
     "- The held-out loss is the mean over seeds (minimum to maximum), compared with spes for the same seeds.",
-    "- MB are those of one node in the complete run, without its initial weights. MB on the wire are all bytes on its link,",
-    "  including TLS, TCP and control messages.",
+    "- MB are those of one node in the complete run, without its initial weights. MB on the wire are all bytes on its",
+    "  link, including TLS, TCP and control messages.",
     "- With overlap, a node trains ten of the 25 steps of a round during the exchange, and adds them to the result.",
     "- The state consists of the weights, gradients and AdamW moments of a node's trainer in a step.",
-    "- Seconds are those from the start of the second round to the end of the last round. \"Training\" is the share of time in",
-    "  which nodes train, without the first round. The formula uses the measured step time, and the bytes at the link speed.",
-    "- Rows were measured on several days. Other work on these cores increases the seconds, but not the losses and bytes.",
+    '- Seconds are those from the start of the second round to the end of the last round. "Training" is the share of',
+    "  time in which nodes train, without the first round. The formula uses the measured step time, and the bytes at",
+    "  the link speed.",
+    "- Rows were measured on several days. Other work on these cores increases the seconds, but not losses and bytes.",
     f"- Written by `python -m benchmarks.swarm` from docs/results/benchmarks/swarm.jsonl; {platform.machine()}, torch "
     f"{torch.__version__}.",
 )
@@ -152,8 +154,8 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
         wire = {name: _carried(made, name) for name in NODES}
         at = [event["at"] for event in under_way.events("opened", "committed")]
     rounds = {name: _lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
-    later = [line for lines in rounds.values() for line in lines[1:]]  # the first round starts before all nodes have joined
-    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # every node downloads the initial weights
+    later = [line for lines in rounds.values() for line in lines[1:]]  # nodes may join during the first round
+    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # initial weights
     return {
         "loss": held_out_loss(folder / "nodes" / NODES[0]),
         "seconds": at[-1] - at[2],
@@ -315,10 +317,11 @@ def page() -> str:
             f"{1 - _said(spes[0]) / _said(diloco[0]):.1%}).",
             f"- spes+ in int8 sends {sent['int8'] / whole:.3f} of diloco's bytes (target 0.17). Its loss differs by "
             f"{loss:+.2%} from that of spes in fp32 (target 0.5 %).",
-            f"- At {SPEEDS[0]} Mbit/s with overlap, nodes train {statistics.median(slow):.1%} of the time (target 90 %).",
-            f"- The loss of spes is {gap:.1%} above that of central training. Each of its experts sees a quarter of its "
-            "tokens, and nodes train separately for 25 steps. Experts of fedavg see all tokens, so its difference shows "
-            "the effect of separate training.",
+            f"- At {SPEEDS[0]} Mbit/s with overlap, nodes train {statistics.median(slow):.1%} of the time "
+            "(target 90 %).",
+            f"- The loss of spes is {gap:.1%} above that of central training. Each of its experts sees a quarter of",
+            "  its tokens, and nodes train separately for 25 steps. Experts of fedavg see all tokens, so its loss",
+            "  shows the effect of separate training.",
         ]
     return "\n".join([*lines, *NOTES, ""])
 

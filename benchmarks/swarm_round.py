@@ -3,8 +3,8 @@
     python -m benchmarks.swarm_round           # prints the table and writes docs/results/benchmarks/swarm_round.md
 
 The coordinator is `phalanx swarm serve`. Four processes send and receive as nodes do, without training, over loopback
-with mutual TLS. The model has 0.27 GB in fp32, half of it experts. The page compares the round with that of the reference
-implementation of SPES, which polls every 20 s and has no TLS (measured once, ../shared/SPES.md, B2).
+with mutual TLS. The model has 0.27 GB in fp32, half of it experts. The page compares the round with that of the
+reference implementation of SPES, which polls every 20 s and has no TLS (measured once, ../shared/SPES.md, B2).
 """
 
 from __future__ import annotations
@@ -285,23 +285,23 @@ def page(ways: list[dict[str, Any]], wire_alone: tuple[float, float], up: float,
 
 Written by `python -m benchmarks.swarm_round`. Four nodes that do not train and a coordinator share {os.cpu_count()}
 cores and communicate over loopback with mutual TLS. The model has {model / 1e9:.2f} GB in fp32, half of it experts.
-Times are medians over {ROUNDS - 1} rounds. The time of a round is that of its slowest node, and the times of its parts are
-medians over nodes. "Encode" and "decode" write weights to a file and read them from a file, on four nodes at once.
+Times are medians over {ROUNDS - 1} rounds. The time of a round is that of its slowest node, and the times of its parts
+are medians over nodes. "Encode" and "decode" write weights to a file and read them from a file, on four nodes at once.
 
 {chr(10).join(lines)}
 
-- Target: a round takes at most {GOAL_SECONDS:.0f} s ({met}). A round of spes in fp32 in the reference implementation took
-  {REFERENCE_SECONDS} s.
-- Target: the coordinator uses at most its limit, 1.5 models + 256 MB. The coordinator of the reference implementation used
-  {REFERENCE_MODELS} models.
-- At other times, the same program takes half as long again, because the cost of the wire, the page cache and new memory
-  varies on this virtual machine. The speed of a single stream in the same run shows the state of the machine.
+- Target: a round takes at most {GOAL_SECONDS:.0f} s ({met}). A round of spes in fp32 in the reference implementation
+  took {REFERENCE_SECONDS} s.
+- Target: the coordinator uses at most its limit, 1.5 models + 256 MB. The coordinator of the reference implementation
+  used {REFERENCE_MODELS} models.
+- At other times, the same program takes half as long again. On this virtual machine, the cost of the wire, the page
+  cache and new memory varies. The speed of a single stream in the same run shows the state of the machine.
 - A single stream over mutual TLS reaches {wire_alone[0] / 1e9:.2f} GB/s up (target {GOAL_UP / 1e9:.1f}:
-  {"met" if wire_alone[0] >= GOAL_UP else "missed"}) and {wire_alone[1] / 1e9:.2f} GB/s down (target {GOAL_DOWN / 1e9:.1f}:
-  {"met" if wire_alone[1] >= GOAL_DOWN else "missed"}).
-- The upload of a model reaches {up / wire_alone[0]:.0%} of this limit ({up / 1e9:.2f} GB/s). It includes the checksum, the checks of values
-  and size, and the write to disk. The download reaches {down / wire_alone[1]:.0%} ({down / 1e9:.2f} GB/s), including the checksum of
-  each piece and the write to a file.
+  {"met" if wire_alone[0] >= GOAL_UP else "missed"}) and {wire_alone[1] / 1e9:.2f} GB/s down (target
+  {GOAL_DOWN / 1e9:.1f}: {"met" if wire_alone[1] >= GOAL_DOWN else "missed"}).
+- The upload of a model reaches {up / wire_alone[0]:.0%} of this limit ({up / 1e9:.2f} GB/s). It includes the checksum,
+  the checks of values and size, and the write to disk. The download reaches {down / wire_alone[1]:.0%}
+  ({down / 1e9:.2f} GB/s), including the checksum of each piece and the write to a file.
 - Machine: {platform.machine()}, Python {platform.python_version()}.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.swarm_soak       # an hour; prints the table; writes docs/results/benchmarks/swarm_soak.md
 
-Four nodes and a coordinator run as in benchmarks/swarm.py, on links of 100 Mbit/s, for two hundred rounds. These are the
-faults: a node is killed and restarted, a node is stopped for some seconds, the coordinator is killed and restarted, a
-link is cut and restored, a member sends an update with NaN, a stranger sends an update.
+Four nodes and a coordinator run as in benchmarks/swarm.py, on links of 100 Mbit/s, for two hundred rounds. These are
+the faults: a node is killed and restarted, a node is stopped for some seconds, the coordinator is killed and restarted,
+a link is cut and restored, a member sends an update with NaN, a stranger sends an update.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counte
 def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
     """Return the page of the benchmark."""
     lines = [
-        "| nodes per expert | seed | loss | loss with faults | difference | nodes per round | s | s with faults | faults "
-        "| rejected updates |",
+        "| nodes per expert | seed | loss | loss with faults | difference | nodes per round | s | s with faults "
+        "| faults | rejected updates |",
         "|---|" + "---:|" * 7 + "---|---|",
     ]
     for replication, seed, calm, rough in pairs:

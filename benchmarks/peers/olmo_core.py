@@ -39,7 +39,8 @@ class Recorder:
 def parallelism(shape: Shape, layout: str) -> dict[str, Any]:
     """Return the configuration of `layout`."""
     if layout == "tp2":
-        one = {"dp_config": TransformerDataParallelConfig(name=DataParallelType.fsdp)}  # one rank: OLMo-core requires a configuration
+        # OLMo-core requires data parallelism, which has one rank here.
+        one = {"dp_config": TransformerDataParallelConfig(name=DataParallelType.fsdp)}
         return one | {"tp_config": TransformerTensorParallelConfig(degree=RANKS)}
     return {"dp_config": TransformerDataParallelConfig(name=DataParallelType(layout))}
 

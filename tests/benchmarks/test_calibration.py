@@ -13,7 +13,8 @@ def test_calibration_benchmark_counts_layouts_within_time_and_memory_targets():
     def both(time: list[float], tensors: list[float]) -> str:
         return Compared("", time, tensors, []).both
 
-    assert both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0]).startswith("20 of 21 layouts are within 10% of the step time")
+    shown = both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0])
+    assert shown.startswith("20 of 21 layouts are within 10% of the step time")
     assert both([0.09] * 20, [-0.05] * 20).endswith("(target: at least 20): met")
     assert both([0.0] * 19 + [0.2, 0.0], [0.0] * 20 + [0.06]).endswith("(target: at least 20): missed")
 
