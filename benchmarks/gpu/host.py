@@ -1,6 +1,6 @@
 """Measure the host in a step on one GPU: waits and their lines, kernel launches, compilations, and GPU idle time.
 
-    python -m benchmarks.gpu.host VARIANT     # prints a line of JSON for the GPU of this process
+python -m benchmarks.gpu.host VARIANT     # prints a line of JSON for the GPU of this process
 """
 
 from __future__ import annotations
