@@ -1,4 +1,4 @@
-"""A run of `phalanx train` that is broken on purpose while it trains, and held against one that never failed."""
+"""Break a run of `phalanx train` on purpose, and compare it with a run that never failed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MODEL = {
     "max_seq_len": 64,
 }
 SEQUENCES = 16
-"""Of each step."""
+"""Sequences per step."""
 EVERY, TIMEOUT_SECONDS, LAST_CALL_SECONDS, BAD_STEPS = 20, 5, 3, 3
 
 
 def described(out: Path, cache: Path) -> RunSpec:
-    """A run without an end."""
+    """Return a run without an end."""
     return run_from_table(
         {
             "name": "faults",
@@ -67,7 +67,7 @@ def described(out: Path, cache: Path) -> RunSpec:
 
 @dataclass
 class Broken:
-    """A fault, and what came of it. Seconds count from the fault; None: ranks did not stop."""
+    """Fault and its consequences. Seconds count from the fault; None if ranks did not stop."""
 
     fault: str
     detect_seconds: float | None
@@ -75,22 +75,22 @@ class Broken:
     steps_lost: int
     goes_on: str
     differs: float = field(default=float("nan"))
-    """The largest relative difference of a loss to one process's that never fails."""
+    """Largest relative difference of a loss from that of one process that never fails."""
     same_bits: bool | None = None
-    """Whether all losses are those of as many ranks that never fail. None: ranks were not always as many."""
+    """True if all losses equal those of a run that never fails; None if the number of ranks changed."""
 
 
 class Running:
-    """A run under way: its launchers, and what is seen of it."""
+    """Running run: its launchers and its observed progress."""
 
     def __init__(self, file: Path, directory: Path) -> None:
         self.file, self.directory = file, directory
         self.launchers: dict[str, subprocess.Popen[bytes]] = {}
         self.seen: list[tuple[float, int]] = []
-        """When which step was the last that is written down."""
+        """Times at which the last recorded step changed, and these steps."""
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """A launcher, or one again."""
+        """Start or restart a launcher."""
         with (self.file.parent / f"{name}.log").open("a") as log:
             self.launchers[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -98,7 +98,7 @@ class Running:
         return [event for event in read_events(self.directory) if event["what"] == "started"]
 
     def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
-        """Wait until the last start, which is not one of so many before, has done some steps; when it did the first."""
+        """Wait until a new start with `ranks` ranks has finished `steps` steps; return the time of its first step."""
         wait_until(lambda: len(self.began()) > begun and self.began()[-1]["ranks"] == ranks, f"{ranks} ranks")
         at, after = self.began()[-1]["time"], self.began()[-1]["step"]
         wait_until(lambda: any(when > at and step >= after + steps for when, step in self.seen), "steps")
@@ -107,13 +107,15 @@ class Running:
     def broken(
         self, fault: str, strike: Callable[[], object], ranks: int = 2, again: Callable[[], object] | None = None
     ) -> Broken:
-        """Strike, once there is something to lose; `again` is what a user or a scheduler does then. How soon and how
-        well the run goes on with so many ranks."""
+        """Strike after a checkpoint, and measure how the run continues with `ranks` ranks.
+
+        `again` is the reaction of a user or a scheduler.
+        """
         self.between_saves()
         begun, before = len(self.began()), set(rank_pids(self.directory).values())
         at = time.time()
         strike()
-        wait_until(lambda: not any(map(_lives, before)), f"{fault}: ranks have ended")
+        wait_until(lambda: not any(map(_lives, before)), f"{fault}: end of the ranks")
         detected = time.time()
         if again is not None:
             again()
@@ -124,25 +126,25 @@ class Running:
         return Broken(fault, detected - at, resumed - at, done - event["step"], f"{ranks} rank{'s' * (ranks > 1)}")
 
     def between_saves(self) -> None:
-        """Wait until this start has saved more than any did before, and is half way to its next checkpoint."""
+        """Wait until this start has saved later steps than earlier starts, and is halfway to a checkpoint."""
         begun, folder = self.began()[-1]["time"], self.directory / "checkpoints"
         before = max((step for when, step in self.seen if when < begun), default=0)
         wait_until(lambda: any(step_of(each) > before for each in checkpoints(folder)), "a checkpoint")
         first, half = self.seen[-1][1], range(EVERY // 2 - 2, EVERY // 2 + 3)
-        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "half way to the next")
+        wait_until(lambda: self.seen[-1][1] > first and self.seen[-1][1] % EVERY in half, "halfway to the next")
 
     def end(self) -> None:
-        """Tell the launchers to end."""
+        """Stop the launchers."""
         for launcher in self.launchers.values():
             if launcher.poll() is None:
                 launcher.terminate()
         wait_until(
-            lambda: all(launcher.poll() is not None for launcher in self.launchers.values()), "launchers have ended"
+            lambda: all(launcher.poll() is not None for launcher in self.launchers.values()), "end of the launchers"
         )
 
 
 def _lives(pid: int) -> bool:
-    """Also of one that has ended where nobody has taken note yet."""
+    """Return whether a process runs; False for a zombie."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -150,7 +152,7 @@ def _lives(pid: int) -> bool:
 
 @contextmanager
 def running(folder: Path, out: Path | None = None, cache: Path | None = None) -> Iterator[Running]:
-    """A run to start and to break, whose directory is made in `out`. None of its processes is left."""
+    """Yield a run to start and to break, whose directory is created in `out`; kill its processes at the end."""
     folder.mkdir()
     file = folder / "run.toml"
     run = described(out or folder, cache or folder.parent / "cache")
@@ -168,27 +170,27 @@ def running(folder: Path, out: Path | None = None, cache: Path | None = None) ->
         for launcher in found.launchers.values():
             launcher.kill()
             launcher.wait()
-        wait_until(lambda: not rank_pids(found.directory), "no rank is left")
+        wait_until(lambda: not rank_pids(found.directory), "end of all ranks")
 
 
 def trained(run: Running) -> list[float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     return [record["loss"] for record in read_metrics(run.directory) if "loss" in record]
 
 
 def same_bits(run: Running, command: Callable[[Running], Sequence[str]]) -> bool:
-    """Whether losses are, bit for bit, those of another run that is started with a command and never fails."""
+    """Return whether losses equal, bit by bit, those of a run that starts with `command` and never fails."""
     learned = trained(run)
     with running(run.file.parent / "unbroken", cache=run.file.parents[1] / "cache") as other:
         other.start("unbroken", command(other))
-        wait_until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "as many steps")
+        wait_until(lambda: bool(other.seen) and other.seen[-1][1] >= len(learned), "the same number of steps")
         other.end()
-        assert len(other.began()) == 1, "it never fails"
+        assert len(other.began()) == 1, "the reference run failed"
         return trained(other)[: len(learned)] == learned
 
 
 def differs(run: Running) -> float:
-    """The largest relative difference of a loss to one process's that never fails, and passes over the same text."""
+    """Return the largest relative difference of a loss from one process that never fails and skips the same text."""
     learned = trained(run)
     described = load_run(run.file)
     one = Trainer(

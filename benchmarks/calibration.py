@@ -1,11 +1,11 @@
-"""Predicted beside measured on this machine, of layouts that the planner was not calibrated on.
+"""Compare predicted and measured layouts on this machine, for layouts that the planner was not calibrated on.
 
     python -m benchmarks.calibration           # prints the tables and writes docs/results/benchmarks/calibration.md,
                                                # and the section of docs/results/accuracy.md on before and after
 
-Short runs of `phalanx train` with 2 and 4 processes, a dense model and one with experts. The first of them go to
-`phalanx calibrate`; the others are predicted, then looked at. Runs that are done are kept (--work), so that one that
-is interrupted goes on.
+Short runs of `phalanx train` with 2 and 4 processes train a dense model and a model with experts. `phalanx calibrate`
+uses the runs of CALIBRATED; the runs of HELD_OUT are predicted, then compared. Finished runs are kept in --work, so
+that an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -42,22 +42,26 @@ from phalanx.spec.formatting import GIB
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
 LOOP_HEADING = "Before and after calibrate"
-LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan
-that knows this machine's peak alone, against the plan after `phalanx calibrate` of {fitted} others, of which two steps
-each were looked at closely, and against that with {sweeps} files of `phalanx bench` beside them. Computing and
-waiting are told apart where every rank has a core of its own. Bytes, and those of tensors, are counted: no calibration
-changes them.
+LOOP_TEXT = """The table compares {runs} held-out runs of `python -m benchmarks.calibration{few}` with three
+plans. The plan "before" has only the measured peak FLOP/s of this machine. The plan "after" uses `phalanx calibrate` on
+{fitted} other runs, each with two profiled steps. The third plan also uses {sweeps} files of `phalanx bench`.
+
+Computing and waiting times are compared only for runs in which every rank has its own core. Traffic and tensor memory
+are counted exactly, so calibration does not change them.
 
 {table}
 """
-BUBBLE = "bubble of a pipeline"
+BUBBLE = "pipeline bubble"
 SENT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "calibration.md"
 STEPS, CLOSELY = 14, "5:6"
-"""Two do not count, one is measured from inside, and two are looked at closely, of which that is the first."""
+"""Steps of a run, and its profiled steps.
+
+Two warm-up steps and the two profiled steps are not timed. The first profiled step also measures memory.
+"""
 TIME_GOAL, MEMORY_GOAL = 0.10, 0.05
 LEAST_GOOD = 20
-"""Layouts that are to be within both goals."""
+"""Target for the number of layouts within both goals."""
 RUN = """
 [model]
 {model}
@@ -85,7 +89,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Short:
-    """A run to make: model, processes, layout."""
+    """Short run to train: model, number of processes, layout."""
 
     model: str
     ranks: int
@@ -191,7 +195,7 @@ SWEPT = [
 
 
 def command_of(words: Sequence[str], short: Short, work: Path) -> None:
-    """A command of ours on the run file of a layout."""
+    """Run a `phalanx` command on the run file of a layout."""
     file = work / f"{short.name}.toml"
     file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
     chosen = [f"name={short.name}", f"output_dir={work}", *(f"layout.{choice}" for choice in short.layout.split(","))]
@@ -204,7 +208,7 @@ def command_of(words: Sequence[str], short: Short, work: Path) -> None:
 
 
 def sweep(short: Short, work: Path) -> BenchmarkFile:
-    """What `phalanx bench` finds for a layout, unless it is there."""
+    """Return the measurements of `phalanx bench` for a layout; measure them unless their file exists."""
     file = work / f"{short.name}.json"
     if not file.exists():
         command_of(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
@@ -212,7 +216,7 @@ def sweep(short: Short, work: Path) -> BenchmarkFile:
 
 
 def train(short: Short, work: Path) -> MeasuredRun:
-    """Make a run, unless it is there."""
+    """Train a run unless it is finished, and return its measurements."""
     directory = work / short.name
     if not (directory / "done").exists():
         shutil.rmtree(directory, ignore_errors=True)
@@ -224,16 +228,15 @@ def train(short: Short, work: Path) -> MeasuredRun:
 
 @dataclass(frozen=True)
 class Loop:
-    """How far off a plan is on runs, with what is known of the machine before and after `phalanx calibrate`: predicted
-    / measured - 1, but of bubbles the difference of shares."""
+    """Errors of plans before and after `phalanx calibrate`: predicted / measured - 1, for bubbles the difference."""
 
     before: dict[str, list[float]]
     after: dict[str, list[float]]
     measured: dict[str, list[float]]
-    """With what `phalanx bench` found, too."""
+    """After calibration that also uses the measurements of `phalanx bench`."""
 
     def __str__(self) -> str:
-        lines = ["| | runs | median error before | after | with `measure` |", "|---|---:|---:|---:|---:|"]
+        lines = ["| | runs | median error before | after | with `phalanx bench` |", "|---|---:|---:|---:|---:|"]
         for what, errors in self.before.items():
             unit = " points" if what == BUBBLE else " %"
             each = (statistics.median(map(abs, found[what])) for found in (self.before, self.after, self.measured))
@@ -243,19 +246,18 @@ class Loop:
 
 
 def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
-    """The errors on runs that were not calibrated on, with the machine as it is known without a run (but for its peak,
-    which every run measures), as other runs showed it, and as `phalanx bench` did beside them."""
+    """Return the errors on held-out runs for machines with the peak only, calibrated, and calibrated with bench."""
     return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 
 def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {
         "step time": [],
-        "computing": [],
+        "computing time": [],
         "waiting for collectives": [],
-        "memory of a process": [],
-        "memory of tensors": [],
-        "bytes of a collective": [],
+        "process memory": [],
+        "tensor memory": [],
+        "collective traffic": [],
         BUBBLE: [],
     }
     for directory, run in runs.items():
@@ -266,18 +268,18 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         rows = {row.quantity: row.measured for row in step_rows(recorded, step_times(recorded), None, None)}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
-            found["computing"].append(option.parts["compute"] / run.computing_seconds - 1)
+            found["computing time"].append(option.parts["compute"] / run.computing_seconds - 1)
             if run.waiting_seconds > MIN_WAIT_FRACTION * run.step_seconds:
                 waiting = option.parts["exchange"] + option.parts["data_parallel"]
                 found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)
-        found["memory of a process"].append(option.memory_bytes / run.memory_bytes - 1)
-        found["memory of tensors"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
+        found["process memory"].append(option.memory_bytes / run.memory_bytes - 1)
+        found["tensor memory"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
         sent = [
             row
             for row in compare_with_prediction(own, run.ranks, recorded.measured)
             if row.quantity in SENT and row.predicted
         ]
-        found["bytes of a collective"] += [row.predicted / row.measured - 1 for row in sent]
+        found["collective traffic"] += [row.predicted / row.measured - 1 for row in sent]
         if own.layout.pp > 1:
             planned = simulate_candidate(own, run.ranks, candidate_from_run(own, run.ranks))
             found[BUBBLE].append(float(planned.bubble) - rows["bubble"])
@@ -286,7 +288,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
 
 @dataclass(frozen=True)
 class Compared:
-    """A table of runs, and how far predictions are off: time, tensors, the process."""
+    """Table of runs, and the errors of predicted step time, tensor memory and process memory."""
 
     lines: str
     time: list[float]
@@ -295,11 +297,12 @@ class Compared:
 
     @property
     def both(self) -> str:
-        """How many layouts are within the goals of time and of tensors, beside the target."""
+        """Number of layouts within the goals of step time and tensor memory, compared with the target."""
         pairs = zip(self.time, self.tensors, strict=True)
         near = sum(abs(time) <= TIME_GOAL and abs(held) <= MEMORY_GOAL for time, held in pairs)
-        said = f"{near} of {len(self.time)} within both {TIME_GOAL:.0%} of time and {MEMORY_GOAL:.0%} of tensors"
-        return f"{said} (target: at least {LEAST_GOOD}): {'met' if near >= LEAST_GOOD else 'missed'}"
+        goals = f"{TIME_GOAL:.0%} of the step time and {MEMORY_GOAL:.0%} of the tensor memory"
+        verdict = f"(target: at least {LEAST_GOOD}): {'met' if near >= LEAST_GOOD else 'missed'}"
+        return f"{near} of {len(self.time)} layouts are within {goals} {verdict}"
 
     def __str__(self) -> str:
         return f"""{self.lines}
@@ -310,11 +313,11 @@ Process: {within(self.process, MEMORY_GOAL)}."""
 
 
 def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]) -> Compared:
-    """Runs beside predicted seconds and bytes of the process; tensors are as they are counted."""
+    """Compare runs with predicted seconds and process bytes, and with the exact count of tensor bytes."""
     found = Compared("", [], [], [])
     lines = [
         "| run | "
-        + " | ".join(f"{what} | predicted | error %" for what in ("step s", "tensors MiB", "process MiB"))
+        + " | ".join(f"{what} | predicted | error %" for what in ("step time, s", "tensors, MiB", "process, MiB"))
         + " |",
         "|---" * 10 + "|",
     ]
@@ -333,14 +336,14 @@ def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequ
 
 
 def within(errors: Sequence[float], goal: float) -> str:
-    """How many errors are within a goal, in words."""
+    """Describe the number of errors within a goal, and the median and the worst error."""
     near = sum(abs(error) <= goal for error in errors)
     median = statistics.median(abs(error) for error in errors)
     return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
 
 
 def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
-    """A machine of which only the peak is known, that every run measures when it begins."""
+    """Return a machine without calibration except its peak FLOP/s, which every run measures at its start."""
     assert machine.calibration is not None
     nothing = {
         "time_constants": {},
@@ -353,14 +356,14 @@ def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
 
 
 def write_section(page: Path, heading: str, body: str) -> None:
-    """Put a section in a page, in place of the one with its heading, or at the end."""
+    """Write a section into a page: replace the section with this heading, or append it."""
     before, _, rest = page.read_text().partition(f"## {heading}\n")
     after = rest[rest.index("\n## ") :] if "\n## " in rest else ""
     page.write_text(f"{before.rstrip()}\n\n## {heading}\n\n{body}{after}")
 
 
 def constants_of(machine: ClusterSpec) -> str:
-    """What runs decided, moved or not from where published runs put it."""
+    """List the constants that the calibration runs identify, whether or not they differ from the published fit."""
     times, decided = (
         time_constants_for(machine),
         machine.calibration.identified_constants if machine.calibration else [],
@@ -369,7 +372,7 @@ def constants_of(machine: ClusterSpec) -> str:
 
 
 def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun]) -> str:
-    """All that was measured and predicted."""
+    """Return the page with all measurements and predictions."""
     seconds, widths, memory = zip(*(predict_run(found.machine, run) for run in others), strict=True)
     held_out = compared(others, seconds, memory)
     inside = sum(
@@ -381,46 +384,46 @@ def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun
     measured = found.machine.calibration
     assert measured is not None
     process, share = measured.baseline_process_bytes / GIB, measured.bytes_per_counted_byte
-    return f"""# Predicted beside measured, on one machine
+    return f"""# Predicted and measured runs on one machine
 
 Written by `python -m benchmarks.calibration`: {os.cpu_count()} cores, PyTorch {version("torch")}, Python
-{platform.python_version()}; medians of {STEPS - 4} steps. Memory is of rank 0: the most that its tensors hold at one
-time (what `torch.cuda.max_memory_allocated` says on a GPU), counted without any calibration; and the most that the
-process holds, with the gaps of its allocator, which is calibrated.
+{platform.python_version()}; medians of {STEPS - 4} steps. Memory is that of rank 0. "Tensors" is the peak size of its
+tensors, the value of `torch.cuda.max_memory_allocated` on a GPU; its prediction is an exact count without calibration.
+"Process" is the peak memory of the process, including the gaps of its allocator. Its prediction is calibrated.
 
-## Layouts that were not calibrated on
+## Held-out layouts
 
 {held_out}
 
 {held_out.both}.
-{inside} of {len(others)} step times lie within their 80 % interval.
+{inside} of {len(others)} step times are within their 80 % interval.
 
-## Layouts that were calibrated on
+## Layouts used for calibration
 
 {compared(fitted, list(found.after), list(found.memory))}
 
-Before, with the peak that these runs measured, guesses of memory and links, and constants of published runs on GPUs,
-the median error of their step times was {before:.0%}.
+Before calibration, the median error of these step times was {before:.0%}. That plan had the peak FLOP/s that these
+runs measured, default values for memory and links, and constants fitted to published runs on GPUs.
 
-Measured: {constants_of(found.machine)}. A process has
-{process:.2f} GiB beside its tensors, and {share:.2f} bytes for each that is counted.
+Identified constants: {constants_of(found.machine)}. A process needs
+{process:.2f} GiB in addition to its tensors, and {share:.2f} bytes per counted tensor byte.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, calibrate, predict, write the page."""
+    """Train, calibrate and predict the runs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="where the runs lie")
-    parser.add_argument("--machine", help="as of phalanx calibrate")
+    parser.add_argument("--work", type=Path, default=Path("runs/calibration"), help="folder of the runs")
+    parser.add_argument("--machine", help="as in phalanx calibrate")
     parser.add_argument(
-        "--few", action="store_true", help="fewer runs, and only the section of docs/results/accuracy.md"
+        "--few", action="store_true", help="train fewer runs, and write only the section of docs/results/accuracy.md"
     )
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     made: dict[Short, MeasuredRun] = {}
     to_fit, to_predict = (CALIBRATED[::2], HELD_OUT[::3]) if given.few else (CALIBRATED, HELD_OUT)
     every = [*to_fit, *to_predict]
-    # In mixed order: a machine that others use too is slower at one time than at another.
+    # In random order, because the speed of a machine that other programs use changes over time.
     for at, short in enumerate(random.Random(0).sample(every, len(every)), 1):
         run = made[short] = train(short, given.work)
         print(f"{at} of {len(every)}, {run.name}: {run.step_seconds:.3f} s", flush=True)

@@ -1,9 +1,9 @@
-"""Copies in memory: what a rank that is killed at a random step costs, and what the copies cost.
+"""Measure in-memory checkpoints: the steps lost by a rank killed at a random step, and the time of a copy.
 
     python -m benchmarks.copies       # some minutes; prints the table and writes docs/results/benchmarks/copies.md
 
-Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one
-is killed at a random moment. Steps lost are those that both had finished and that were done again."""
+Two ranks train with `recovery.in_memory_checkpoint_every = 1` and without checkpoints on disk. A random rank is killed
+at a random time, twenty times. Lost steps are steps that both ranks had finished and that were repeated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ MODEL = {
     "max_seq_len": 1024,
 }
 LATEST_SECONDS = 2.0
-"""Until a rank is killed, at most, from the first step of a start."""
+"""Maximum time from the first step of a start until a rank is killed."""
 
 
 def run_file(folder: Path) -> Path:
-    """Of a run without an end."""
+    """Write the run file of a run without an end, and return its path."""
     run = run_from_table(
         {
             "name": "copies",
@@ -60,7 +60,7 @@ def run_file(folder: Path) -> Path:
 
 
 def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
-    """Kill a rank so often; the steps that each time were lost."""
+    """Kill a rank `kills` times, and return the steps lost by each kill."""
     finished = []
     for number in range(kills):
         wait_until(lambda number=number: happened(directory, STARTED) > number, "a start")
@@ -69,16 +69,17 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
         time.sleep(chance.uniform(0, LATEST_SECONDS))
         os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
         wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
-        told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]  # by who was left
+        # The remaining rank reports this step.
+        told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]
         finished.append(max(told, read_metrics(directory)[-1]["step"]))
     wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
     again = [event["step"] for event in read_events(directory) if event["what"] == STARTED][1:]
-    # A copy of a step is there a moment before that step is written down.
+    # A copy of a step is complete shortly before metrics.jsonl contains the step.
     return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
 
 
 def happened(directory: Path, what: str) -> int:
-    """How often something did."""
+    """Return the number of events of this kind."""
     return sum(event["what"] == what for event in read_events(directory))
 
 
@@ -102,20 +103,20 @@ def main() -> None:
         record = read_run(directory).ranks[0]
         copies = median(pause["seconds"] for pause in record.pauses if pause["pause"] == "copy")
         steps = median(sum(line["seconds"].values()) for line in record.steps)
-    text = f"""# Copies in memory
+    text = f"""# In-memory checkpoints
 
 | | |
 |---|---:|
 | ranks killed | {len(lost)} |
-| steps lost, at most | {max(lost)} |
-| mean | {mean(lost):.2f} |
-| a step, median | {1e3 * steps:.0f} ms |
-| a copy after it, median | {1e3 * copies:.1f} ms |
+| steps lost, maximum | {max(lost)} |
+| steps lost, mean | {mean(lost):.2f} |
+| time of a step, median | {1e3 * steps:.0f} ms |
+| time of a copy, median | {1e3 * copies:.1f} ms |
 
-Target: a rank that is killed at a random step costs at most one: {"met" if max(lost) <= 1 else "missed"}.
+Target: a rank that is killed at a random step costs at most one step: {"met" if max(lost) <= 1 else "missed"}.
 
-- Two ranks under DDP, a model of 2.1 million parameters in fp32: each copies {12 * 2.1:.0f} MB a step.
-  Nothing was on disk.
+- Two ranks under DDP train a model of 2.1 million parameters in fp32. Each rank copies {12 * 2.1:.0f} MB per step.
+  No checkpoint was on disk.
 - Written by `python -m benchmarks.copies`.
 """
     print(text)

@@ -1,9 +1,9 @@
-"""Every way of data parallelism: speed, memory and traffic, beside DeepSpeed and plain PyTorch.
+"""Compare the speed, memory and traffic of data-parallel strategies with DeepSpeed and plain PyTorch.
 
     python -m benchmarks.data_parallel        # prints the table and writes docs/results/benchmarks/data_parallel.md
 
-Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and they
-take turns: a few steps of one, a few of the next.
+Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and the
+trainers take turns every few steps.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from phalanx.spec.run import DataSpec
 
 DEEPSPEED = "deepspeed_zero"
 STAGES = {"ddp": "ZeRO-0", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "ZeRO-3"}
-"""Layouts that the others have too, and DeepSpeed's name for them."""
+"""Layouts that the other trainers also have, and DeepSpeed's names for them."""
 GOAL = 1.0
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "data_parallel.md"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout of one shape, by trainer."""
+    """Measurements of one layout of one shape, by trainer."""
 
     shape: str
     layout: str
@@ -57,20 +57,20 @@ def measure(shape: str, layout: str, data: str, peers: Path, rounds: int, steps:
 
 
 def cpu_seconds(rounds: Sequence[Round]) -> float:
-    """CPU time of a step, of all ranks together: the median over rounds."""
+    """Return the CPU time of a step, summed over ranks: the median over rounds."""
     return median(sum(median(block.cpu_seconds) for block in blocks) for blocks in rounds)
 
 
 def cpu_ratio(ours: Sequence[Round], theirs: Sequence[Round]) -> float:
-    """Their CPU time for the same step, in ours: the median over neighbouring rounds."""
+    """Return their CPU time for a step relative to ours: the median over neighboring rounds."""
     return median(cpu_seconds([b]) / cpu_seconds([a]) for a, b in zip(ours, theirs, strict=True))
 
 
 def table(results: Sequence[Measured]) -> str:
-    """All of it, in Markdown."""
+    """Format all results as a Markdown table."""
     lines = [
-        "| shape | layout | trainer | tokens/s | CPU ms per token | memory of a rank, MB | sent per step, MB "
-        "| Phalanx / it: tokens/s | tokens per CPU second |",
+        "| shape | layout | trainer | tokens/s | CPU ms per token | memory per rank, MB | sent per step, MB "
+        "| Phalanx / trainer: tokens/s | Phalanx / trainer: tokens per CPU second |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -87,47 +87,49 @@ def table(results: Sequence[Measured]) -> str:
 
 
 def page(results: Sequence[Measured], rounds: int, steps: int) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     shapes = "\n".join(
         f"- `{name}`: {s.layers} layers, width {s.width}, vocabulary {s.vocab:,}; {s.sequences} sequences of "
         f"{s.sequence} tokens per update, {s.micro_batch} per rank and forward pass, so {s.accumulation} micro-batches."
         for name, s in SHAPES.items()
         if name in {result.shape for result in results}
     )
-    return f"""# Data parallelism: every way of it
+    return f"""# Data-parallel strategies
 
 {table(results)}
 
-Goal: a ratio of at least {GOAL} against DeepSpeed's stage, in wall time and in CPU time per token. CPU time is that of
-all ranks together. Ratios are medians over neighbouring rounds.
+Goal: a ratio of at least {GOAL} to the same stage of DeepSpeed, in wall time and in CPU time per token. CPU time is the
+sum over all ranks. Ratios are medians over neighboring rounds.
 
-`fsdp` is Phalanx's `zero3`. Plain PyTorch is DDP, DDP with `ZeroRedundancyOptimizer`, `fully_shard` without resharding
-after the forward pass, and with it; both of the latter keep whole gradients until the last micro-batch, which sends
-them once per update; Phalanx's and DeepSpeed's stages 2 and 3 split them at every micro-batch, which is what saves
-their memory. Memory is the most that the process held (resident, with Python and PyTorch). Sent are the bytes of the
-collectives asked for, around a ring; what DeepSpeed sends outside of torch.distributed's dispatcher is not seen.
-The parameter server has one server and one worker here, so only one rank computes; HSDP has four ranks on the same
-cores, two that share a copy and two copies.
+`fsdp` is Phalanx's `zero3`. The plain loop uses DDP (`ddp`) and DDP with `ZeroRedundancyOptimizer` (`zero1`). It uses
+`fully_shard` without resharding after the forward pass (`zero2`) and with resharding (`fsdp`). With `fully_shard`, the
+plain loop keeps full gradients until the last micro-batch and sends them once per update. Stages 2 and 3 of Phalanx and
+DeepSpeed shard the gradients at every micro-batch, which saves memory.
 
-## How
+Memory is the peak resident memory of the process, including Python and PyTorch. Sent bytes are those of the requested
+collectives, computed for a ring. Bytes that DeepSpeed sends outside the dispatcher of torch.distributed are not
+counted. The parameter server has one server and one worker, so only one rank computes. HSDP has four ranks on the same
+cores: two replicas, each sharded over two ranks.
+
+## Setup
 
 {shapes}
-- Two ranks of one thread on gloo; fp32, fused AdamW, gradient clipping; the same batches and the same initial weights.
-- {rounds} rounds of {steps} steps of each trainer after two to warm up; medians.
+- Two ranks with one thread each on gloo; fp32, fused AdamW, gradient clipping, equal batches and equal initial weights.
+- Medians over {rounds} rounds of {steps} steps per trainer, after two warm-up steps.
 - torch {version("torch")}, {", ".join(PEERS)}; {platform.machine()}, {os.cpu_count()} cores, Python
   {platform.python_version()}.
-- Again: `python -m benchmarks.data_parallel --rounds {rounds}`.
+- Written by `python -m benchmarks.data_parallel --rounds {rounds}`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.data_parallel")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a trainer in a round")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where to write")
+    parser.add_argument("--steps", type=int, default=2, help="steps per trainer and round")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file to write")
     asked = parser.parse_args()
     peers = install()
     data = prepare(DataSpec(tokenizer="bytes")).train

@@ -1,9 +1,9 @@
-"""Runs that no machine here could hold, traced on this one and held against the plan.
+"""Trace runs that are too large for this machine, and compare them with the plan.
 
     python -m benchmarks.dryrun                    # prints the table and writes docs/results/benchmarks/dryrun.md
-    python -m benchmarks.dryrun qwen3-30b-a3b      # one of its models, printed only
+    python -m benchmarks.dryrun qwen3-30b-a3b      # one model, printed only
 
-Each is laid out by the planner; the first and last ranks of every axis are traced, two at a time.
+The planner selects the layout of each run. The first and last ranks of every axis are traced, two at a time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
 SEQUENCE = 8192
 NPROC = 8
 RUNS = {"llama3-70b": (1024, 2**23), "llama3-405b": (16_384, 2**24), "qwen3-30b-a3b": (16_384, 2**27)}
-"""Ranks, and tokens of an optimizer update."""
+"""World size, and tokens per optimizer update."""
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "dryrun.md"
 HEADER = (
-    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state | peak memory, traced / planned "
-    "| FLOPs, traced / planned | seconds | process |\n|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
+    "| model | ranks | layout | rank | collectives | calls equal | bytes equal | state equal "
+    "| peak memory, traced / planned | FLOPs, traced / planned | seconds | process memory |\n"
+    "|---|---:|---|---:|---:|---|---|---|---:|---:|---:|---:|"
 )
 
 
@@ -68,7 +69,7 @@ class Row:
 
 
 def described(model: str) -> tuple[RunSpec, str]:
-    """The run with the layout that the planner takes, and that layout in words."""
+    """Return the run with the layout that the planner selects, and a description of the layout."""
     world_size, tokens = RUNS[model]
     run = run_from_table(
         {
@@ -82,7 +83,7 @@ def described(model: str) -> tuple[RunSpec, str]:
 
 
 def traced(model: str) -> list[Row]:
-    """The corner ranks of a run."""
+    """Trace the corner ranks of a run."""
     run, layout = described(model)
     world_size, rows = RUNS[model][0], []
     for rank in trace_ranks(run, world_size, corner_ranks(run, world_size)):
@@ -94,22 +95,23 @@ def traced(model: str) -> list[Row]:
 
 
 def main(models: list[str]) -> None:
-    """Trace and write down."""
+    """Trace the runs and write the page."""
     print(HEADER)
     begun, rows = time.perf_counter(), [row for model in models or RUNS for row in traced(model)]
     took = time.perf_counter() - begun
     if models:
         return
     notes = [
-        "- Traced is what the program does, on tensors without numbers; planned is what `phalanx plan` predicts, with "
-        "no knowledge of the trace.",
-        f"- Sequences of {SEQUENCE:,} tokens, {', '.join(f'{t:,}' for _, t in RUNS.values())} tokens an update, on "
-        "nodes of 8 H100; documents masked, as by default; experts balanced.",
-        f"- {took / 60:.0f} minutes for all, two ranks at a time. Machine: {platform.machine()}, 2 cores, "
+        '- "Traced" values come from the program, which runs on tensors without data. "Planned" values are predictions '
+        "of `phalanx plan`, which does not use the trace.",
+        f"- Sequences have {SEQUENCE:,} tokens, and nodes have 8 H100. Tokens per update: "
+        f"{', '.join(f'{name} {tokens:,}' for name, (_, tokens) in RUNS.items())}.",
+        "- Documents are masked, which is the default. Experts are balanced.",
+        f"- Two ranks were traced at a time, in {took / 60:.0f} minutes. Machine: {platform.machine()}, 2 cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
-        "- Again: `python -m benchmarks.dryrun`.",
+        "- Written by `python -m benchmarks.dryrun`.",
     ]
-    title = "# Dry runs at full size: the program held against the plan"
+    title = "# Dry runs at full size compared with the plan"
     PAGE.write_text("\n".join([title, "", HEADER, *map(str, rows), "", *notes, ""]))
 
 

@@ -1,8 +1,8 @@
-"""How large the explorer's page of a hundred thousand layouts is, how fast it loads, and how fast a click is answered.
+"""Measure the size, loading time and click time of the explorer page with a hundred thousand layouts.
 
     python -m benchmarks.explorer       # prints the table and writes docs/results/benchmarks/explorer.md
 
-Needs Chromium (apt-get install chromium), which draws without a GPU here."""
+Needs Chromium (apt-get install chromium), which renders without a GPU."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from tests.helpers.browser import CHROMIUM, Browser
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "explorer.md"
 RUN = '[model]\npreset = "llama3-405b"\n[training]\nseq_len = 8192\ntokens_per_step = 16777216\n'
-"""Llama 3's own step: 16 Mi tokens in sequences of 8,192."""
+"""Run file with the step of the Llama 3 paper: 16 Mi tokens in sequences of 8,192."""
 NODES = 2048
 CLICKS = 25
 MAX_LOAD_SECONDS, MAX_CLICK_SECONDS, MAX_BYTES = 2.0, 0.2, 5_000_000
 READY = "document.body.dataset.ready === 'true'"
 AFTER_DRAWING = "new Promise(done => requestAnimationFrame(() => setTimeout(done)))"
-"""Ends when the browser has drawn what was changed."""
+"""Promise that resolves when the browser has drawn the changes."""
 
 
 Times = tuple[list[float], float]
-"""Seconds by the clock of each of some actions, and the mean of their CPU seconds, which other programs do not
-lengthen."""
+"""Wall-clock seconds of each action, and their mean CPU seconds, which are independent of other programs."""
 
 
 def load_seconds(browser: Browser, address: str) -> Times:
@@ -81,14 +80,14 @@ class Measured:
     rows: int
     load: Times
     described_click: Times
-    """On layouts whose details are in the file."""
+    """Clicks on layouts whose details are in the file."""
     other_click: Times
     color_seconds: float
     hover_seconds: float
 
 
 def plan_page(file: Path, nodes: int) -> tuple[float, float]:
-    """Write the page; return the seconds that it took by the clock and of the CPU."""
+    """Write the page; return the wall-clock seconds and the CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run.toml"
         run.write_text(RUN)
@@ -115,10 +114,10 @@ def measure_page(file: Path) -> Measured:
 
 
 def main() -> None:
-    """Measure, print a table, write it."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.explorer")
     parser.add_argument("--nodes", type=int, default=NODES)
-    parser.add_argument("--page", type=Path, help="The page, which is planned and written unless it exists.")
+    parser.add_argument("--page", type=Path, help="explorer page; it is planned and written unless it exists")
     arguments = parser.parse_args()
     if CHROMIUM is None:
         parser.error("chromium is not installed: apt-get install chromium")
@@ -141,38 +140,38 @@ def format_table(page: str, measured: Measured, plan_seconds: tuple[float, float
     passed = worst_load < MAX_LOAD_SECONDS and worst_click < MAX_CLICK_SECONDS and size < MAX_BYTES
     table = [
         ("layouts", f"{rows:,}"),
-        ("with all details in the file", f"{len(facts['details'])}"),
-        ("size of the page", f"{size / 1e6:.2f} MB"),
-        ("of it columns of all layouts", f"{columns / 1e6:.2f} MB ({columns / rows:.1f} bytes a layout)"),
-        ("of it details", f"{details / 1e6:.2f} MB"),
-        ("from navigation to drawn, median of 5 (worst)", _spread(measured.load)),
-        (f"click to details drawn, {len(described[0])} first choices, median (worst)", _spread(described)),
-        (f"the same, {len(others[0])} layouts from all", _spread(others)),
-        ("color all points by another choice", f"{1e3 * measured.color_seconds:.0f} ms"),
-        ("find the point under the mouse and mark it", f"{1e3 * measured.hover_seconds:.0f} ms"),
+        ("layouts with details in the file", f"{len(facts['details'])}"),
+        ("page size", f"{size / 1e6:.2f} MB"),
+        ("size of the columns of all layouts", f"{columns / 1e6:.2f} MB ({columns / rows:.1f} bytes per layout)"),
+        ("size of the details", f"{details / 1e6:.2f} MB"),
+        ("navigation until the page is drawn, median of 5 (worst)", _spread(measured.load)),
+        (f"click until details are drawn, {len(described[0])} best layouts, median (worst)", _spread(described)),
+        (f"click until details are drawn, {len(others[0])} of all layouts, median (worst)", _spread(others)),
+        ("recolor all points", f"{1e3 * measured.color_seconds:.0f} ms"),
+        ("find and highlight the point under the mouse", f"{1e3 * measured.hover_seconds:.0f} ms"),
     ]
     if plan_seconds is not None:
-        table.append(("`phalanx plan --html`, all of it", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"))
+        table.append(("`phalanx plan --html`, total", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"))
     lines = [f"| {name} | {value} |" for name, value in table]
     return "\n".join(
         [
-            "# The explorer with all layouts of Llama 3 405B on 16,384 GPUs",
+            "# Explorer page with all layouts of Llama 3 405B on 16,384 GPUs",
             "",
-            "| llama3-405b, 2,048 nodes of 8 H100, 16 Mi tokens a step | |",
+            "| llama3-405b, 2,048 nodes of 8 H100, 16 Mi tokens per step | |",
             "|---|---:|",
             *lines,
             "",
-            f"{'Passed' if passed else 'FAILED'}: loads in under {MAX_LOAD_SECONDS:g} s, answers a click in under "
-            f"{MAX_CLICK_SECONDS:g} s, is below {MAX_BYTES / 1e6:g} MB.",
+            f"{'Passed' if passed else 'FAILED'}: loading takes less than {MAX_LOAD_SECONDS:g} s, a click takes less "
+            f"than {MAX_CLICK_SECONDS:g} s, and the page is smaller than {MAX_BYTES / 1e6:g} MB.",
             "",
-            f"Chromium without a window and without a GPU; {os.cpu_count()} cores ({platform.machine()}), load average "
+            f"Headless Chromium without a GPU; {os.cpu_count()} cores ({platform.machine()}), load average "
             f"{os.getloadavg()[0]:.1f}.",
-            "CPU is the mean of all threads of the page's process.",
-            "Numbers are 32-bit floats in columns, rounded to one part in 65,536, in planes of bytes of equal weight,",
-            "compressed by zlib and written as base64; the browser's own DecompressionStream unpacks them. Points are",
-            "pixels of a canvas.",
+            "CPU is the mean CPU time of an action over all threads of the page's process.",
+            "Columns contain 32-bit floats, rounded to one part in 65,536 and split into planes of bytes of equal",
+            "weight. They are compressed with zlib, encoded as base64 and unpacked by the DecompressionStream of the",
+            "browser. Points are pixels of a canvas.",
             "",
-            "- Again: `python -m benchmarks.explorer`.",
+            "- Written by `python -m benchmarks.explorer`.",
             "",
         ]
     )

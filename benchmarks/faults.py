@@ -1,9 +1,10 @@
-"""What breaks a run, how soon that is noticed, how soon it trains again, and what is lost.
+"""Measure failures of a run: the time until detection, the time until training resumes, and the lost steps.
 
     python -m benchmarks.faults       # a quarter of an hour; prints the table; writes docs/results/benchmarks/faults.md
 
-Real runs of `phalanx train`: two ranks on one machine, or one rank on each of two hosts (network namespaces of this
-machine, which takes root). Each is broken on purpose while it trains, and held against one process that never failed.
+The runs of `phalanx train` are real: two ranks on one machine, or one rank on each of two hosts. The hosts are network
+namespaces of this machine, which requires root. Each run is broken on purpose and compared with one process that never
+failed.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ from tests.helpers.faulty_rank import ALL_RANK_FAULTS
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "faults.md"
 NODES, PORT = ("first", "second"), 29_400
 SAME = 1e-10
-"""Relative difference of losses, in fp64, of ranks that sum in another order."""
+"""Maximum relative difference of losses in fp64 between ranks that sum in different orders."""
 NAN_STEPS = range(50, 53)
-"""Whose gradients are not finite, where that is the fault."""
+"""Steps with non-finite gradients, in the run with this fault."""
 PAUSES, PAUSE_SECONDS = 5, 0.5
-"""Of a slow rank."""
+"""Number and length of the pauses of a slow rank."""
 ROOM_BYTES, DISK_BYTES = 2**20, 64 * 2**20
-"""That are left to a rank whose memory is exhausted; of a disk that is filled."""
+"""Remaining memory of a rank that runs out of memory, and size of a disk that is filled."""
 SOON = 5
-"""Steps after which ranks do what they were ordered to: all have read the order by then."""
+"""Steps between an order and its execution, in which all ranks read the order."""
 
 
 def on_one_machine(folder: Path) -> Iterator[Broken]:
-    """Two ranks, and a fault after the other."""
+    """Break a run of two ranks by one fault after the other."""
     with running(folder) as run, memory_limited(ROOM_BYTES) as join:
         command = train(run, 2)
 
@@ -77,35 +78,35 @@ def on_one_machine(folder: Path) -> Iterator[Broken]:
 
         run.start("one", command)
         run.trains(0, 2, EVERY)
-        one, stands = run.launchers, f"a rank stands still (SIGSTOP), and collectives may take {TIMEOUT_SECONDS} s"
+        one, stands = run.launchers, f"a rank is stopped (SIGSTOP); the timeout of collectives is {TIMEOUT_SECONDS} s"
         found = [
             run.broken("a rank is killed (SIGKILL)", rank(signal.SIGKILL)),
             run.broken(stands, rank(signal.SIGSTOP)),
             slowed(run),
-            run.broken("a rank has no memory left", lambda: join(rank_pids(run.directory)[1])),
+            run.broken("a rank runs out of memory", lambda: join(rank_pids(run.directory)[1])),
             run.broken(
-                "a rank is killed, and half of the newest checkpoint's file is gone", damaged(run, truncate_file)
+                "a rank is killed, and half of a file of the latest checkpoint is missing", damaged(run, truncate_file)
             ),
-            run.broken("one bit of it is another", damaged(run, flip_bit)),
-            run.broken("the file is gone", damaged(run, Path.unlink)),
-            run.broken("the run is stopped (SIGTERM), and started again", lambda: one["one"].terminate(), again=ended),
+            run.broken("a rank is killed, and a bit of that file is flipped", damaged(run, flip_bit)),
+            run.broken("a rank is killed, and that file is missing", damaged(run, Path.unlink)),
+            run.broken("the run is stopped (SIGTERM) and restarted", lambda: one["one"].terminate(), again=ended),
             run.broken(
-                "its terminal is closed (SIGHUP), and it is started again",
+                "the terminal is closed (SIGHUP), and the run is restarted",
                 lambda: one["one"].send_signal(signal.SIGHUP),
                 again=ended,
             ),
-            run.broken("the launcher is killed, and started again", lambda: one["one"].kill(), again=ended),
+            run.broken("the launcher is killed and restarted", lambda: one["one"].kill(), again=ended),
         ]
         yield from compared(run, found, alike=2)
 
 
 def train(run: Running, ranks: int) -> list[str]:
-    """The command that a user types."""
+    """Return the command line of a user."""
     return [sys.executable, "-m", "phalanx", "train", str(run.file), "--nproc", str(ranks), "--resume"]
 
 
 def compared(run: Running, found: Sequence[Broken], alike: int | None = None) -> Iterator[Broken]:
-    """End a run, and hold it against one process; and against as many ranks, if it had always so many."""
+    """End a run; compare it with one process, and with `alike` ranks if its number of ranks was constant."""
     run.end()
     off, same = differs(run), same_bits(run, lambda other: train(other, alike)) if alike else None
     for each in found:
@@ -114,7 +115,7 @@ def compared(run: Running, found: Sequence[Broken], alike: int | None = None) ->
 
 
 def slowed(run: Running) -> Broken:
-    """A rank that stands still again and again, for less long than collectives may take: no failure."""
+    """Stop a rank several times for less than the timeout of collectives, which is not a failure."""
     run.between_saves()
     ranks, begun = rank_pids(run.directory), len(run.began())
     for _ in range(PAUSES):
@@ -122,13 +123,13 @@ def slowed(run: Running) -> Broken:
         time.sleep(PAUSE_SECONDS)
         os.kill(ranks[1], signal.SIGCONT)
         step = run.seen[-1][1]
-        wait_until(lambda before=step: run.seen[-1][1] > before + 2, "it goes on")  # type: ignore[misc]
+        wait_until(lambda before=step: run.seen[-1][1] > before + 2, "more steps")  # type: ignore[misc]
     assert (rank_pids(run.directory), len(run.began())) == (ranks, begun)
-    return Broken(f"a rank is slow: stands still for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
+    return Broken(f"a rank is slow: it is stopped for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
 
 
 def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
-    """Harm the newest checkpoint, and kill the ranks before they write another."""
+    """Return a strike that damages the latest checkpoint, and kills the ranks before they write another one."""
 
     def strike() -> None:
         ranks = rank_pids(run.directory).values()
@@ -142,18 +143,18 @@ def damaged(run: Running, harm: Callable[[Path], None]) -> Callable[[], None]:
 
 
 def on_one_rank(folder: Path) -> Iterator[Broken]:
-    """A run of one process, and its launcher."""
+    """Break a run of one rank."""
     with running(folder) as run:
         run.start("one", train(run, 1))
         run.trains(0, 1, EVERY)
         found = run.broken(
-            "its only rank is killed", lambda: os.kill(rank_pids(run.directory)[0], signal.SIGKILL), ranks=1
+            "the only rank of a run is killed", lambda: os.kill(rank_pids(run.directory)[0], signal.SIGKILL), ranks=1
         )
         yield from compared(run, [found], alike=1)
 
 
 def on_a_full_disk(folder: Path) -> Iterator[Broken]:
-    """Two ranks whose run directory has a disk of its own."""
+    """Break a run of two ranks whose run directory is on a small disk."""
     disk = folder.parent / "disk"
     with small_disk(disk, DISK_BYTES), running(folder, disk) as run:
 
@@ -165,12 +166,12 @@ def on_a_full_disk(folder: Path) -> Iterator[Broken]:
 
         run.start("one", train(run, 2))
         run.trains(0, 2, EVERY)
-        full = "the disk is full; once the run has ended there is space, and it is started again"
+        full = "the disk is full; after the run has ended, space is freed and the run is restarted"
         yield from compared(run, [run.broken(full, lambda: fill_disk(disk), again=space)], alike=2)
 
 
 def on_two_nodes(folder: Path) -> Iterator[Broken]:
-    """A rank on each."""
+    """Break a run with one rank on each of two nodes."""
     with star_network(NODES) as network, running(folder) as run:
         command = [*train(run, 1), "--nodes", "1:2", "--rendezvous", f"{network.hosts['first'].address}:{PORT}"]
 
@@ -182,7 +183,7 @@ def on_two_nodes(folder: Path) -> Iterator[Broken]:
         run.trains(0, 2, EVERY)
         found = [
             run.broken("a node is killed", lambda: run.launchers["second"].kill(), 1),
-            run.broken("that node returns", lambda: start("second"), 2),
+            run.broken("the killed node rejoins", lambda: start("second"), 2),
             run.broken("the link to a node is cut", lambda: network.disconnect("second"), 1),
             run.broken("the link is restored", lambda: network.reconnect("second"), 2),
         ]
@@ -193,12 +194,12 @@ def on_two_nodes(folder: Path) -> Iterator[Broken]:
 
 
 def program(run: Running, fault: str) -> list[str]:
-    """A launcher whose ranks do something wrong."""
+    """Return the command line of a launcher whose ranks have this fault."""
     return [sys.executable, "-m", "benchmarks.faults", "--launch", fault, str(run.file)]
 
 
 def launch(fault: str, file: Path) -> int:
-    """What `phalanx train` does, but for the program of the ranks."""
+    """Launch ranks as `phalanx train` does, with another program for the ranks."""
     run = load_run(file)
     directory = create_run(run, 2, resume=False)
     set_worker_environment(2)
@@ -211,7 +212,7 @@ def launch(fault: str, file: Path) -> int:
 
 
 def with_wrong_calls(folder: Path) -> Iterator[Broken]:
-    """Two ranks, one of which leaves out a collective that the other calls, or calls another one."""
+    """Break a run of two ranks by a skipped or wrong collective of one rank."""
     with running(folder) as run:
         order = run.file.with_name("order")
 
@@ -225,29 +226,29 @@ def with_wrong_calls(folder: Path) -> Iterator[Broken]:
         run.start("one", program(run, "wrong"))
         run.trains(0, 2, EVERY)
         faults = {
-            "skipped": f"a rank leaves out a collective, which may take {TIMEOUT_SECONDS} s",
-            "shape": "a rank calls a collective with another shape",
-            "order": "a rank calls two collectives in another order",
+            "skipped": f"a rank skips a collective; the timeout of collectives is {TIMEOUT_SECONDS} s",
+            "shape": "a rank calls a collective with a wrong shape",
+            "order": "a rank calls two collectives in the wrong order",
         }
         found = [run.broken(name, ordered(fault), again=order.unlink) for fault, name in faults.items()]
         yield from compared(run, found, alike=2)
 
 
 def with_nan(folder: Path) -> Iterator[Broken]:
-    """Two ranks whose gradients are not finite for some steps."""
+    """Break a run of two ranks by non-finite gradients in some steps."""
     with running(folder) as run:
         run.start("one", program(run, "nan"))
-        wait_until(lambda: any(event["what"] == ROLLED_BACK for event in read_events(run.directory)), "it goes back")
+        wait_until(lambda: any(event["what"] == ROLLED_BACK for event in read_events(run.directory)), "a rollback")
         event = next(event for event in read_events(run.directory) if event["what"] == ROLLED_BACK)
         at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
         resumed = run.trains(1, 2, EVERY)
-        name = f"gradients are NaN {BAD_STEPS} times in a row (recovery.max_rollbacks = 1)"
+        name = f"gradients are NaN in {BAD_STEPS} successive steps (recovery.max_rollbacks = 1)"
         lost = event["after"] - event["to"]
         yield from compared(run, [Broken(name, event["time"] - at, resumed - at, lost, "2 ranks")])
 
 
 def call_wrongly(directory: Path) -> None:
-    """Do what is ordered, in the step that is named there."""
+    """Patch the trainer to execute an order in the step that the order names."""
     step, order = Trainer.train_step, directory.parent / "order"
 
     def wrong(self: Trainer, batches: Any) -> Any:
@@ -260,7 +261,7 @@ def call_wrongly(directory: Path) -> None:
 
 
 def spoil(directory: Path) -> None:
-    """Gradients of some text are NaN, whenever ranks meet that."""
+    """Patch the trainer to set the gradients of some sequences to NaN."""
     forward = Trainer.forward_backward
     rows = range((NAN_STEPS[0] - 1) * SEQUENCES, NAN_STEPS[-1] * SEQUENCES)
 
@@ -279,49 +280,50 @@ RANKS = {"wrong": call_wrongly, "nan": spoil}
 
 
 def rank(fault: str, directory: Path) -> None:
-    """Train, with a fault."""
+    """Train with a fault."""
     RANKS[fault](directory)
     exit_rank(run_rank(directory, [], resume=True))
 
 
 def page(found: Sequence[Broken]) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     lines = "\n".join(
         f"| {each.fault} | {seconds(each.detect_seconds)} | {seconds(each.resume_seconds)} | {each.steps_lost} | "
         f"{each.goes_on} | {'yes' if each.differs < SAME else 'no'} ({each.differs:.0e}) | "
         f"{'-' if each.same_bits is None else 'yes' if each.same_bits else 'no'} |"
         for each in found
     )
-    return f"""# What breaks a run, and what that costs
+    return f"""# Failures of a run and their cost
 
-| what happens | s until ranks stopped | s until the next step | steps lost | goes on with | same losses | same bits |
+| failure | s until ranks stopped | s until the next step | steps lost | continues with | equal losses | equal bits |
 |---|---:|---:|---:|---|---|---|
 {lines}
 
-- Each run is broken half way between two checkpoints, of which there is one every {EVERY} steps. All times count from
-  the fault. A step is lost if it was done and has to be done again.
-- Same losses: all steps of the run, faults and all, beside one process that never failed: the largest relative
-  difference of a loss, in fp64 (ranks sum in another order than one process does).
-- Same bits: all these losses are, to the last bit, those of another run of as many ranks that never failed. Not asked
-  where ranks were fewer for a while, or text was passed over.
-- A node that comes, or comes back, is a new start of all, in order: ranks save first. Where fewer nodes than possible
-  meet, they wait for the last call, here of {LAST_CALL_SECONDS} s \
-(`recovery.last_call_timeout_seconds`; 30 s by default),
-  after a node that has gone without a word was missed for 10 s.
-- No memory left: the rank joins a cgroup in which it may take {ROOM_BYTES // 2**20} MiB more, and the kernel kills it.
-- A full disk: the run is started again by itself until that has been in vain as often as it may be
-  (`recovery.max_restarts`), and ends.
-- Collectives: ranks call some that do not belong to the step, {SOON} steps after they are told to.
-- NaN: from the first of {BAD_STEPS} such steps; ranks stay, and stop for nothing but the return. The run passes over
-  the text of the steps that are lost, and so does the process beside it.
-- Where it says started again, this benchmark did so at once, as a scheduler would. All else the run did by itself.
-- Two cores for all nodes and ranks: most of the time until the next step is the start of Python and PyTorch.
+- Each failure occurs halfway between two checkpoints, which are {EVERY} steps apart. All times count from the failure.
+  A step is lost if it was finished and must be repeated.
+- "Equal losses" compares all steps of the run with a single process that never failed. The value is the largest
+  relative difference of a loss in fp64; ranks sum in a different order than a single process.
+- "Equal bits" compares these losses bit by bit with a run of the same number of ranks that never failed. It does not
+  apply to runs that had fewer ranks for a while or skipped text.
+- When a node joins or rejoins, all ranks save a checkpoint and restart. A rendezvous with fewer nodes than the maximum
+  waits {LAST_CALL_SECONDS} s for more nodes \
+(`recovery.last_call_timeout_seconds`; the default is 30 s).
+  A node that disappears without leaving is detected after 10 s.
+- Out of memory: the rank joins a cgroup with {ROOM_BYTES // 2**20} MiB of free memory, and the kernel kills the rank.
+- Full disk: the launcher restarts the ranks until `recovery.max_restarts` successive restarts have failed. Then the run
+  ends.
+- Collectives: ranks make calls that do not belong to the step, {SOON} steps after they are ordered to.
+- NaN: times count from the first of {BAD_STEPS} such steps. The processes keep running and pause only for the rollback.
+  The run and the reference process skip the text of the lost steps.
+- This benchmark restarted the runs that are marked "restarted", at once, as a scheduler would. The runs recovered from
+  all other failures automatically.
+- All nodes and ranks share two cores, so most of the time until the next step is the start of Python and PyTorch.
 - Written by `python -m benchmarks.faults`.
 """
 
 
 def seconds(value: float | None) -> str:
-    """As a cell."""
+    """Format seconds as a table cell."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -329,16 +331,16 @@ KINDS = on_one_machine, on_one_rank, on_a_full_disk, on_two_nodes, with_wrong_ca
 
 
 def main() -> None:
-    """Break, print, write."""
+    """Break the runs, print the table and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launch", nargs=2, metavar=("FAULT", "FILE"), help="be a launcher of wrong ranks")
-    parser.add_argument("--rank", nargs=2, metavar=("FAULT", "DIRECTORY"), help="be one of these ranks")
+    parser.add_argument("--launch", nargs=2, metavar=("FAULT", "FILE"), help="run as the launcher of faulty ranks")
+    parser.add_argument("--rank", nargs=2, metavar=("FAULT", "DIRECTORY"), help="run as a faulty rank")
     asked = parser.parse_args()
     if asked.rank:
         rank(asked.rank[0], Path(asked.rank[1]))
     if asked.launch:
         sys.exit(launch(asked.launch[0], Path(asked.launch[1])))
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would rightly not hear it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore the signal
     found = []
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as scratch:
         for number, kind in enumerate(KINDS):

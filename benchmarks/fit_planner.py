@@ -4,8 +4,8 @@ Writes src/phalanx/cost/estimate/constants.toml.
 
     python -m benchmarks.fit_planner ../shared/published/runs.csv
 
-Step times and memory are fitted by least squares of logarithms; every source counts as at most a dozen of its rows do,
-so that 1,440 runs of one paper do not drown the other papers. Whether a run was out of memory is fitted by likelihood.
+Step times and memory are fitted by least squares of logarithms. Every source has at most the weight of a dozen rows, so
+that 1,440 runs of one paper do not dominate the fit. Out-of-memory labels are fitted by likelihood.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from phalanx.spec.formatting import GIB
 
 FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
 A_SOURCE_COUNTS = 12
-"""Rows, at most."""
+"""Maximum weight of a source, in rows."""
 LOW_PRECISION_COUNTS = 0.3
-"""Beside rows in 16 bits, of which alone accuracy is asked."""
+"""Weight relative to rows in 16-bit precision, which alone have accuracy targets."""
 Array = NDArray[np.float64]
 
 
 def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
-    """Constants of step times for rows that have one."""
+    """Fit the constants of step times to rows with a step time."""
     names, low, high = _bounded(TimeConstants)
     middle = (low + high) / 2
     for _ in range(2):
@@ -58,7 +58,7 @@ def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) ->
 
 
 def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
-    """Constants of memory for rows that have it, or were out of it."""
+    """Fit the constants of memory to rows with published memory or an out-of-memory label."""
     names, low, high = _bounded(MemoryConstants)
     jobs = job_table([row.job.choices[0] for row in known])
     out = np.array([row.out_of_memory for row in known])
@@ -82,7 +82,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
 
 
 def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
-    """Half-widths that hold 80 % of each kind of run."""
+    """Fit the half-widths that contain 80 % of each kind of run."""
     jobs = chosen_jobs(known, time, memory)
     error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in known])))
     error = error / np.array([row.job.width for row in known])
@@ -93,7 +93,7 @@ def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstan
 
 
 def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> JobTable:
-    """For each row, of what it may mean what a trainer would choose."""
+    """Return one job per row: of the possible layouts of an incomplete row, the one that a trainer would choose."""
     jobs = [row.job for row in known]
     table = job_table([choice for job in jobs for choice in job.choices])
     return table.select(np.array(best_choice_per_job(jobs, table, time, memory)))
@@ -112,7 +112,7 @@ def _bounded(kind: type[TimeConstants] | type[MemoryConstants]) -> tuple[list[st
 
 
 def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConstants) -> None:
-    """The three tables, to four digits."""
+    """Write the three tables with four digits."""
     lines = ["# Fitted by benchmarks/fit_planner.py; what each is, and its bounds: cost/estimate/constants.py."]
     for name, table in (("time", time), ("memory", memory), ("interval", interval)):
         lines += ["", f"[{name}]"]
@@ -121,7 +121,7 @@ def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConsta
 
 
 def main(path: Path) -> None:
-    """Fit all three and write them."""
+    """Fit and write all three tables."""
     known = known_rows(path)
     timed = [row for row in step_time_rows(known) if not row.four_bits]
     memory = fit_memory([row for row in known if row.tells_memory], constants.memory_constants())

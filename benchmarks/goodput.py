@@ -1,10 +1,9 @@
-"""How much of its time a run keeps whose ranks are killed again and again, beside what the planner says of that.
+"""Measure the goodput of a run whose ranks are killed repeatedly, and compare it with the planner's formula.
 
     python -m benchmarks.goodput       # 35 minutes; prints the table and writes docs/results/benchmarks/goodput.md
 
-Two ranks train a small model on the Python library's source by `phalanx train`. A rank, drawn by chance, is killed by
-SIGKILL at exponentially distributed times, at any time: while the run starts again, too. The same run, neither killed
-nor saved, is the measure of what is kept.
+Two ranks train a small model on the source of the Python library with `phalanx train`. SIGKILL kills a random rank at
+exponentially distributed times, also during restarts. The reference is the same run without kills and checkpoints.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "goodput.
 RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
 LOOK_SECONDS = 0.05
 BEHIND = 5
-"""So many steps after a save are taken for those behind which it is written."""
+"""Number of steps after a checkpoint that count as steps during its write."""
 LAST_BYTES = 4096
-"""Of metrics.jsonl, in which its last line is."""
+"""Bytes at the end of metrics.jsonl that contain its last line."""
 MODEL = {
     "vocab_size": 257,
     "hidden_size": 128,
@@ -57,8 +56,10 @@ MODEL = {
 
 
 def described(out: Path, every_seconds: float | None) -> RunSpec:
-    """A run that would last for days. It is told how often ranks fail, as the planner is; None: never, and it saves
-    nothing."""
+    """Return a run that would last for days.
+
+    `every_seconds` is its mean time between failures, or None for a run without failures and checkpoints.
+    """
     return run_from_table(
         {
             "name": "goodput",
@@ -82,17 +83,17 @@ def described(out: Path, every_seconds: float | None) -> RunSpec:
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a run from outside. Times are those of time.time()."""
+    """Observations of a run from outside. Times are those of time.time()."""
 
     killed: Sequence[float]
     seen: Sequence[tuple[float, int]]
-    """When the last step that is written down became another, and which."""
+    """Times at which the last recorded step changed, and these steps."""
     ended: float
-    """When the run was told to end."""
+    """Time of the stop signal."""
 
 
 def watched(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Watched:
-    """Kill ranks of a run for so long after its first step (None: never), and watch."""
+    """Watch a run for `seconds` after its first step, and kill ranks every `every_seconds` on average (None: never)."""
     chance, seen, killed = random.Random(seed), [], []
 
     def next_one() -> float:
@@ -111,7 +112,7 @@ def watched(directory: Path, seconds: float, every_seconds: float | None, seed: 
 
 
 def kill_one(directory: Path, chance: random.Random) -> float:
-    """Kill a rank, as soon as there is one; says when."""
+    """Kill a random rank as soon as one exists; return the time."""
     while True:
         ranks = rank_pids(directory)
         if ranks:
@@ -123,7 +124,7 @@ def kill_one(directory: Path, chance: random.Random) -> float:
 
 @contextmanager
 def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
-    """Meanwhile, when which step was the last that is written down."""
+    """Append the time of each new step in `file` to `seen` while the context is open."""
     over = threading.Event()
 
     def look() -> None:
@@ -142,7 +143,7 @@ def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
 
 
 def last_written(file: Path) -> int | None:
-    """The step of the last whole line."""
+    """Return the step of the last complete line."""
     try:
         with file.open("rb") as opened:
             opened.seek(max(0, opened.seek(0, os.SEEK_END) - LAST_BYTES))
@@ -154,17 +155,17 @@ def last_written(file: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """One, and what came of it."""
+    """Failure and its consequences."""
 
     detect_seconds: float
-    """From the kill until the launcher has noted it."""
+    """Time from the kill to the event of the launcher."""
     resume_seconds: float | None
-    """From the kill to the end of the first step after it; None where another failure came before that."""
+    """Time from the kill to the end of the next step; None if another failure occurred before this step."""
     steps_lost: int
 
 
 def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
-    """Those of a run, by its events."""
+    """Return the failures in the events of a run."""
     failed = [event for event in events if event["what"] == "failed"]
     ends = [*(float(event["time"]) for event in failed[1:]), watched.ended]
     found, since = [], 0.0
@@ -181,20 +182,20 @@ def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[F
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, in the planner's words."""
+    """Measurements of a run, named as the inputs of the planner's formula."""
 
     wall_seconds: float
     steps: int
-    """That ended up in the model."""
+    """Steps in the final model."""
     undisturbed_seconds: float
-    """From one step to the next, of the run that is neither killed nor saved."""
+    """Step interval of the run without kills and checkpoints."""
     median_step_seconds: float
     interval_seconds: float
-    """Of work between two saves."""
+    """Work between two checkpoints."""
     wait_seconds: float
-    """For which a save keeps training waiting."""
+    """Pause of training for a checkpoint."""
     slowed_seconds: float
-    """By how much the steps after a save are longer than the median together: it is written behind them."""
+    """Total slowdown of the steps after a checkpoint, during which it is written."""
     failures: Sequence[Failure]
 
     @property
@@ -207,12 +208,12 @@ class Measured:
 
     @property
     def restart_seconds(self) -> float:
-        """Without those that another failure cut short, which the planner's formula counts by itself."""
+        """Mean without restarts that another failure interrupted, which the planner's formula counts separately."""
         return mean(each.resume_seconds for each in self.failures if each.resume_seconds is not None)
 
     @property
     def write_seconds(self) -> float:
-        """What a save costs training."""
+        """Cost of a checkpoint for training."""
         return self.wait_seconds + self.slowed_seconds
 
     @property
@@ -220,12 +221,12 @@ class Measured:
         return self.formula(self.write_seconds)
 
     def formula(self, write_seconds: float) -> float:
-        """The planner's, where a save costs so much."""
+        """Return the goodput of the planner's formula for this cost of a checkpoint."""
         return goodput(self.interval_seconds, write_seconds, self.mtbf_seconds, self.restart_seconds)
 
 
 def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
-    """What a run came to, from what it wrote down."""
+    """Compute the measurements of a run from its files."""
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["what"] == "started"))
     seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
@@ -245,7 +246,7 @@ def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> M
 
 
 def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
-    """By how much the first steps after a save, on average, are longer than those before the next one, together."""
+    """Return the total slowdown of the first steps after a checkpoint, compared with the later steps, on average."""
     after: list[list[float]] = []
     for line in lines:
         if "pause" in line:
@@ -259,7 +260,7 @@ def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
 
 @contextmanager
 def run_through(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Watched]]:
-    """Train, kill, and give the run directory with what was seen."""
+    """Train a run and kill ranks; yield the run directory and the observations."""
     with tempfile.TemporaryDirectory(prefix="phalanx-goodput-") as scratch:
         folder = Path(scratch)
         run = described(folder, every_seconds)
@@ -273,42 +274,43 @@ def run_through(seconds: float, every_seconds: float | None, seed: int) -> Itera
                 code = train.wait(timeout=END_SECONDS)
             finally:
                 train.kill()
-                wait_until(lambda: not rank_pids(directory), "no rank is left")
+                wait_until(lambda: not rank_pids(directory), "end of all ranks")
                 print((folder / "said").read_text(), file=sys.stderr)
         assert code == EXIT_STOPPED, code
         yield directory, found
 
 
 def undisturbed(seconds: float) -> float:
-    """Seconds from one step to the next, of a run that is neither killed nor saved, for so long."""
+    """Return the step interval of a run without kills and checkpoints, measured for `seconds`."""
     with run_through(seconds, None, 0) as (_, found):
         (first, before), (last, after) = found.seen[0], found.seen[-1]
         return (last - first) / (after - before)
 
 
 def page(found: Measured, every_seconds: float) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     failures, off = found.failures, found.goodput / found.predicted - 1
     by_median = found.goodput * found.median_step_seconds / found.undisturbed_seconds
     whole = [each for each in failures if each.resume_seconds is not None]
     rows = {
         "goodput, measured": f"{found.goodput:.1%}",
-        "goodput, as the planner's formula has it": f"{found.predicted:.1%}",
-        "measured / formula": f"{1 + off:.3f}",
-        "goodput, measured, by the median step": f"{by_median:.1%}",
+        "goodput, predicted by the planner's formula": f"{found.predicted:.1%}",
+        "measured / predicted": f"{1 + off:.3f}",
+        "goodput, measured with the median step": f"{by_median:.1%}",
         "wall-clock time": f"{found.wall_seconds / 60:.1f} min",
-        "steps in the model": f"{found.steps:,}",
-        "from step to step, undisturbed": f"{found.undisturbed_seconds * 1e3:.1f} ms",
-        "step, median": f"{found.median_step_seconds * 1e3:.1f} ms",
-        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after another",
+        "steps in the final model": f"{found.steps:,}",
+        "step interval of the undisturbed run": f"{found.undisturbed_seconds * 1e3:.1f} ms",
+        "step time, median": f"{found.median_step_seconds * 1e3:.1f} ms",
+        "failures": f"{len(failures)}, {len(failures) - len(whole)} of them before the first step after the "
+        "previous failure",
         "mean time between failures": f"{found.mtbf_seconds:.0f} s",
-        "work between saves, median": f"{found.interval_seconds:.1f} s",
-        "a save keeps training waiting, mean": f"{found.wait_seconds * 1e3:.0f} ms",
-        "and makes the steps behind which it is written longer, mean": f"{found.slowed_seconds * 1e3:.0f} ms",
-        "from a kill to its note, median": f"{median(each.detect_seconds for each in failures):.1f} s",
-        "from a kill to the first step after it, median": f"{median(e.resume_seconds or 0 for e in whole):.1f} s",
-        "the same, mean: the formula's restart": f"{found.restart_seconds:.1f} s",
-        "steps lost by a failure, median (mean)": f"{median(each.steps_lost for each in failures):.0f} "
+        "work between checkpoints, median": f"{found.interval_seconds:.1f} s",
+        "pause of training for a checkpoint, mean": f"{found.wait_seconds * 1e3:.0f} ms",
+        "slowdown of the steps during a checkpoint write, mean": f"{found.slowed_seconds * 1e3:.0f} ms",
+        "time from a kill to its event, median": f"{median(each.detect_seconds for each in failures):.1f} s",
+        "time from a kill to the next step, median": f"{median(e.resume_seconds or 0 for e in whole):.1f} s",
+        "time from a kill to the next step, mean; restart time of the formula": f"{found.restart_seconds:.1f} s",
+        "steps lost per failure, median (mean)": f"{median(each.steps_lost for each in failures):.0f} "
         f"({mean(each.steps_lost for each in failures):.0f})",
     }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -318,27 +320,29 @@ def page(found: Measured, every_seconds: float) -> str:
 |---|---:|
 {lines}
 
-Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
+Target: the measured goodput is within {LIMIT:.0%} of the formula's. \
+Deviation: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
 
-- Two ranks on two cores, a model of {MODEL["num_layers"]} layers and width {MODEL["hidden_size"]}; \
-`checkpoint.every = "auto"`
-  and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
-  {every_seconds:.0f} s, whatever the run is doing.
-- Measured: steps in the model / time from the first start until the run is told to stop, beside the same of a run that
-  is neither killed nor saved, in the same hour. The formula is `phalanx.cost.formulas.reliability.goodput`, \
-given the interval,
-  both costs of a save together, the mean time between failures and the restart of this table. (Longer: the first
-  {BEHIND} steps after a save beside those after them.)
-- By the median step: this run's own, as if all steps could take as long, whatever else makes some longer.
+- Two ranks on two cores train a model of {MODEL["num_layers"]} layers and width {MODEL["hidden_size"]} \
+with `checkpoint.every = "auto"`.
+  Ranks are killed at exponentially distributed times with a mean of {every_seconds:.0f} s, also during restarts.
+  `cluster.failures_per_device_hour` has the corresponding rate.
+- Measured goodput = steps in the final model * step interval of the undisturbed run / time from the first start to the
+  stop signal. The undisturbed run has no kills and no checkpoints, and was measured in the same hour.
+- The formula is `phalanx.cost.formulas.reliability.goodput`. Its inputs are from this table: work between checkpoints,
+  sum of both checkpoint costs, mean time between failures and restart time. The slowdown compares
+  the first {BEHIND} steps after a checkpoint with the later steps.
+- The goodput with the median step uses the median step time of this run instead of the undisturbed step interval. It
+  counts every slower step as a loss.
 - Written by `python -m benchmarks.goodput`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--alone", type=float, default=5.0, help="minutes of the run that is neither killed nor saved")
+    parser.add_argument("--alone", type=float, default=5.0, help="minutes of the run without kills and checkpoints")
     parser.add_argument("--every", type=float, default=90.0, help="mean seconds between failures")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

@@ -1,11 +1,12 @@
-"""What the plan says that a rank on a GPU allocates and reserves, against PyTorch's own allocator on a null GPU.
+"""Compare the planned memory of a rank on a GPU with that of PyTorch's allocator on a null GPU.
 
     python -m benchmarks.gpu_memory --python PYTHON --null OUT    # measures all rows; writes docs/results/accuracy.md
-    python -m benchmarks.gpu_memory                               # the same from the rows that were recorded
+    python -m benchmarks.gpu_memory                               # the same from the recorded rows
 
-A null GPU computes nothing, but PyTorch's CUDA build runs on it: the caching allocator, autograd, FSDP2 and
-ProcessGroupNCCL are real, so that bytes are those of a GPU. PYTHON has PyTorch's CUDA build, and OUT/lib the library
-that is preloaded (tests/null_gpu). Each row is a rank of a run, in a steady step (`benchmarks.gpu_memory_rank`).
+A null GPU computes nothing, but PyTorch's CUDA build runs on it. The caching allocator, autograd, FSDP2 and
+ProcessGroupNCCL are real, so allocated bytes equal those of a GPU. PYTHON has PyTorch's CUDA build, and OUT/lib
+contains the preloaded library (tests/null_gpu). Each row is a rank of a run in a steady step
+(`benchmarks.gpu_memory_rank`).
 """
 
 from __future__ import annotations
@@ -26,38 +27,40 @@ from phalanx.spec.parallel_dims import parallel_dims
 
 RECORDED = Path(__file__).parents[1] / "tests" / "cost" / "exact" / "cuda_memory.json"
 HEADING = "Memory on CUDA"
-TEXT = """By `python -m benchmarks.gpu_memory`: what `phalanx memory` says of a rank on H100s, against the most that the
-caching allocator of PyTorch 2.11 allocated and reserved in a steady step of the same rank on a GPU that computes
-nothing, with expandable segments. bf16, AdamW, micro-batches of one sequence: two, in a pipeline of p stages 4 p.
-Sequences of 8,192 tokens, with experts of 4,096. llama3-8b has all its layers; of llama3-70b there are 8, of
-qwen3-30b-a3b 16, of mixtral-8x7b 8. Documents are masked where something is computed again. `pp0` is the first rank of
-a pipeline, and the other its last. GB are 1e9 bytes.
+TEXT = """Written by `python -m benchmarks.gpu_memory`. "Planned" is the output of `phalanx memory` for a rank on H100s.
+"Measured" is the peak that the caching allocator of PyTorch 2.11 allocated and reserved for the same rank, with
+expandable segments. It was measured in a steady step on a null GPU, which computes nothing.
+
+All rows have bf16, AdamW and micro-batches of one sequence. A rank has two micro-batches per step, and 4 p in a
+pipeline of p stages. Sequences have 8,192 tokens, or 4,096 for models with experts. llama3-8b has all its layers. The
+other models have fewer layers: llama3-70b 8, qwen3-30b-a3b 16 and mixtral-8x7b 8. Documents are masked in rows with
+recomputation. `pp0` is the first rank of a pipeline; the other `pp` row is its last rank. 1 GB is 1e9 bytes.
 """
-OTHER_TEXT = """One number was fitted to these rows: the share of the largest tensor that the allocator loses. Rows that
-it was not fitted to, with all layers, but for ddp, which has 4:
+OTHER_TEXT = """One constant was fitted to these rows: the share of the largest tensor that the allocator loses.
+The following rows were not used for the fit. Their models have all layers, except for `ddp` with 4 layers.
 """
 HEADER = (
-    "| model | layout | ranks | allocated, planned | found | off by | reserved, planned | found | off by |\n"
+    "| model | layout | ranks | allocated GB, planned | measured | error | reserved GB, planned | measured | error |\n"
     "|---|---|---:|---:|---:|---:|---:|---:|---:|"
 )
 LIMITS = {"allocated": 0.03, "reserved": 0.08}
 
 
 def planned(row: Row) -> RankMemory:
-    """What the plan says of the rank."""
+    """Return the planned memory of the rank."""
     run = described_run(row)
     stage = parallel_dims(run.layout, row.world_size).coordinates(row.rank)["pp"]
     return list(rank_memory(run, row.world_size).values())[stage]
 
 
 def measure(row: Row, python: str, null: str) -> Row:
-    """The row with what a process of this rank allocated and reserved on the null GPU."""
+    """Return the row with the bytes that a process of this rank allocated and reserved on the null GPU."""
     environment = {
         **os.environ,
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "LD_LIBRARY_PATH": f"{null}/lib",
         "LD_PRELOAD": f"{null}/lib/libnullgpu.so",
-        "NULL_GPU_ALONE": "1",  # no other rank comes to a communicator
+        "NULL_GPU_ALONE": "1",  # no other rank joins a communicator
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
@@ -69,12 +72,12 @@ def measure(row: Row, python: str, null: str) -> Row:
 
 
 def recorded_rows() -> list[Row]:
-    """The rows of the last measurement."""
+    """Return the rows of the last measurement."""
     return [Row(**row) for row in json.loads(RECORDED.read_text())]
 
 
 def table_line(row: Row) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     memory, words = planned(row), [row.model, row.layout, str(row.world_size)]
     if row.problem:
         return f"| {' | '.join(words)} | {memory.total / 1e9:.2f} | {row.problem} |"
@@ -84,7 +87,7 @@ def table_line(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> Iterator[str]:
-    """How far the plan is off, and how many rows miss the target."""
+    """Yield the errors of the plan, and the rows outside the limits."""
     for name, limit in LIMITS.items():
         plans = [memory.total if name == "allocated" else memory.reserved for memory in map(planned, rows)]
         errors = [abs(plan / getattr(row, name) - 1) for plan, row in zip(plans, rows, strict=True)]
@@ -94,7 +97,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def section(rows: list[Row]) -> str:
-    """The section of docs/results/accuracy.md."""
+    """Return the section of docs/results/accuracy.md."""
     groups = rows[: -len(OTHER_RUNS)], rows[-len(OTHER_RUNS) :]
     lines = []
     for text, group in zip((TEXT, OTHER_TEXT), groups, strict=True):
@@ -105,7 +108,7 @@ def section(rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.gpu_memory", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", help="an interpreter with PyTorch's CUDA build; by default recorded rows are shown")
+    parser.add_argument("--python", help="Python with PyTorch's CUDA build; the default shows the recorded rows")
     parser.add_argument("--null", metavar="OUT", help="the folder of the null GPU")
     parser.add_argument("--only", default="", help="measure rows whose model and layout contain this, and print them")
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
-"""A rank of a run on a GPU that computes nothing: the most that PyTorch's allocator allocates and reserves in a step.
+"""Measure the peak that PyTorch's allocator allocates and reserves in a step of one rank, on a null GPU.
 
     python -m benchmarks.gpu_memory_rank ROW        # started by `benchmarks.gpu_memory`, which preloads the libraries
 
-What depends on numbers is given, as there are none: experts are balanced, and every row is one document.
+A null GPU has no numbers, so the values that a step depends on are fixed: experts are balanced, and every row is one
+document.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from phalanx.verify.dry_run import run_step
 from tests.null_gpu.given_numbers import give_numbers
 
 WARMUP_STEPS = 3
-"""DDP makes its buckets anew in the second."""
+"""DDP rebuilds its buckets in the second step."""
 
 
 class LonelyStore(dist.Store):
-    """A store in which everything stands that a rank waits for: identifiers of NCCL's communicators."""
+    """Store that contains every key that a rank waits for: the identifiers of NCCL communicators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +50,11 @@ class LonelyStore(dist.Store):
 
 
 def run_steps(row: Row) -> dict[str, int]:
-    """Steps of a rank in this process; the most bytes in the last."""
+    """Run steps of a rank in this process; return the peak bytes of the last step."""
     give_numbers()
     dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
     torch.cuda.set_device(0)
-    store = LonelyStore()  # whose Python half lives as long as this name
+    store = LonelyStore()  # the Python object must outlive the process group
     if row.world_size > 1:
         dist.init_process_group("nccl", store=store, rank=row.rank, world_size=row.world_size)
     run = described_run(row)
@@ -68,4 +69,4 @@ def run_steps(row: Row) -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps(run_steps(Row(**json.loads(sys.argv[1])))), flush=True)
-    os._exit(0)  # the watchdog of a process group that never ends
+    os._exit(0)  # the watchdog thread of the process group never ends

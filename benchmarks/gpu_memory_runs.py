@@ -1,4 +1,4 @@
-"""The ranks whose memory `benchmarks.gpu_memory` measures: of four models, twelve layouts each, and some others."""
+"""Ranks whose memory `benchmarks.gpu_memory` measures: four models with twelve layouts each, and OTHER_RUNS."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOE_LAYOUTS = {
     "ep8 cp2 ring zero3 full": (64, f"data_parallel=zero3 ep=8 cp=2 {FULL}"),
     "ep4 cp2 ulysses zero3 none": (64, f"data_parallel=zero3 ep=4 cp=2 cp_method=ulysses {NONE}"),
 }
-FEW_EXPERTS_LAYOUTS = MOE_LAYOUTS | {  # more ranks than experts would pad these to one for each
+FEW_EXPERTS_LAYOUTS = MOE_LAYOUTS | {  # with more ranks than experts, FSDP would pad the experts to one per rank
     name: (ranks, MOE_LAYOUTS[name][1])
     for name, ranks in (("zero3 full", 8), ("zero3 selective", 8), ("tp2 zero3 full", 16))
 }
@@ -50,7 +50,7 @@ MODELS = {
     "qwen3-30b-a3b": (16, MOE_LAYOUTS),
     "mixtral-8x7b": (8, FEW_EXPERTS_LAYOUTS),
 }
-"""Layers, fewer than the model has where all of them do not fit 80 GB in most of the layouts."""
+"""Number of layers, and layouts. Models that do not fit 80 GB in most layouts have fewer layers than published."""
 OTHER_RUNS = (
     ("llama3-8b", 32, "zero1 full", 16, f"data_parallel=zero1 {FULL}"),
     ("llama3-8b", 32, "zero2 full", 16, f"data_parallel=zero2 {FULL}"),
@@ -65,21 +65,21 @@ OTHER_RUNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A rank, and the most that it allocated and reserved in a step."""
+    """Rank of a run, and the peak bytes that it allocated and reserved in a step."""
 
     model: str
     layout: str
     world_size: int
     rank: int
     settings: list[str]
-    """As given to `--set`."""
+    """Values of `--set`."""
     allocated: int = 0
     reserved: int = 0
     problem: str = ""
 
 
 def all_rows() -> Iterator[Row]:
-    """Each layout of each model: of a pipeline its first and its last rank."""
+    """Yield a row for each layout of each model; pipelines have a row for their first and their last rank."""
     runs = [(model, layers, name, *run) for model, (layers, some) in MODELS.items() for name, run in some.items()]
     for model, layers, name, world_size, words in (*runs, *OTHER_RUNS):
         tokens = 8192 if model.startswith("llama") else 4096
@@ -93,7 +93,7 @@ def all_rows() -> Iterator[Row]:
 
 
 def described_run(row: Row) -> RunSpec:
-    """The run of a row on H100s: of each rank two micro-batches of one sequence, in a pipeline four for each stage."""
+    """Return the run of a row on H100s, with two micro-batches per rank, or four per stage in a pipeline."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "run.toml"
         file.write_text('name = "gpu-memory"\n[cluster]\npreset = "h100"\n')

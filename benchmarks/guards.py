@@ -1,11 +1,11 @@
-"""What the guards cost in their default setting: the flight recorder, and the thread that looks whether anything moves.
+"""Measure the cost of the guards with default settings: the flight recorder and the watchdog thread.
 
     python -m benchmarks.guards        # prints the table and writes docs/results/benchmarks/guards.md
 
-Whether collectives are recorded is settled when a process makes its first group. So two pairs of ranks train the same
-run, one with the guards and one without, and take steps in turn: while one pair does a step the other waits. Steps
-differ by more than the guards cost, so what they add to a step is also timed alone: a collective of one rank, with and
-without the recorder, and a look of the thread, each many times over."""
+A process enables or disables the recorder when it creates its first group. Therefore, two pairs of ranks train the same
+run, one with the guards and one without, and take steps in turn. Steps differ by more than the cost of the guards, so
+the guards are also timed alone: many collectives of one rank with and without the recorder, and many polls of the
+watchdog."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Ranks = list[subprocess.Popen[str]]
 
 
 def serve(directory: str) -> None:
-    """On a rank: do what each line asks for, and say how many seconds it took."""
+    """Run as a rank: execute each line of standard input, and print its seconds."""
     run, data = read_run_directory(Path(directory))
     torch.set_num_threads(1)
     init_distributed("cpu", 600)
@@ -80,13 +80,13 @@ def serve(directory: str) -> None:
 
 
 def recorded() -> int:
-    """Collectives recorded until now."""
+    """Return the number of collectives recorded so far."""
     entries = pickle.loads(c10d._dump_fr_trace(True, False, False))["entries"]  # type: ignore[attr-defined]
     return int(entries[-1]["record_id"]) if entries else 0
 
 
 def started(directory: Path, guarded: bool) -> Ranks:
-    """A pair of ranks."""
+    """Start a pair of ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -105,7 +105,12 @@ def started(directory: Path, guarded: bool) -> Ranks:
 
 
 def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
-    """Have both do it: seconds of the slower, of both processes' work, of rank 0's own thread; collectives recorded."""
+    """Let both ranks execute `what`, and measure it.
+
+    Returns:
+        The seconds of the slower rank, the CPU seconds of both processes, the CPU seconds of rank 0's thread, and the
+        number of recorded collectives.
+    """
     for rank in pair:
         assert rank.stdin is not None
         rank.stdin.write(f"{what}\n")
@@ -115,7 +120,7 @@ def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
 
 
 def row(name: str, out: Path) -> tuple[str, float]:
-    """A line of the table, and its last number."""
+    """Measure a run; return its row and its computed ratio."""
     directory = create_run(described(out, *RUNS[name]), 2, resume=False)
     walls, works, steps, recorder, looks, replicas, calls = [], [], [], [], [], [], 0
     for start in range(STARTS):
@@ -143,32 +148,38 @@ def row(name: str, out: Path) -> tuple[str, float]:
 
 
 def about(ratios: Sequence[float]) -> str:
-    """Their median, and how far off it may be: notches of box plots (McGill, Tukey and Larsen, The American
-    Statistician 32, 1978, section 7)."""
+    """Format the median and its uncertainty: the notch of a box plot.
+
+    McGill, Tukey and Larsen, The American Statistician 32, 1978, section 7.
+    """
     first, middle, third = quantiles(ratios, n=4)
     return f"{middle:.3f} ± {1.57 * (third - first) / len(ratios) ** 0.5:.3f}"
 
 
 def main() -> None:
-    """Print the table and write it to docs/."""
+    """Measure, print the table and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         rows, shares = zip(*(row(name, Path(folder) / str(at)) for at, name in enumerate(RUNS)), strict=True)
     worst = max(shares)
-    text = f"""# Guards: what they cost
+    text = f"""# Cost of the guards
 
-| run, 2 ranks | step, ms | collectives recorded | on / off | of processor time | recorder, microseconds each | a look, microseconds | so much is it at least | a comparison of replicas, ms |
+| run, 2 ranks | step, ms | recorded collectives | on / off | on / off, CPU time | recorder per collective, microseconds | poll, microseconds | on / off, computed | replica check, ms |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-On is the default: PyTorch's flight recorder remembers {MAX_RECORDED_COLLECTIVES:,} collectives of every rank, and a thread looks
-{1 / MAX_POLL_SECONDS:.0f} times in a second whether anything moved. The goal is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column but one
-({worst:.4f} at most), which adds up what is timed alone, as the work of one thread: a collective of one rank with the
-recorder less one without it ({CALLS:,} of them, the best of five), times those of a step, and the looks. On / off are
-medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, {STARTS} pairs of pairs one after the other, with how far off such a
-median may be by its notch. On a CPU gloo's messages of a pipeline are not recorded. Comparing replicas
-(`training.replica_check_interval`) is off by default.
+"On" is the default: PyTorch's flight recorder keeps the last {MAX_RECORDED_COLLECTIVES:,} collectives of every rank,
+and the watchdog thread checks for progress {1 / MAX_POLL_SECONDS:.0f} times per second. The goal is a computed ratio of
+at most {GOAL}: {"met" if worst <= GOAL else "missed"} ({worst:.4f} at most).
 
-`python -m benchmarks.guards`, on one thread a rank.
+The computed ratio adds the costs that are timed alone in one thread. The first cost is the time that the recorder adds
+to a collective of one rank, times the number of collectives in a step. Each time is the best of five series of
+{CALLS:,} collectives. The second cost is that of the polls.
+
+The other ratios are medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, in {STARTS} successive
+starts. The ± values are the notches of the medians. On a CPU, gloo's point-to-point messages of a pipeline are not
+recorded. The replica check (`training.replica_check_interval`) is off by default.
+
+Written by `python -m benchmarks.guards`, with one thread per rank.
 """  # noqa: E501
     print(text)
     PAGE.write_text(text)

@@ -1,4 +1,4 @@
-"""What the demo learns, beside what counting knows: held-out bits per byte and the seconds they took.
+"""Compare the demo with an n-gram model: held-out bits per byte and training time.
 
 python -m benchmarks.learning        # runs the demo, prints the table and writes docs/results/benchmarks/learning.md
 """
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"
 CONTEXTS = (3, 5)
 GOALS = {"bf16": 1.62, "fp32": 1.918}
-"""Bits per byte with AVX-512, where bf16 is faster, and without: there those of five bytes of context."""
+"""Maximum bits per byte with AVX-512, where bf16 is faster, and without: those of the n-gram model with five bytes."""
 PAGE = ROOT / "docs" / "results" / "benchmarks" / "learning.md"
 
 
@@ -40,11 +40,11 @@ class Row:
     model: str
     bits_per_byte: float
     seconds: float
-    """From nothing but text (for the demo: tokens) to the result, by the clock."""
+    """Wall-clock time from the text to the result; for the demo, from tokens to the result."""
 
 
 def read_split(run: RunSpec) -> tuple[list[bytes], list[bytes]]:
-    """The texts that a run trains on and those that it holds out."""
+    """Return the training texts and the held-out texts of a run."""
     train: list[bytes] = []
     held_out: list[bytes] = []
     for document in documents(run.data.train, run.data.text_key):
@@ -54,7 +54,7 @@ def read_split(run: RunSpec) -> tuple[list[bytes], list[bytes]]:
 
 
 def count(train: list[bytes], held_out: list[bytes], context: int) -> Row:
-    """The n-gram model's row."""
+    """Measure the n-gram model."""
     begun = time.perf_counter()
     bits = witten_bell(train, held_out, context)
     return Row(f"Witten-Bell, {context} bytes of context", bits, time.perf_counter() - begun)
@@ -84,7 +84,7 @@ def train(run: RunSpec, nproc: int) -> tuple[Row, RunSpec, list[MetricsRecord]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
+    """Format the rows as a Markdown table."""
     lines = ["| model | bits per byte | seconds |", "|---|---:|---:|"]
     lines += [f"| {row.model} | {row.bits_per_byte:.4f} | {row.seconds:.0f} |" for row in rows]
     return "\n".join(lines)
@@ -93,28 +93,28 @@ def table(rows: Sequence[Row]) -> str:
 def page(
     rows: Sequence[Row], run: RunSpec, metrics: Sequence[MetricsRecord], sizes: tuple[int, int], nproc: int
 ) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     steps = [record["step_seconds"] for record in metrics if "step_seconds" in record]
     return f"""# Learning: held-out bits per byte of the demo
 
 {table(rows)}
 
-- The goal: at most {GOALS["bf16"]} bits per byte with AVX-512, less than {GOALS["fp32"]} without. Here the demo chose
-  {run.training.precision}.
-- The text is the Python {platform.python_version()} library's own source, the same for every row:
-  {sizes[0] / 1e6:.1f} MB to learn from, {sizes[1] / 1e6:.2f} MB held out by file.
-- The n-gram model (`benchmarks/ngram.py`) has counted all of the training text, on one thread. A file begins after a
-  start symbol that is part of the context, and every held-out byte is predicted.
-- The demo (`examples/demo.toml`) takes {len(steps)} steps of {run.training.tokens_per_step:,} tokens,
-  {sum(steps):.0f} s on {nproc} ranks; its seconds are of the whole command, with its start, evaluation and sample.
-  Its bits are over the bytes of all held-out tokens but the first; ends of documents have to be predicted too.
+- Goal: at most {GOALS["bf16"]} bits per byte with AVX-512, and less than {GOALS["fp32"]} without. On this machine, the
+  demo selected {run.training.precision}.
+- The text of every row is the source of the Python {platform.python_version()} library. It has
+  {sizes[0] / 1e6:.1f} MB for training and {sizes[1] / 1e6:.2f} MB held out by file.
+- The n-gram model (`benchmarks/ngram.py`) counts the complete training text on one thread. A start symbol before each
+  file is part of the context. The model predicts every held-out byte.
+- The demo (`examples/demo.toml`) trains {len(steps)} steps of {run.training.tokens_per_step:,} tokens in
+  {sum(steps):.0f} s on {nproc} ranks. The seconds of its row include start, evaluation and sample.
+  The bits per byte are over the bytes of all held-out tokens except the first, and include the ends of documents.
 - Machine: {platform.machine()}, {os.cpu_count()} cores, torch {version("torch")}.
-- Again: `python -m benchmarks.learning`.
+- Written by `python -m benchmarks.learning`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.learning")
     parser.add_argument("--nproc", type=int, default=2, help="ranks of the demo")
     nproc = parser.parse_args().nproc

@@ -1,8 +1,8 @@
-"""A memory limit around a process: a cgroup where one can be made (as root, on Linux), else RLIMIT_DATA.
+"""Memory limit for a process: a cgroup if one can be created (as root, on Linux), otherwise RLIMIT_DATA.
 
-A cgroup's limit covers resident memory and the page cache of files that the process touched, mapped ones too, which the
-kernel takes back when it needs to. RLIMIT_DATA covers private memory that was asked for, used or not, and no mapped
-file."""
+The limit of a cgroup covers resident memory and the page cache of files that the process used, including mapped files.
+The kernel reclaims page cache when it needs memory. RLIMIT_DATA covers allocated private memory, used or not, and no
+mapped files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 RLIMIT_SLACK_BYTES = 192 * 2**20
-"""Stacks and arenas of threads count for RLIMIT_DATA, though hardly any of their memory is ever used."""
+"""Allowance for stacks and arenas of threads, which count for RLIMIT_DATA although they are mostly unused."""
 
 BASE = """
 import torch, phalanx.train.worker
@@ -32,15 +32,15 @@ print(open("/proc/self/status").read())
 
 @dataclass(frozen=True)
 class Limit:
-    """Where a command runs."""
+    """Environment with a memory limit in which a command runs."""
 
     kind: str
     prefix: list[str]
-    """What to put before the command."""
+    """Words before the command."""
     group: Path | None
 
     def peak_bytes(self) -> int | None:
-        """The most that all of it held, with page cache; None if nobody counted."""
+        """Return the peak memory including page cache, or None if it was not counted."""
         for name in ("memory.max_usage_in_bytes", "memory.peak"):
             if self.group is not None and (self.group / name).exists():
                 return int((self.group / name).read_text())
@@ -49,7 +49,7 @@ class Limit:
 
 @contextmanager
 def memory_limit(limit_bytes: int | None) -> Iterator[Limit]:
-    """A limit that commands can be run under; None only counts. What still runs in it at the end is killed."""
+    """Yield a limit for commands; None only counts. Processes that still run in it at the end are killed."""
     group = _make_group(limit_bytes)
     if group is None:
         set_limit = f"ulimit -d {limit_bytes // 1024} && " if limit_bytes is not None else ""
@@ -72,7 +72,7 @@ def _make_group(limit_bytes: int | None) -> Path | None:
     try:
         if limit_bytes is not None:
             (group / names[0]).write_text(str(limit_bytes))
-            if (group / names[1]).exists():  # no swap: what is beyond the limit goes to our files or nowhere
+            if (group / names[1]).exists():  # no swap: memory beyond the limit must be in files
                 (group / names[1]).write_text(str(limit_bytes) if version_1 else "0")
         elif not (group / names[0]).exists():
             raise OSError("this cgroup has no memory controller")
@@ -89,13 +89,15 @@ def _remove(group: Path) -> None:
         try:
             group.rmdir()
             return
-        except OSError:  # those who were killed are not gone yet
+        except OSError:  # the killed processes have not exited yet
             time.sleep(0.1)
 
 
 def base_bytes(kind: str) -> int:
-    """What Python, torch and Phalanx hold before there is a model, as this kind of limit counts it (without the page
-    cache, which can be taken back)."""
+    """Return the memory of Python, torch and Phalanx before a model exists, as this kind of limit counts memory.
+
+    The page cache is not included, because the kernel can reclaim it.
+    """
     said = subprocess.run([sys.executable, "-c", BASE], capture_output=True, text=True, check=True).stdout
     sizes = {line.split(":")[0]: line.split()[1] for line in said.splitlines() if line.endswith("kB")}
     if kind == "cgroup":

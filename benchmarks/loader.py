@@ -1,9 +1,9 @@
-"""How fast the loader makes batches on one core, beside the least that any loader has to do.
+"""Compare the speed of the loader on one core with the minimum work of any loader.
 
     python -m benchmarks.loader        # prints the table and writes docs/results/benchmarks/loader.md
 
-The text is the Python library as byte tokens, in its own documents and in documents of about 200 tokens. The
-limit is a copy of as many tokens, already in order, from the same file into the same two int64 arrays.
+The text is the source of the Python library as byte tokens, in its own documents and in documents of 200 tokens. The
+limit copies the same number of tokens in file order from the same file into two int64 arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.data.prepare import prepare
 from phalanx.spec.run import DataSpec
 
 GOAL = 20e6
-"""Tokens per second and core: more than the ranks of a node take from a core."""
+"""Tokens per second and core, more than the ranks of a node consume per core."""
 SEQUENCES = (256, 1024, 2048)
 TOKENS_PER_STEP = (16_384, 131_072)
 TOKENS_PER_ROUND = 4_000_000
@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "loader.m
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; speeds in tokens per CPU second."""
+    """Row of the table; speeds are in tokens per CPU second."""
 
     documents: str
     sequence: int
@@ -45,7 +45,7 @@ class Row:
 
 
 def measure(dataset: IndexedDataset, name: str, sequence: int, rows: int, tokens: int = TOKENS_PER_ROUND) -> Row:
-    """The median speeds of the loader and of the limit, their rounds taken in turn."""
+    """Measure the median speeds of the loader and of the limit in alternating rounds."""
     loader = TokenLoader(dataset, sequence, rows, seed=0)
     steps = max(1, tokens // (rows * sequence))
     size = rows * sequence
@@ -62,7 +62,7 @@ def measure(dataset: IndexedDataset, name: str, sequence: int, rows: int, tokens
 
 
 def _seconds(work: Callable[[int], object], steps: int) -> float:
-    # CPU time, because others may share the machine; none of this waits for anything.
+    # CPU time, because other programs may use the machine, and the loader does not wait.
     begun = time.process_time()
     for step in range(steps):
         work(step)
@@ -70,9 +70,10 @@ def _seconds(work: Callable[[int], object], steps: int) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in Markdown."""
+    """Format the rows as a Markdown table."""
     lines = [
-        "| documents | T | rows | loader, M tokens/s | limit (copy), M tokens/s | share of limit | goal of 20 M |",
+        "| documents | T | rows | loader, M tokens/s | limit (copy), M tokens/s | share of limit "
+        "| multiple of the goal (20 M) |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -84,26 +85,26 @@ def table(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     return f"""# Loader: tokens per second on one core
 
 {table(rows)}
 
-- A batch is tokens, targets and the document start of each position, from a memory-mapped uint16 file in the page
-  cache.
-- Speeds are per CPU second of one thread: the median of {ROUNDS} rounds of {TOKENS_PER_ROUND / 1e6:.0f} M tokens, the
-  loader's and the limit's in turn.
-- The limit copies as many tokens, already in order, from the same file into the same two int64 arrays. The loader also
-  looks up the documents of each row, gathers from all over the file, and marks where documents start.
-- Text: the Python library as bytes, in its own documents ("files") and in documents of {SHORT_DOCUMENT} tokens
-  ("short").
+- A batch contains the token, the target and the document start of each position. Tokens come from a memory-mapped
+  uint16 file in the page cache.
+- Speeds are per CPU second of one thread: medians over {ROUNDS} rounds of {TOKENS_PER_ROUND / 1e6:.0f} M tokens. Rounds
+  of the loader and of the limit alternate.
+- The limit copies the same number of tokens in file order from the same file into two int64 arrays. The loader also
+  looks up the documents of each row, gathers tokens from the complete file and marks document starts.
+- The text is the source of the Python library as bytes. "files" has one document per file, and "short" has documents of
+  {SHORT_DOCUMENT} tokens.
 - Machine: {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}.
-- Again: `python -m benchmarks.loader`.
+- Written by `python -m benchmarks.loader`.
 """
 
 
 def short_documents(dataset: IndexedDataset, prefix: Path) -> IndexedDataset:
-    """The same tokens in documents of SHORT_DOCUMENT tokens."""
+    """Write the same tokens in documents of SHORT_DOCUMENT tokens."""
     with IndexedWriter(prefix, dataset.tokens.dtype) as writer:
         for begin in range(0, dataset.size, SHORT_DOCUMENT):
             writer.add(dataset.tokens[begin : begin + SHORT_DOCUMENT])
@@ -111,7 +112,7 @@ def short_documents(dataset: IndexedDataset, prefix: Path) -> IndexedDataset:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     prepared = prepare(DataSpec(tokenizer="bytes"))
     files = IndexedDataset(prepared.train)
     short = short_documents(files, Path(prepared.train).with_name("benchmark_short"))

@@ -1,9 +1,9 @@
-"""A model split over two ranks: tensor, pipeline and context parallelism beside plain PyTorch and OLMo-core.
+"""Compare tensor, pipeline and context parallelism on two ranks with plain PyTorch and OLMo-core.
 
     python -m benchmarks.model_parallel        # prints the table and writes docs/results/benchmarks/model_parallel.md
 
-Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and they
-take turns: a few steps of one, a few of the next. Data parallelism of the same batch runs among them, as the limit.
+Two ranks with one thread each train a shape of `shapes.py` in fp32. Every trainer has its own two processes, and the
+trainers take turns every few steps. Data parallelism with the same batch takes turns with them, as the limit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from phalanx.spec.run import DataSpec
 
 PLAIN, OLMO = "plain_model", "olmo_core"
 LAYOUTS = {
-    "tp2": [("tp2, whole tokens", OURS), ("tp2", OURS), ("tp2", PLAIN), ("tp2", OLMO)],
+    "tp2": [("tp2, no sequence parallelism", OURS), ("tp2", OURS), ("tp2", PLAIN), ("tp2", OLMO)],
     "pp2": [("pp2", OURS), ("pp2", PLAIN)],
     "cp2": [("cp2", OURS), ("cp2", PLAIN)],
 }
-"""Who runs: a layout by its name in `shapes.py`, and a trainer; the first is held against the others."""
+"""Entries by layout: a layout name of `shapes.py` and a trainer. The first entry is compared with the others."""
 LIMIT = ("ddp", OURS)
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "model_parallel.md"
 
@@ -41,14 +41,14 @@ Entry = tuple[str, str]
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout of one shape: the rounds of each who ran."""
+    """Measurements of one layout of one shape: the rounds of each entry."""
 
     shape: str
     rounds: dict[Entry, list[Round]]
 
 
 def measure(shape: str, layout: str, data: str, peers: Path, rounds: int, steps: int) -> Measured:
-    """Time who has this layout."""
+    """Time the entries of this layout."""
     with ExitStack() as stack:
         ranks: dict[Entry, Ranks] = {}
         for entry in [*LAYOUTS[layout], LIMIT]:
@@ -62,7 +62,7 @@ def measure(shape: str, layout: str, data: str, peers: Path, rounds: int, steps:
 
 @dataclass(frozen=True)
 class Turn:
-    """Ranks that are asked by a number for the one trainer they hold."""
+    """Adapter of `in_turn` for ranks with one trainer, which are identified by a number."""
 
     ranks: Ranks
     trainer: str
@@ -72,10 +72,10 @@ class Turn:
 
 
 def table(results: Sequence[Measured]) -> str:
-    """All of it, in Markdown."""
+    """Format all results as a Markdown table."""
     lines = [
-        "| shape | layout | trainer | tokens/s | of data parallelism | CPU ms per token | memory of a rank, MB "
-        "| Phalanx / it: tokens/s | tokens per CPU second |",
+        "| shape | layout | trainer | tokens/s | relative to data parallelism | CPU ms per token | memory per rank, MB "
+        "| Phalanx / trainer: tokens/s | Phalanx / trainer: tokens per CPU second |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -93,48 +93,50 @@ def table(results: Sequence[Measured]) -> str:
 
 
 def page(results: Sequence[Measured], rounds: int, steps: int) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     shapes = "\n".join(
         f"- `{name}`: {s.layers} layers, width {s.width}, vocabulary {s.vocab:,}; {s.sequences} sequences of "
         f"{s.sequence} tokens per update, {s.micro_batch} in a micro-batch."
         for name, s in SHAPES.items()
         if name in {result.shape for result in results}
     )
-    return f"""# A model on two ranks: tensor, pipeline and context parallelism
+    return f"""# Tensor, pipeline and context parallelism on two ranks
 
 {table(results)}
 
-Goal: at least 1 beside plain PyTorch and OLMo-core, in wall time and in CPU time per token; of data parallelism 0.85
-for tensor and 0.8 for pipeline parallelism (of two ranks and four micro-batches the bubble alone leaves 0.8).
-Ratios are medians over neighbouring rounds; CPU time is that of both ranks together.
+Goal: a ratio of at least 1 to plain PyTorch and OLMo-core, in wall time and in CPU time per token. Relative to data
+parallelism, the goals are 0.85 for tensor and 0.8 for pipeline parallelism. The bubble of two ranks and four
+micro-batches alone limits a pipeline to 0.8. Ratios are medians over neighboring rounds. CPU time is the sum over both
+ranks.
 
-`tp2` shares the tokens between pairs of products (sequence parallelism), as plain PyTorch does here; `tp2, whole
-tokens` does not: with two ranks on a CPU its all-reduce is the cheaper exchange, with less memory saved. Plain
-PyTorch is a Llama of a page with `parallelize_module`, sequence parallelism and `loss_parallel`; with
-`torch.distributed.pipelining`'s 1F1B and half of the layers on each rank; and with the ring attention of
-`torch.distributed.tensor.experimental` (its own `context_parallel` does not run on a CPU) under DDP. OLMo-core's
-pipelines and context parallelism need CUDA.
+`tp2` uses sequence parallelism, as plain PyTorch does here. `tp2, no sequence parallelism` uses all-reduces instead,
+which are cheaper on two ranks of a CPU and save less memory.
 
-## How
+Plain PyTorch is a small Llama model. Its `tp2` uses `parallelize_module`, sequence parallelism and `loss_parallel`. Its
+`pp2` uses 1F1B of `torch.distributed.pipelining`, with half of the layers on each rank. Its `cp2` uses the ring
+attention of `torch.distributed.tensor.experimental` under DDP, because `context_parallel` does not run on a CPU. The
+pipelines and the context parallelism of OLMo-core need CUDA.
+
+## Setup
 
 {shapes}
-- Two ranks of one thread on gloo; fp32, fused AdamW, gradient clipping; the same batches; Phalanx and plain PyTorch
-  start from the same weights and report the same losses.
-- {rounds} rounds of {steps} steps of each trainer after two to warm up; medians.
+- Two ranks with one thread each on gloo; fp32, fused AdamW, gradient clipping, equal batches. Phalanx and plain PyTorch
+  start from equal weights and report equal losses.
+- Medians over {rounds} rounds of {steps} steps per trainer, after two warm-up steps.
 - torch {version("torch")}, {", ".join(PEERS)}; {platform.machine()}, {os.cpu_count()} cores, Python
   {platform.python_version()}.
-- Again: `python -m benchmarks.model_parallel --rounds {rounds}`.
+- Written by `python -m benchmarks.model_parallel --rounds {rounds}`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.model_parallel")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny", "small"])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a trainer in a round")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where to write")
+    parser.add_argument("--steps", type=int, default=2, help="steps per trainer and round")
+    parser.add_argument("--page", type=Path, default=PAGE, help="file to write")
     asked = parser.parse_args()
     peers, data, results = install(), prepare(DataSpec(tokenizer="bytes")).train, []
     for shape in asked.shapes:

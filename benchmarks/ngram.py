@@ -1,9 +1,9 @@
-"""How far counting gets: an interpolated Witten-Bell byte n-gram model, the mark a trained model must beat.
+"""Interpolated Witten-Bell n-gram model of bytes, a baseline for trained models.
 
     p(w | h) = (c(hw) + T(h) p(w | h')) / (c(h) + T(h))
 
-c counts in the training text, T(h) is how many different bytes were seen after h, h' is h without its oldest
-byte; below the empty context every byte has 1/256 (Witten and Bell 1991; Chen and Goodman 1998, section 2.5).
+c counts in the training text, T(h) is the number of different bytes after h, and h' is h without its oldest byte. Below
+the empty context, every byte has probability 1/256 (Witten and Bell 1991; Chen and Goodman 1998, section 2.5).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 SYMBOL_BITS = 9
-"""A symbol is a byte or START; seven fit in 64 bits."""
+"""Bits of a symbol, which is a byte or START; seven symbols fit in 64 bits."""
 START = 256
-"""Stands before a document as often as the context is long: contexts do not cross documents."""
+"""Padding before a document, as long as the context, so that contexts do not cross documents."""
 LONGEST_CONTEXT = 64 // SYMBOL_BITS - 1
 
 
 def witten_bell(train: list[bytes], held_out: list[bytes], context: int) -> float:
-    """Bits per byte of every held-out byte, predicted from the `context` bytes before it."""
+    """Return the bits per byte of the held-out bytes, each predicted from the `context` bytes before it."""
     if not 0 <= context <= LONGEST_CONTEXT:
         raise ValueError(f"context = {context}: use 0 to {LONGEST_CONTEXT}")
     probability = np.full(sum(map(len, held_out)), 1 / 256)
@@ -28,7 +28,7 @@ def witten_bell(train: list[bytes], held_out: list[bytes], context: int) -> floa
 
 
 def grams(documents: list[bytes], order: int) -> np.ndarray:
-    """Each byte after the `order` symbols before it, the byte in the lowest bits: uint64 [bytes]."""
+    """Pack each byte and the `order` symbols before it, with the byte in the lowest bits: uint64 [bytes]."""
     start = np.full(order, START, np.uint16)
     symbols = np.concatenate([part for text in documents for part in (start, np.frombuffer(text, np.uint8))])
     packed = np.zeros(len(symbols) - order, np.uint64)
@@ -39,7 +39,7 @@ def grams(documents: list[bytes], order: int) -> np.ndarray:
 
 
 def interpolate(train: np.ndarray, held_out: np.ndarray, shorter: np.ndarray) -> np.ndarray:
-    """p(w | h) of each held-out gram hw, given p(w | h') of each; all [bytes], packed as by `grams`."""
+    """Return p(w | h) of each held-out gram hw, given its p(w | h'); all [bytes], packed by `grams`."""
     seen, count = np.unique(train, return_counts=True)
     histories, first = np.unique(seen >> SYMBOL_BITS, return_index=True)
     total = np.add.reduceat(count, first)
@@ -51,6 +51,6 @@ def interpolate(train: np.ndarray, held_out: np.ndarray, shorter: np.ndarray) ->
 
 
 def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The value of each wanted key, 0 where it is not among the sorted `keys`."""
+    """Return the value of each wanted key, or 0 if the sorted `keys` do not contain the key."""
     place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], 0)

@@ -1,10 +1,11 @@
-"""Optimizer state on a local disk, four times as large as the memory that the run may use.
+"""Measure training with optimizer state on a local disk that is four times as large as the memory limit.
 
     python -m benchmarks.offload        # prints the table and writes docs/results/benchmarks/offload.md
 
-The same run of `phalanx train` twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup whose
-limit is a quarter of the optimizer state. One rests (SIGSTOP) while the other does a step, in turn, so that whoever
-else uses the machine slows both alike. Needs root (for the cgroup), 20 bytes of disk and 16 of memory per parameter.
+The same run of `phalanx train` runs twice: in memory without a limit, and with layout.offload = "nvme" in a cgroup. The
+limit of the cgroup is a quarter of the optimizer state. The runs take turns: one is stopped (SIGSTOP) during a step of
+the other, so that other programs slow both runs equally. Needs root for the cgroup, and 20 bytes of disk and 16 of
+memory per parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from phalanx.spec.run import RunSpec
 
 LAYERS, WIDTH, FFN, SEQUENCE = 36, 1024, 2816, 256
 STATE_BYTES_PER_PARAMETER = 12
-"""The fp32 parameters that are trained, and Adam's two moments."""
+"""Bytes of the fp32 master weights and Adam's two moments."""
 SHARE = 4
 """State as a multiple of the limit."""
 GOAL = 0.5
@@ -44,7 +45,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "offload.
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one run."""
+    """Measurements of one step of one run."""
 
     seconds: float
     loss: float
@@ -56,7 +57,7 @@ class Step:
 
 @dataclass
 class Run:
-    """A training run under way, which is let on step by step."""
+    """Training process that is continued step by step."""
 
     name: str
     limit: Limit
@@ -66,7 +67,7 @@ class Run:
     peak_rss_bytes: int = 0
 
     def step(self) -> None:
-        """Let it do one step more."""
+        """Continue the process for one step."""
         before, begun = self._disk_bytes(), time.perf_counter()
         self.process.send_signal(signal.SIGCONT)
         while len(records := self._records()) <= len(self.steps):
@@ -89,7 +90,7 @@ class Run:
         )
 
     def end(self) -> None:
-        """Its checkpoint is of no use."""
+        """Kill the process, whose checkpoint is not needed."""
         self.process.kill()
         self.process.wait()
 
@@ -104,7 +105,7 @@ class Run:
 
 
 def described(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
-    """The run, in memory or on disk."""
+    """Return the run with its state in memory or on disk."""
     model = {
         "vocab_size": 257,
         "hidden_size": WIDTH,
@@ -143,10 +144,10 @@ def start(run: RunSpec, limit: Limit) -> Run:
 
 
 def table(memory: Run, disk: Run, state_bytes: int, limit_bytes: int) -> str:
-    """Both runs in Markdown; medians of all steps but the first, which makes the state."""
+    """Format both runs as a Markdown table: medians of all steps except the first, which creates the state."""
     lines = [
-        "| state rests | limit, GB | optimizer state, GB | state / limit | peak of the cgroup, GB | seconds per step "
-        "| disk, GB read / written per step | GB/s in the update | speed |",
+        "| state | limit, GB | optimizer state, GB | state / limit | peak of the cgroup, GB | seconds per step "
+        "| disk, GB read / written per step | GB/s in the update | relative speed |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for run in (memory, disk):
@@ -167,24 +168,24 @@ def table(memory: Run, disk: Run, state_bytes: int, limit_bytes: int) -> str:
 
 
 def middle(run: Run, name: str) -> float:
-    """The median of one of its steps' figures."""
+    """Return the median of a field over the steps."""
     return statistics.median(getattr(step, name) for step in run.steps[1:])
 
 
 def ratio(memory: Run, disk: Run) -> float:
-    """The speed on disk as a share of that in memory: the median over neighbouring steps."""
+    """Return the speed on disk relative to that in memory: the median over neighboring steps."""
     pairs = zip(memory.steps[1:], disk.steps[1:], strict=True)
     return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
 
 
 def same(memory: Run, disk: Run) -> bool:
-    """Whether both learned the same to the last bit."""
+    """Return whether the losses and gradient norms of both runs are bitwise equal."""
     learned = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
     return learned[0] == learned[1]
 
 
 def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     share = ratio(memory, disk)
     state_bytes = STATE_BYTES_PER_PARAMETER * total
     seconds = [" / ".join(f"{step.seconds:.1f}" for step in run.steps[1:]) for run in (memory, disk)]
@@ -192,27 +193,27 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 
 {table(memory, disk, state_bytes, limit_bytes)}
 
-Speed on disk: {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of all
-{len(disk.steps)} steps identical to the last bit: {"yes" if same(memory, disk) else "no"}.
+The speed with the state on disk is {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of
+all {len(disk.steps)} steps are bitwise equal: {"yes" if same(memory, disk) else "no"}.
 
-- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data_parallel = "zero2"`, \
-one rank of one thread; {tokens:,}
-  tokens per update in forward passes of {2 * SEQUENCE}, blocks recomputed. More tokens per update make the ratio
-  better: what is read and written per update stays the same but for the gradients.
-- The limit is of {disk.limit.kind}: all memory of the process, Python and PyTorch (about 0.25 GB) and its page cache
-  included. The bf16 weights (2 bytes per parameter) stay in memory; {STATE_BYTES_PER_PARAMETER} bytes of state and 2 of
-  gradients per parameter rest on disk.
-- The two runs did their steps in turn, one stopped while the other worked; seconds of the steps after the first: in
-  memory {seconds[0]}, on disk {seconds[1]}. The ratio is the median over neighbouring steps.
-- Read and written: what the kernel counted for the process (gradients too: once per forward pass). GB/s: the state,
-  read and written, over the seconds of the update.
+- The model has {total / 1e6:.0f} M parameters and width {WIDTH}. One rank with one thread trains it in bf16 with
+  `layout.data_parallel = "zero2"` and recomputed blocks. An update has {tokens:,}
+  tokens, in forward passes of {2 * SEQUENCE}. More tokens per update improve the ratio, because the disk traffic per
+  update stays constant except for the gradients.
+- The limit is that of a {disk.limit.kind}. It covers all memory of the process, including Python and PyTorch (about
+  0.25 GB) and the page cache. The bf16 weights (2 bytes per parameter) stay in memory. Optimizer state
+  ({STATE_BYTES_PER_PARAMETER} bytes per parameter) and gradients (2 bytes per parameter) are on disk.
+- The two runs took turns: one was stopped during a step of the other. Seconds of the steps after the first: in
+  memory {seconds[0]}, on disk {seconds[1]}. The ratio is the median over neighboring steps.
+- Read and written bytes are the kernel's counts for the process, including gradients once per forward pass. GB/s is the
+  size of the state, read and written, divided by the seconds of the update.
 - Machine: {platform.machine()}, {os.cpu_count()} cores, torch {version("torch")}, Python {platform.python_version()}.
-- Again: `python -m benchmarks.offload --tokens {tokens}`.
+- Written by `python -m benchmarks.offload --tokens {tokens}`.
 """
 
 
 def measure(runs: Sequence[Run], steps: int) -> None:
-    """A step of each in turn. They start one after the other: the first step includes that."""
+    """Run the steps of all runs in turn."""
     for number in range(steps):
         for run in runs:
             run.step()
@@ -220,17 +221,17 @@ def measure(runs: Sequence[Run], steps: int) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.offload")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per update")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first to warm up")
+    parser.add_argument("--steps", type=int, default=4, help="steps per run, including one warm-up step")
     parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--directory", type=Path, help="where files lie (default: a temporary directory)")
+    parser.add_argument("--directory", type=Path, help="folder of the files (default: a temporary directory)")
     parser.add_argument("--no-page", action="store_true", help="only print")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.directory) as place, ExitStack() as stack:
         out = Path(place)
-        # One step more than is measured: neither reaches its end, where it would evaluate and save.
+        # One more step than is measured, so that no run reaches its end, where it would evaluate and save.
         cut = (asked.tokens, asked.steps + 1)
         described_memory = described(out, "memory", *cut, None, asked.layers)
         described_disk = described(out, "disk", *cut, out, asked.layers)
@@ -238,7 +239,7 @@ def main() -> None:
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]
         if limits[1].kind != "cgroup":
-            sys.exit("benchmarks.offload: RLIMIT_DATA counts memory that is never used; run as root, for a cgroup")
+            sys.exit("benchmarks.offload: RLIMIT_DATA counts unused memory. Run as root, which allows a cgroup.")
         runs = []
         for run, limit in zip((described_memory, described_disk), limits, strict=True):
             runs.append(start(run, limit))

@@ -1,9 +1,9 @@
-"""What Phalanx costs over a plain PyTorch loop, and how fast other trainers are.
+"""Measure the overhead of Phalanx over a plain PyTorch loop, and the speed of other trainers.
 
     python -m benchmarks.overhead        # prints the tables and writes docs/results/benchmarks/overhead.md
 
-Two ranks with one thread each train the shapes of `shapes.py` in fp32, first Phalanx and the plain loop in the same
-two processes, a few steps of one and a few of the other in turn; then every trainer in its own two processes, in turn.
+Two ranks with one thread each train the shapes of `shapes.py` in fp32. First, Phalanx and the plain loop take turns in
+the same two processes. Then, all trainers take turns, each in its own two processes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ class Speed:
 
     wall: float
     cpu_bound: float
-    """Tokens per CPU second of the busiest rank: what the speed would be if nothing waited. It repeats on a machine
-    that others use too."""
+    """Tokens per CPU second of the busiest rank: the speed without waiting, which other programs hardly change."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One shape under one layout."""
+    """Measurements of one shape under one layout."""
 
     shape: str
     layout: str
     together: dict[str, list[Round]]
-    """Phalanx and the plain loop in the same processes; of each its rounds."""
+    """Rounds of Phalanx and of the plain loop in the same processes."""
     apart: dict[str, list[Round]]
-    """Every trainer in processes of its own."""
+    """Rounds of every trainer in its own processes."""
 
 
 def compare(shape: str, layout: str, data: str, peers: Path, rounds: int, steps: int) -> Comparison:
@@ -74,7 +73,7 @@ def compare(shape: str, layout: str, data: str, peers: Path, rounds: int, steps:
 
 
 def in_turn(trainers: dict[str, Ranks], rounds: int, steps: int) -> dict[str, list[Round]]:
-    """So many rounds: in each, every trainer does so many steps, while the others rest."""
+    """Run `steps` steps of every trainer in each round, while the other trainers wait."""
     for name, ranks in trainers.items():
         ranks.run(name, WARM_UP)
     taken: dict[str, list[Round]] = {name: [] for name in trainers}
@@ -85,39 +84,39 @@ def in_turn(trainers: dict[str, Ranks], rounds: int, steps: int) -> dict[str, li
 
 
 def round_speed(blocks: Round, tokens: int) -> Speed:
-    """The speed of one round; a step takes as long as its slowest rank."""
+    """Return the speed of one round, in which a step takes as long as its slowest rank."""
     wall = median(map(max, zip(*(block.seconds for block in blocks), strict=True)))
     return Speed(tokens / wall, tokens / max(median(block.cpu_seconds) for block in blocks))
 
 
 def speed(rounds: Sequence[Round], tokens: int) -> Speed:
-    """The medians over rounds."""
+    """Return the median speeds over rounds."""
     speeds = [round_speed(blocks, tokens) for blocks in rounds]
     return Speed(median(s.wall for s in speeds), median(s.cpu_bound for s in speeds))
 
 
 def ratio(ours: Sequence[Round], theirs: Sequence[Round]) -> Speed:
-    """Our speed as a share of theirs: the median over neighbouring rounds."""
+    """Return our speed relative to theirs: the median over neighboring rounds."""
     pairs = [(round_speed(a, 1), round_speed(b, 1)) for a, b in zip(ours, theirs, strict=True)]
     return Speed(median(a.wall / b.wall for a, b in pairs), median(a.cpu_bound / b.cpu_bound for a, b in pairs))
 
 
 def peak_bytes(rounds: Sequence[Round]) -> int:
-    """The most memory that a rank held."""
+    """Return the peak memory of a rank."""
     return max(block.peak_bytes for block in rounds[-1])
 
 
 def loss_difference(ours: Sequence[Round], theirs: Sequence[Round]) -> float:
-    """The largest relative difference between the losses of the same steps."""
+    """Return the largest relative difference between the losses of the same steps."""
     losses = ([loss for blocks in rounds for loss in blocks[0].losses] for rounds in (ours, theirs))
     return max(abs(a - b) / b for a, b in zip(*losses, strict=True))
 
 
 def overhead_table(results: Sequence[Comparison]) -> str:
-    """Phalanx beside the plain loop, in Markdown."""
+    """Format the comparison of Phalanx and the plain loop as a Markdown table."""
     lines = [
         "| shape | layout | Phalanx, tokens/s | plain, tokens/s | ratio | ratio of CPU-bound speeds "
-        "| peak memory, Phalanx / plain | losses differ by |",
+        "| peak memory, Phalanx / plain | difference of losses |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -133,9 +132,9 @@ def overhead_table(results: Sequence[Comparison]) -> str:
 
 
 def peers_table(results: Sequence[Comparison]) -> str:
-    """All trainers, in Markdown."""
+    """Format the measurements of all trainers as a Markdown table."""
     lines = [
-        "| shape | layout | trainer | tokens/s | CPU-bound tokens/s | peak memory of a rank, MB |",
+        "| shape | layout | trainer | tokens/s | CPU-bound tokens/s | peak memory per rank, MB |",
         "|---|---|---|---:|---:|---:|",
     ]
     for result in results:
@@ -149,52 +148,52 @@ def peers_table(results: Sequence[Comparison]) -> str:
 
 
 def page(results: Sequence[Comparison], rounds: int, steps: int) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     shapes = "\n".join(
         f"- `{name}`: {s.layers} layers, width {s.width}, {s.heads} heads ({s.kv_heads} key/value), ffn {s.ffn}, "
         f"vocabulary {s.vocab:,}; {s.sequences} sequences of {s.sequence} tokens per update, {s.micro_batch} per rank "
         f"and forward pass."
         for name, s in SHAPES.items()
     )
-    return f"""# Overhead: Phalanx beside a plain PyTorch loop and other trainers
+    return f"""# Overhead of Phalanx compared with a plain PyTorch loop and other trainers
 
-## In the same two processes, in turn
+## Phalanx and the plain loop in the same two processes, in turn
 
 {overhead_table(results)}
 
-Goals: a ratio of at least {SPEED_GOAL}, peak memory of at most {MEMORY_GOAL} of the plain loop's (measured apart). The
-ratio is the median over neighbouring rounds. `ddp` is `DistributedDataParallel`; `fsdp` is Phalanx's `zero3` beside
-`fully_shard` of each block and the root with its defaults.
+Goals: a ratio of at least {SPEED_GOAL}, and a peak memory of at most {MEMORY_GOAL} times that of the plain loop. Memory
+is measured in separate processes. The ratio is the median over neighboring rounds. `ddp` is `DistributedDataParallel`.
+`fsdp` is `zero3` in Phalanx, and `fully_shard` of each block and the root with its defaults in the plain loop.
 
-## Each in its own two processes, in turn
+## Each trainer in its own two processes, in turn
 
 {peers_table(results)}
 
-CPU-bound: tokens per CPU second of the busiest rank, which is steady where others use the machine, and does not see
-waiting. `fsdp` is DeepSpeed's ZeRO-3, `ddp` its ZeRO-0.
+The CPU-bound speed is the number of tokens per CPU second of the busiest rank. Other programs hardly change it, and it
+does not include waiting. In DeepSpeed, `fsdp` is ZeRO-3 and `ddp` is ZeRO-0.
 
-## How
+## Setup
 
 {shapes}
-- Two ranks of one thread on gloo; fp32, fused AdamW, gradient clipping, no recomputation, untied head; the same
-  batches of the Python library's bytes for all, and the same initial weights for all but OLMo-core, which has its own
-  model. Everyone has the environment that Phalanx's launcher sets.
-- Phalanx runs its trainer's own step with its logs; the plain loop is `benchmarks/peers/plain.py`.
-- {rounds} rounds of {steps} steps of each trainer after {WARM_UP} to warm up; medians of the steps of a round, and of
-  the rounds.
+- Two ranks with one thread each on gloo; fp32, fused AdamW, gradient clipping, no recomputation, untied output head.
+- All trainers have equal batches, from the source of the Python library as bytes, and the environment variables of
+  Phalanx's launcher. Initial weights are equal except for OLMo-core, which has its own model.
+- Phalanx runs the step of its trainer with its logs. The plain loop is `benchmarks/peers/plain.py`.
+- {rounds} rounds of {steps} steps per trainer, after {WARM_UP} warm-up steps. Figures are medians over the steps of a
+  round and over the rounds.
 - torch {version("torch")}, {", ".join(PEERS)}; {platform.machine()}, {os.cpu_count()} cores, Python
   {platform.python_version()}.
-- Again: `python -m benchmarks.overhead`.
+- Written by `python -m benchmarks.overhead`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.overhead")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["ddp", "fsdp"])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a trainer in a round")
+    parser.add_argument("--steps", type=int, default=3, help="steps per trainer and round")
     asked = parser.parse_args()
     peers = install()
     data = prepare(DataSpec(tokenizer="bytes")).train

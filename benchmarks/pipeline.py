@@ -1,10 +1,11 @@
-"""Bubbles as they are simulated and as they are measured, of every pipeline schedule.
+"""Simulated and measured bubbles of every pipeline schedule.
 
     python -m benchmarks.pipeline       # prints the tables and writes docs/results/benchmarks/pipeline.md
 
-Two ranks train a model; with more ranks than cores each stage's computation is a wait of stated length, so that nothing
-but the schedule and its messages is left. The bubble is the idle share of all ranks between the first start and the
-last end of a step. What is simulated is the very schedule that runs: with the stated times, or those of its actions.
+Two ranks train a model. With more ranks than cores, each stage waits for a fixed time instead of computing, so that
+only the schedule and its messages are measured. The bubble is the idle share of all ranks between the first start and
+the last end in a step. The simulation uses the executed schedule, with the fixed times or the measured times of its
+actions.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from phalanx.testing import rank_pool
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "pipeline.md"
 UNIT_SECONDS = 0.03
-"""What a rank waits for the forward pass of a micro-batch, and for each half of its backward pass."""
+"""Waiting time of a rank for the forward pass of a micro-batch, and for each half of its backward pass."""
 
 
 def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
-    """What each stage's actions took in a step, on average; a whole backward pass counts as its input half."""
+    """Return the mean times of each stage's actions in a step; a full backward pass counts as its input half."""
     taken: dict[tuple[int, str], list[float]] = defaultdict(list)
     for spans in step.spans:
-        for action, begun, ended in spans:  # of an overlapped pair each counts by what such actions take elsewhere
+        for action, begun, ended in spans:  # actions of overlapped pairs have the mean time of other such actions
             if isinstance(action, Action):
                 taken[action.stage, action.kind].append(float(ended - begun))
     mean = {key: statistics.mean(seconds) for key, seconds in taken.items()}
@@ -46,7 +47,7 @@ def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
 
 
 def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> tuple[str, float, float]:
-    """A line of a table, the measured bubble, and the median step."""
+    """Return the row of a schedule, its measured bubble and its median step time."""
     measured = statistics.median(float(step.bubble) for step in steps)
     seconds = statistics.median(float(step.makespan) for step in steps)
     apart = f"{100 * (measured - simulated):+.1f}"
@@ -55,16 +56,24 @@ def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> t
 
 
 def by_step(by_rank: list[list[list[Span]]]) -> list[Timeline]:
-    """What all ranks did, step by step."""
+    """Combine the spans of all ranks into one timeline per step."""
     return [Timeline(tuple(map(tuple, step))) for step in zip(*by_rank, strict=True)]
 
 
-COLUMNS = ("schedule", "ranks", "micro-batches", "bubble simulated", "measured", "points apart", "seconds per step")
+COLUMNS = (
+    "schedule",
+    "ranks",
+    "micro-batches",
+    "simulated bubble",
+    "measured bubble",
+    "difference, points",
+    "seconds per step",
+)
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def waited(p: int, m: int, steps: int) -> str:
-    """The table of ranks that wait."""
+    """Return the table of ranks that wait instead of computing."""
     lines, seconds = [HEAD], {}
     for name in PUBLISHED:
         layout = layout_of(name, p)
@@ -76,11 +85,11 @@ def waited(p: int, m: int, steps: int) -> str:
         lines.append(line)
         print(line, flush=True)
     faster = ", ".join(f"{name} {seconds['1f1b'] / seconds[name]:.2f}" for name in PUBLISHED if name.startswith("zb"))
-    return "\n".join([*lines, "", f"Speed of a step beside 1F1B's: {faster}."])
+    return "\n".join([*lines, "", f"Speed of a step relative to 1F1B: {faster}."])
 
 
 def trained(shape: str, steps: int) -> str:
-    """The table of two ranks that learn."""
+    """Return the table of two ranks that train."""
     data, lines = prepare(DataSpec(tokenizer="bytes")).train, [HEAD]
     for name in PUBLISHED:
         layout = layout_of(name, 2)
@@ -97,27 +106,27 @@ def trained(shape: str, steps: int) -> str:
 
 
 def page(tables: list[tuple[str, str]], steps: int) -> str:
-    """What is written to docs/."""
+    """Return the page of the benchmark."""
     begin, end = __doc__.split("\n\n", 1)[0], __doc__.split("\n\n", 2)[2].strip()
     where = f"torch {version('torch')}, {platform.machine()}, gloo; medians of {steps} steps."
-    parts = [f"# {begin}", "    python -m benchmarks.pipeline", end, where]
+    parts = [f"# {begin.rstrip('.')}", "    python -m benchmarks.pipeline", end, where]
     return "\n\n".join([*parts, *(f"## {title}\n\n{table}" for title, table in tables)]) + "\n"
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.pipeline")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     asked = parser.parse_args()
     tables = [
         (
-            f"Two ranks that train the {asked.shape} shape, times of each stage's own actions",
+            f"Two ranks that train the {asked.shape} shape, simulated with the measured times of their actions",
             trained(asked.shape, asked.steps),
         )
     ]
     for p in (4, 8):
-        title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms for each of forward pass, input and weight half"
+        title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms per forward pass, input half and weight half"
         tables.append((title, waited(p, 2 * p, asked.steps)))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page(tables, asked.steps))

@@ -1,4 +1,4 @@
-"""What the ranks of `benchmarks.pipeline` do: train through a pipeline, or wait in it instead of computing."""
+"""Programs of the ranks of `benchmarks.pipeline`: train through a pipeline, or wait in it instead of computing."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class _Wait(torch.autograd.Function):
 
 
 def layout_of(schedule: str, p: int) -> Layout:
-    """A pipeline of p ranks."""
+    """Return the layout of a pipeline of p ranks."""
     return Layout(pp=p, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
 
 
 def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]:
-    """What this rank did in each step, and when."""
+    """Wait through the steps of a pipeline; return the spans of this rank by step."""
     mesh, some = build_mesh(layout, layout.pp, "cpu"), representative_schedule(layout)
     mine = {stage: range(stage, stage + 1) for stage in some.stages_of(mesh.rank)}
     part = Waits(mine, some.stages, seconds / len(mine))
@@ -94,7 +94,7 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]
 
 
 def train(run: RunSpec, data: str, steps: int) -> list[list[Span]]:
-    """The same of a run that learns."""
+    """Train the steps of a run; return the spans of this rank by step."""
     dataset = IndexedDataset(data)
     with tempfile.TemporaryDirectory() as kept:
         under_way = Trainer(run, TrainingData(dataset, dataset, byte_tokenizer()), Path(kept), torch.device("cpu"))

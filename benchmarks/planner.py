@@ -1,9 +1,9 @@
-"""Hold the planner against published runs, source by source, and write docs/results/accuracy.md.
+"""Compare the planner with published runs by source, and write docs/results/accuracy.md.
 
     python -m benchmarks.planner ../shared/published/runs.csv              # a minute
-    python -m benchmarks.planner ../shared/published/runs.csv --left-out   # each source also predicted without its rows
+    python -m benchmarks.planner ../shared/published/runs.csv --left-out   # also fits without each source
 
-Peers' errors are those of ../shared/PLANNER.md, over the same sources' rows (these and others).
+The errors of peers are those of ../shared/PLANNER.md, over rows of the same sources.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phalanx.plan.tables.predict import Prediction, predict_jobs
 from phalanx.spec.files.load import run_from_table
 
 FOUND = Path(__file__).with_name("found.md")
-"""What dry runs found wrong in the plan."""
+"""Errors of the plan that dry runs found."""
 REPORT = Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
 PEERS = {
     "hage flash": 10.0,
@@ -59,15 +59,15 @@ PEERS = {
 }
 """Mean absolute percentage error of the best of Calculon, llm-analysis and SimuMax."""
 LIMIT = 15.0
-"""Of any source, in percent."""
+"""Maximum error of a source, in percent."""
 MEMORY_LIMIT = 5.0
 LAYOUTS_A_SECOND, SEARCH_SECONDS, HELP_SECONDS = 20_000, 5.0, 0.3
-"""Targets of speed; the seconds are those of the 405B search."""
+"""Speed targets; SEARCH_SECONDS is for the search of the 405B model."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A row, what was predicted, and what a constant utilisation would say."""
+    """Published row, its prediction, and the step time at a constant utilization."""
 
     known: Known
     predicted: Prediction
@@ -79,8 +79,11 @@ class Held:
 
 
 def held_rows(known: list[Known]) -> list[Held]:
-    """Rows with a step time, predicted, and beside them the naive baseline: hardware FLOPs at one utilisation for each
-    generation of devices, in hindsight the median of these sources' medians."""
+    """Predict rows with a step time, and compute a naive baseline.
+
+    The baseline is the hardware FLOPs at one utilization for each hardware generation. This utilization is chosen in
+    hindsight: the median over the medians of these sources.
+    """
     predictions = list(predict_jobs([row.job for row in known]))
     first = [row.job.choices[0] for row in known]
     work = np.array([row.job.flops_per_step * (4 / 3 if row.row["recompute"] == "full" else 1) for row in known])
@@ -105,8 +108,8 @@ def _own(row: Held) -> float:
 
 
 def step_time_table(held: list[Held], left_out: dict[str, float]) -> Iterator[str]:
-    """Errors by source, beside the targets."""
-    yield "| source | rows | error % | median | worst | left out | constant utilisation | best peer | target | met |"
+    """Yield the table of errors and targets by source."""
+    yield "| source | rows | error % | median | worst | left out | constant utilization | best peer | target | met |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     groups = sorted({row.known.group for row in held})
     for group in groups:
@@ -122,14 +125,15 @@ def step_time_table(held: list[Held], left_out: dict[str, float]) -> Iterator[st
         )
     every = errors(held, _own)
     by_source = np.mean([errors([r for r in held if r.known.group == group], _own).mean() for group in groups])
-    yield f"\nOver {len(held)} rows {every.mean():.1f} % (target 8): {met(every.mean() <= 8)}."
-    yield f"Mean over sources {by_source:.1f} %."
+    yield f"\nThe mean error over {len(held)} rows is {every.mean():.1f} % (target 8): {met(every.mean() <= 8)}."
+    yield f"The mean over sources is {by_source:.1f} %."
     if left_out:
-        yield f"With each source left out of the fit: mean over sources {np.mean(list(left_out.values())):.1f} %."
+        mean_left_out = np.mean(list(left_out.values()))
+        yield f"With each source left out of the fit, the mean over sources is {mean_left_out:.1f} %."
 
 
 def leave_one_out(known: list[Known]) -> dict[str, float]:
-    """Error of each group, predicted with constants that were fitted without its source."""
+    """Return the error of each group, predicted with constants that were fitted without its source."""
     found: dict[str, float] = {}
     for source in sorted({row.source for row in known}):
         without = fit_time([row for row in known if row.source != source], time_constants(), evaluations=25)
@@ -143,15 +147,15 @@ def leave_one_out(known: list[Known]) -> dict[str, float]:
 
 
 def interval_lines(held: list[Held]) -> Iterator[str]:
-    """How many rows lie in their 80 % interval."""
+    """Yield the share of rows within their 80 % interval."""
     inside = [r.predicted.step_time_low_s <= r.truth <= r.predicted.step_time_high_s for r in held]
     reached = met(0.75 <= np.mean(inside) <= 0.85)
-    yield f"{np.mean(inside):.1%} of {len(held)} rows lie within their 80 % interval (target 75 to 85): {reached}."
-    yield "The widths were fitted to these rows."
+    yield f"{np.mean(inside):.1%} of {len(held)} rows are within their 80 % interval (target 75 to 85): {reached}."
+    yield "The interval widths were fitted to these rows."
 
 
 def memory_lines(known: list[Known]) -> Iterator[str]:
-    """Memory where it was published, and out-of-memory labels with their probabilities."""
+    """Yield the errors of published memory, and the out-of-memory labels with their predicted probabilities."""
     told = [row for row in known if row.tells_memory]
     predicted = list(predict_jobs([row.job for row in told]))
     yield f"| source | rows | error % (target {MEMORY_LIMIT:.0f}) | median | met |"
@@ -164,10 +168,11 @@ def memory_lines(known: list[Known]) -> Iterator[str]:
     labels = [(p.p_oom, r.out_of_memory) for r, p in zip(told, predicted, strict=True) if r.source == "hage"]
     risk, failed = np.array([p for p, _ in labels]), np.array([out for _, out in labels])
     right = ((risk > 0.5) == failed).mean()
-    yield f"\nOut of memory or not: {right:.1%} of {len(labels)} labels right (target 97): {met(right >= 0.97)}."
+    reached = met(right >= 0.97)
+    yield f"\nThe prediction of out of memory is right for {right:.1%} of {len(labels)} labels (target 97): {reached}."
     missed, feared = (failed & (risk <= 0.5)).sum(), (~failed & (risk > 0.5)).sum()
-    yield f"{missed} failures were called fitting, and {feared} that ran were called failures."
-    yield "\n| predicted P(OOM) | rows | really failed |\n|---|---|---|"
+    yield f"{missed} runs that failed were predicted to fit, and {feared} runs that fitted were predicted to fail."
+    yield "\n| predicted P(OOM) | rows | failed |\n|---|---|---|"
     edges = [0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0001]
     for low, high in pairwise(edges):
         here = (risk >= low) & (risk < high)
@@ -176,7 +181,7 @@ def memory_lines(known: list[Known]) -> Iterator[str]:
 
 
 def speed_lines() -> Iterator[str]:
-    """Layouts a second, in searches for the first ten, which are also counted exactly; and the command's help."""
+    """Yield the speed of searches, which count their ten best layouts exactly, and of the command's help."""
     for model, sequences, nodes, limit in (
         ("llama3-70b", 1024, 128, None),
         ("llama3-405b", 2048, 2048, SEARCH_SECONDS),
@@ -204,22 +209,27 @@ def speed_lines() -> Iterator[str]:
 
 
 def search_speed(layouts: int, seconds: float, limit: float | None) -> str:
-    """Of a search: its seconds, beside a limit where there is one, and layouts a second."""
+    """Describe a search: its seconds, compared with the limit if there is one, and its layouts per second."""
     took = f"{layouts:,} layouts in {seconds:.2f} s"
     if limit:
         took += f" (target {limit:.0f}): {met(seconds <= limit)}"
     rate = layouts / seconds
-    return f"{took}, {rate:,.0f} a second (target {LAYOUTS_A_SECOND:,}): {met(rate >= LAYOUTS_A_SECOND)}"
+    return f"{took}, {rate:,.0f} per second (target {LAYOUTS_A_SECOND:,}): {met(rate >= LAYOUTS_A_SECOND)}"
 
 
 def head(path: Path, leave_out: bool) -> list[str]:
-    """What the report is, and what it was written by."""
+    """Return the title of the report and the command that wrote it."""
     given = f"{path} --left-out" if leave_out else str(path)
     return [
-        "# How far the planner is off",
+        "# Accuracy of the planner",
         "",
-        f"Written by `python -m benchmarks.planner {given}`. Rows in 16 bits; errors",
-        "are absolute percentages of the published step time.",
+        f"Written by `python -m benchmarks.planner {given}`. Rows are published runs in 16-bit",
+        "precision. Errors are absolute percentages of the published step time. The target is half of the best peer's",
+        f"error, and at most {LIMIT:g} %.",
+        "",
+        "- Left out: the error with constants that were fitted without the source.",
+        "- Constant utilization: the error of a baseline with one utilization for each hardware generation.",
+        "- Best peer: the lowest error of Calculon, llm-analysis and SimuMax.",
         "",
     ]
 
@@ -232,13 +242,13 @@ def main(path: Path, leave_out: bool) -> None:
     sections = {
         "Step time": step_time_table(held, leave_one_out(timed) if leave_out else {}),
         "Intervals": interval_lines(held),
-        "Choosing": sweeps(known),
+        "Choice of layout": sweeps(known),
         "Best of a sweep": best_of_sweeps(path),
         "Memory": memory_lines(known),
         "Speed": speed_lines(),
     }
     lines = head(path, leave_out)
-    sections["Found by dry runs"] = FOUND.read_text().splitlines()
+    sections["Errors found by dry runs"] = FOUND.read_text().splitlines()
     sections[LOOP_HEADING] = LOOP.read_text().splitlines()
     sections[GPU_MEMORY_HEADING] = section(recorded_rows()).splitlines()
     for title, body in sections.items():

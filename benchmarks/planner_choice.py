@@ -1,4 +1,4 @@
-"""Does the planner choose well? Published sweeps of one model on one machine, ranked by prediction."""
+"""Rank the layouts of published sweeps by prediction, and compare the first choice with the best layout."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ Sweeps = NDArray[np.float64]
 SWEPT = ("hage", "vtm", "tr11")
 """Sources that publish many layouts of one model on one machine."""
 SAME = ("model", "layers", "hidden", "heads", "seq", "gpus", "global_batch", "precision", "facts")
-"""What the runs of a sweep have in common."""
+"""Columns that are equal in all runs of a sweep."""
 VARIED = ("tp", "pp", "micro_batch", "recompute", "seq_parallel", "zero")
 LEAST = 4
-"""Different layouts that ran."""
+"""Minimum number of different layouts that ran."""
 MEAN_BEHIND, MOST_BEHIND, ALIKE = 0.01, 0.03, 0.9
-"""Targets: the first choice's distance from the best, and the rank correlation."""
+"""Targets: mean and maximum slowdown of the first choice, and the rank correlation."""
 PLACED = (20, 26)
-"""Target: of so many published bests, those among our first three."""
+"""Target: number of best published layouts among the first three predicted, and number of sweeps."""
 
 
 def sweeps(known: list[Known]) -> Iterator[str]:
-    """For each source: did the first choice run, how far from the best is it, how alike are the rankings."""
+    """Yield a row per source: failures and slowdown of the first choice, and the rank correlation."""
     found: dict[tuple[str, ...], list[Known]] = defaultdict(list)
     for row in known:
         if row.source in SWEPT:
             found[row.source, *(row.row[column] for column in SAME)].append(row)
     yield (
-        f"| source | sweeps | first choice failed | behind the best, mean (target {MEAN_BEHIND:.0%}) "
+        f"| source | sweeps | first choice failed | slowdown of the first choice, mean (target {MEAN_BEHIND:.0%}) "
         f"| worst (target {MOST_BEHIND:.0%}) | rank correlation (target {ALIKE}) |"
     )
     yield "|---|---|---|---|---|---|"
@@ -57,9 +57,10 @@ def sweeps(known: list[Known]) -> Iterator[str]:
 
 
 def _judged(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
-    """Cells of a source: how often the first choice failed, how far behind it is where it ran, how alike rankings are,
-    each met or not. A
-    choice that failed is not within any distance."""
+    """Format the cells of a source: failures and slowdown of the first choice, and the rank correlation.
+
+    A failed choice misses the target of the maximum slowdown.
+    """
     mean, worst = (behind.mean(), behind.max()) if len(behind) else (np.nan, np.nan)
     return " | ".join(
         [
@@ -90,7 +91,7 @@ def _layout(row: Known) -> tuple[str, ...]:
 
 
 def best_of_sweeps(path: Path) -> Iterator[str]:
-    """Nanotron's best layout of each model and number of GPUs: where is it among ours?"""
+    """Yield the predicted rank of nanotron's best layout for each model and number of GPUs."""
     places = []
     rows = [row for row in read_rows(path) if row["id"].startswith("hfup")]
     for row in rows:
@@ -107,10 +108,10 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
     placed, published = PLACED
     reached = met(first_three * published >= placed * len(rows))
     yield (
-        f"The published best is among our first three for {first_three} of {len(rows)} "
+        f"The best published layout is among the first three predicted layouts for {first_three} of {len(rows)} sweeps "
         f"(target {placed} of {published}): {reached}."
     )
-    yield f"Its places: {', '.join(map(str, sorted(places)))}."
+    yield f"Its predicted ranks: {', '.join(map(str, sorted(places)))}."
 
 
 def _key(choice: JobRow) -> tuple[float, ...]:
@@ -118,7 +119,7 @@ def _key(choice: JobRow) -> tuple[float, ...]:
 
 
 def _grid(own: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:
-    """Layouts that nanotron's sweep tried: tp, pp, micro-batch, ZeRO-0 or 1."""
+    """Yield the layouts that nanotron's sweep tried: tp, pp, micro-batch size, ZeRO-0 or ZeRO-1."""
     for tp, pp, micro_batch, zero in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32, 64), (0, 1)):
         dp = ranks / tp / pp
         if dp < 1 or batch % (dp * micro_batch) or batch < dp * micro_batch or own["layers"] < pp:

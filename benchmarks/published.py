@@ -1,4 +1,4 @@
-"""Published runs with their answers: what the planner's constants are fitted to, and held against."""
+"""Published runs and their results, for fitting and testing the constants of the planner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.spec.errors import UserError
 
 @dataclass(frozen=True)
 class Known:
-    """A row that can be predicted, and what was published of it."""
+    """Row that can be predicted, and its published results."""
 
     row: Row
     job: TableJob
@@ -25,12 +25,12 @@ class Known:
 
     @property
     def source(self) -> str:
-        """The publication."""
+        """Publication of the row."""
         return self.row["id"].rsplit("-", 1)[0]
 
     @property
     def group(self) -> str:
-        """The publication, or one of its tables: rows whose errors belong together."""
+        """Publication of the row, or one of its tables: rows whose errors are averaged."""
         source, row = self.source, self.row
         groups = {
             "hage": "hage flash" if "flash" in row["facts"] else "hage torch/fused",
@@ -52,19 +52,19 @@ class Known:
 
     @property
     def ran_beside_failures(self) -> bool:
-        """Whether it ran in a sweep whose failures were published too: that it did says something."""
+        """True for a row that ran in a sweep whose failures were also published."""
         return self.source == "hage" and not self.out_of_memory
 
     @property
     def tells_memory(self) -> bool:
-        """Whether its memory says something of the fullest rank of a stated layout."""
+        """True if the memory of the row is that of the fullest rank of a stated layout."""
         stated = bool(self.row["micro_batch"] and self.row["recompute"]) and not self.low_precision
         stated = stated and "seq len not stated" not in self.row["facts"]
         return stated and (self.memory_gib is not None or self.out_of_memory or self.ran_beside_failures)
 
 
 def known_rows(path: Path) -> list[Known]:
-    """All rows that can be predicted."""
+    """Return all rows that can be predicted."""
     found = []
     for row in read_rows(path):
         try:
@@ -86,10 +86,10 @@ def known_rows(path: Path) -> list[Known]:
 
 
 def met(reached: bool | np.bool) -> str:
-    """Beside a figure and its target."""
+    """Return the verdict that follows a figure and its target."""
     return "met" if reached else "no"
 
 
 def step_time_rows(known: list[Known]) -> list[Known]:
-    """Those whose step time was published."""
+    """Return the rows whose step time was published."""
     return [row for row in known if row.step_seconds]

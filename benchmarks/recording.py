@@ -1,9 +1,9 @@
-"""What it costs to record a run: steps without notes, with what every rank always notes, and looked at closely.
+"""Measure the cost of recording a run: steps without records, with the default records, and with the step profiler.
 
     python -m benchmarks.recording        # prints the table and writes docs/results/benchmarks/recording.md
 
-Two ranks with one thread each, in the same processes: a step of each kind in turn. Steps take longer and shorter by
-more than notes cost, so the cost of these is also timed alone: the calls of one step, many times over."""
+Two ranks with one thread each run a step of each kind in turn, in the same processes. Step times vary by more than the
+cost of recording. Therefore, the recording calls of one step are also timed alone, many times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSpec:
-    """A run of one of them."""
+    """Return a run of one of RUNS."""
     steps = 3 * ROUNDS + 3
     return run_from_table(
         {
@@ -68,7 +68,7 @@ def described(out: Path, model: dict[str, Any], layout: dict[str, Any]) -> RunSp
 
 
 def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
-    """On a rank: the seconds of a step of each kind in every round, and of a step's notes alone."""
+    """Measure on a rank the seconds of each kind of step in every round, and of the recording calls of a step."""
     run, data = read_run_directory(directory)
     trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
     notes, batches = open_step_records(trainer), prefetch(trainer.loader, 0, run.training.steps)
@@ -79,7 +79,7 @@ def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
 
     def closely() -> None:
         step = trainer.step + 1
-        StepProfiler(trainer, range(step - 1, step + 1))(batches)  # a step of the window that is not metered
+        StepProfiler(trainer, range(step - 1, step + 1))(batches)  # a step of the window without the memory profile
         notes.write(dict(trainer.step_record or {}))
 
     kinds: dict[str, Callable[[], Any]] = {"off": lambda: trainer.train_step(batches), "light": noted, "full": closely}
@@ -94,14 +94,14 @@ def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
 
 
 def seconds_of(do: Callable[[], Any]) -> float:
-    """How long it takes."""
+    """Return the seconds of a call."""
     begun = time.perf_counter()
     do()
     return time.perf_counter() - begun
 
 
 def notes_alone(trainer: Trainer, notes: Any) -> float:
-    """All that a step does only to be recorded: its marks, its line, and the writing of that."""
+    """Return the seconds of the recording calls of a step: its timestamps, its record and the write of the record."""
     marks, timeline = 3 * len(trainer.strategy.timeline), trainer.strategy.timeline
 
     def once() -> None:
@@ -118,7 +118,7 @@ def notes_alone(trainer: Trainer, notes: Any) -> float:
 
 
 def row(name: str, out: Path) -> tuple[str, float]:
-    """A line of the table, and its last number."""
+    """Measure a run; return its row and its computed ratio."""
     directory = create_run(described(out, *RUNS[name]), 2, resume=False)
     found, alone = rank_pool(2).run(timed, directory, timeout=1200)[0]
     off = median(found["off"])
@@ -128,30 +128,32 @@ def row(name: str, out: Path) -> tuple[str, float]:
 
 
 def main() -> None:
-    """Print the table and write it to docs/."""
+    """Measure, print the table and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         rows, shares = zip(*(row(name, Path(folder) / str(at)) for at, name in enumerate(RUNS)), strict=True)
     worst = max(shares)
-    text = f"""# Recording: what it costs
+    text = f"""# Cost of recording
 
-| run, 2 ranks | step, ms | light / off | full / off | notes of a step alone, microseconds | so much is it at least |
+| run, 2 ranks | step, ms | light / off | full / off | recording calls per step, microseconds | light / off, computed |
 |---|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-The goal of light, which every run does, is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column
-({worst:.4f} at most). Off is `metrics.per_rank_records = false`, which writes nothing but still takes the times that
-`metrics.jsonl` has. Full is a step of `--profile-steps` (the one in which memory is metered as well takes several times
-as long). Medians over {ROUNDS} rounds of a step of each kind in turn; neighbouring steps differ by more than light
-costs, so all calls that a step makes to be recorded are also timed alone, {CALLS:,} times: off with these is the last
-column.
+"Light" is the default of every run. The goal is a computed ratio of at most {GOAL}:
+{"met" if worst <= GOAL else "missed"} ({worst:.4f} at most). "Off" is `metrics.per_rank_records = false`, which writes
+no records but measures the times in `metrics.jsonl`. "Full" is a step of `--profile-steps`. The profiled step that also
+measures memory takes several times as long.
 
-`python -m benchmarks.recording`, on {torch.get_num_threads()} thread a rank.
+The measured ratios are medians over {ROUNDS} rounds, each with one step of each kind. Neighboring steps differ by more
+than the cost of light recording. Therefore, the recording calls of a step are also timed alone, {CALLS:,} times. The
+computed ratio adds their time to that of a step without recording.
+
+Written by `python -m benchmarks.recording`, with {torch.get_num_threads()} thread per rank.
 """
     print(text)
     PAGE.write_text(text)
 
 
 if __name__ == "__main__":
-    from benchmarks import recording  # ranks cannot import what is in __main__
+    from benchmarks import recording  # ranks cannot import objects of __main__
 
     recording.main()

@@ -1,10 +1,10 @@
-"""How soon ranks train: after one of them is killed, and after the command.
+"""Measure the time until ranks train, after the kill of a rank and after the command.
 
     python -m benchmarks.restart       # two minutes, alone on the machine; writes docs/results/benchmarks/restart.md
 
-Two ranks train a tiny model. A rank is killed (SIGKILL), and the time to the next step is taken; then the warm process
-of the launcher is killed first, so that ranks are started anew. The first step of `phalanx train` is taken beside that
-of torchrun."""
+Two ranks train a tiny model. A rank is killed (SIGKILL), and the time to the next step is measured. In a second series,
+the warm process of the launcher is killed first, so that ranks start as new processes. The time to the first step of
+`phalanx train` is compared with that of torchrun."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from phalanx.testing.processes import rank_pids, wait_until, warm_process_pid
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "restart.md"
 KILLS, STARTS = 10, 5
 SETTLE_SECONDS = 4.0
-"""Of steady training before each kill: the warm process has done all its imports."""
+"""Steady training before each kill, in which the warm process finishes its imports."""
 
 
 def run_file(folder: Path) -> Path:
-    """Write a run of the tiny model without an end; returns its file."""
+    """Write a run of the tiny model without an end; return its file."""
     run = run_from_table(
         {
             "name": "restart",
@@ -51,7 +51,7 @@ def run_file(folder: Path) -> Path:
 
 
 def has_stepped(directory: Path, starts: int) -> bool:
-    """Whether a step is done since the last of so many starts."""
+    """Return whether a step is finished since start number `starts`."""
     if happened(directory, STARTED) < starts:
         return False
     start = [event["step"] for event in read_events(directory) if event["what"] == STARTED][-1]
@@ -61,7 +61,7 @@ def has_stepped(directory: Path, starts: int) -> bool:
 
 
 def restart_seconds(file: Path, kills: int, is_warm: bool) -> list[float]:
-    """Kill a rank so often; return the seconds from each kill to the next step."""
+    """Kill a rank `kills` times; return the seconds from each kill to the next step."""
     directory, seconds = file.parent / "restart", []
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", "--resume"]
     before = happened(directory, STARTED) if directory.exists() else 0
@@ -114,18 +114,19 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="phalanx-restart-") as name:
                 file = run_file(Path(name))
                 first[who].append(first_step_seconds(file, [word.format(file=file) for word in command]))
-    text = f"""# How soon ranks train
+    text = f"""# Time until ranks train
 
-| from | seconds, median | range | ratio |
+| interval | seconds, median | range | ratio |
 |---|---:|---:|---:|
-{row("a rank's end (SIGKILL) to the next step, ranks forked from the warm process", warm, anew)}
-{row("the same, ranks started anew", anew, anew)}
+{row("kill of a rank (SIGKILL) to the next step, ranks forked from the warm process", warm, anew)}
+{row("kill of a rank (SIGKILL) to the next step, ranks started as new processes", anew, anew)}
 {row("`phalanx train` to the first step", first["phalanx train"], first["torchrun"])}
 {row("`torchrun -m phalanx.train` to the first step", first["torchrun"], first["torchrun"])}
 
 Target: a restart within 1.0 s: {"met" if median(warm) <= 1 else "missed"}.
 
-- Two ranks on {os.cpu_count()} cores under DDP, the preset tiny in fp32; {KILLS} kills and {STARTS} starts each.
+- Two ranks under DDP train the preset `tiny` in fp32 on {os.cpu_count()} cores, with {KILLS} kills or {STARTS} starts
+  per row.
 - Written by `python -m benchmarks.restart`.
 """
     print(text)

@@ -1,4 +1,4 @@
-"""What every trainer of the comparison trains: two models, their batches on two ranks, one optimizer."""
+"""Models, batches and optimizer of the comparison of trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, OptimizerSpec, RunSpec, TrainingSpec
 
 RANKS = 2
-"""Of every layout but those in MORE_RANKS."""
+"""World size of layouts that are not in MORE_RANKS."""
 MORE_RANKS = {"hsdp": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel": "ddp"},
@@ -24,15 +24,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2, disk offload": {"data_parallel": "zero2", "offload": "nvme", "offload_directory": tempfile.gettempdir()},
     "parameter server": {"data_parallel": "parameter_server"},
     "tp2": {"tp": 2},
-    "tp2, whole tokens": {"tp": 2, "sequence_parallel": False},
+    "tp2, no sequence parallelism": {"tp": 2, "sequence_parallel": False},
     "pp2": {"pp": 2},
     "cp2": {"cp": 2},
 }
-"""Layouts by the name that they have in the tables, as Phalanx describes them."""
+"""Layouts of Phalanx by their names in the tables."""
 OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=0, lr_schedule="none")
 SEED = 1234
 STEPS = 1_000_000
-"""More than anyone does."""
+"""Maximum number of steps, which no benchmark reaches."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Shape:
         return self.sequences // RANKS // self.micro_batch
 
     def run(self, layout: str) -> RunSpec:
-        """The same as a run of ours."""
+        """Return the run of Phalanx with this shape."""
         return RunSpec(
             model=self.model,
             data=DataSpec(mask_documents=False),

@@ -1,14 +1,15 @@
-"""Methods of a swarm beside each other, over slow links: what they learn, send, hold, and how long they wait.
+"""Compare swarm methods over slow links: loss, traffic, memory and waiting time.
 
-    python -m benchmarks.swarm                                   # everything: about an hour and a half on 2 cores
-    python -m benchmarks.swarm --ways spes diloco --seeds 0      # some; the page shows all that was ever measured
-    python -m benchmarks.swarm --page                            # only writes docs/results/benchmarks/swarm.md again
+    python -m benchmarks.swarm                                   # all methods: about an hour and a half on 2 cores
+    python -m benchmarks.swarm --ways spes diloco --seeds 0      # some methods; the page shows all recorded rows
+    python -m benchmarks.swarm --page                            # only rewrites docs/results/benchmarks/swarm.md
 
-Four nodes and a coordinator are `phalanx swarm join` and `serve`, each in a network namespace of its own, on links
-that the kernel shapes (`phalanx.testing.network_namespaces`: root and iproute2 are needed), with mutual TLS. They
-learn a small mixture of experts from real text. Central training is `phalanx train` with four times the batch.
-Seed 0 runs at both speeds, the others at the faster one, for what is learned does not depend on it;
-so does ddp, which is slow.
+Four nodes (`phalanx swarm join`) and a coordinator (`phalanx swarm serve`) run in network namespaces of their own, with
+mutual TLS. The kernel shapes their links (`phalanx.testing.network_namespaces`), which requires root and iproute2. The
+nodes train a small mixture of experts on real text. Central training is `phalanx train` with four times the batch.
+
+Seed 0 runs at both speeds, and the other seeds at the faster speed, because the loss does not depend on the speed. ddp,
+which is slow, also runs at the faster speed only.
 """
 
 from __future__ import annotations
@@ -90,27 +91,29 @@ WAYS = {
     "spes+ int8, twice": 'method = "spes+"\ncodec = "int8"\nreplication = 2',
     "spes+ int8, overlap": f'method = "spes+"\ncodec = "int8"\nfrozen_expert_codec = "bf16"\n{OVERLAP}',
 }
-"""Lines of [swarm]. Experts are trained by one node each, but where it says twice."""
+"""Lines of [swarm]. Each expert is trained by one node, or by two nodes in "twice"."""
 Row = dict[str, Any]
 NOTES = (
-    f"- {len(NODES)} nodes, each a process in a network namespace of its own, on {os.cpu_count()} cores that they",
-    "  share, so that a node's steps are faster while others wait; links shaped by the kernel, mutual TLS. 600 steps,",
-    "  24 rounds of 25, 1,024 tokens a step and node; central training has the same tokens, 4,096 a step.",
-    "- Held-out loss: mean over seeds (the least and the largest); beside that of spes with the same seeds. Bytes",
-    "  are a node's, of the whole run, without the weights that it begins with; on the wire is all that its link",
-    "  carried, with TLS, TCP and words between.",
-    "- Overlap: ten of a round's 25 steps are learned while it is told and heard of, and added to what came of it.",
-    "- Held: weights, gradients and AdamW's moments of a node's trainer, summed as they are in a step.",
-    "- Seconds: from the second round's opening to the last one's end; \"learning\": the part of them in which nodes",
-    "  train, without the first round; the formula has the measured time of a step, and the bytes above at the link's",
-    "  speed. Rows are of several days: beside other work on these cores seconds are more, losses and bytes are not.",
+    f"- The {len(NODES)} nodes are processes in network namespaces of their own. They share {os.cpu_count()} cores, so",
+    "  the steps of a node are faster while other nodes wait. The kernel shapes the links, and nodes use mutual TLS.",
+    "- A run has 600 steps in 24 rounds of 25, with 1,024 tokens per step and node. Central training has the same",
+    "  tokens, 4,096 per step.",
+    "- The held-out loss is the mean over seeds (minimum to maximum), compared with spes for the same seeds.",
+    "- MB are those of one node in the complete run, without its initial weights. MB on the wire are all bytes on its",
+    "  link, including TLS, TCP and control messages.",
+    "- With overlap, a node trains ten of the 25 steps of a round during the exchange, and adds them to the result.",
+    "- The state consists of the weights, gradients and AdamW moments of a node's trainer in a step.",
+    '- Seconds are those from the start of the second round to the end of the last round. "Training" is the share of',
+    "  time in which nodes train, without the first round. The formula uses the measured step time, and the bytes at",
+    "  the link speed.",
+    "- Rows were measured on several days. Other work on these cores increases the seconds, but not losses and bytes.",
     f"- Written by `python -m benchmarks.swarm` from docs/results/benchmarks/swarm.jsonl; {platform.machine()}, torch "
     f"{torch.__version__}.",
 )
 
 
 def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
-    """A run file with these lines of [swarm]; without any, of central training."""
+    """Write a run file with these lines of [swarm], or for central training without lines; return its path."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = [str(library / name) for name in ("asyncio", "email", "http", "json", "unittest", "xml", "multiprocessing")]
     file = folder / "swarm.toml"
@@ -128,7 +131,7 @@ def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
 
 
 def central(folder: Path, seed: int) -> Row:
-    """One process, with the batches of all nodes together."""
+    """Train one process with the batches of all nodes."""
     begun = time.perf_counter()
     command = [sys.executable, "-m", "phalanx", "train", str(described(folder, "", seed)), "--nproc", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
@@ -137,12 +140,12 @@ def central(folder: Path, seed: int) -> Row:
 
 
 def held_out_loss(directory: Path) -> float:
-    """The last."""
+    """Return the last held-out loss of a run."""
     return float([record["held_out_loss"] for record in read_metrics(directory) if "held_out_loss" in record][-1])
 
 
 def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
-    """Four nodes and their coordinator, on links of so many Mbit/s."""
+    """Train four nodes with a coordinator on links of `mbit` Mbit/s."""
     file, lead = described(folder, WAYS[way], seed), folder / "runs" / "swarm"
     prepare(load_run(file).data)
     with star_network(NODES, mbit) as made, swarm_processes(made, folder, file, lead) as under_way:
@@ -151,8 +154,8 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
         wire = {name: _carried(made, name) for name in NODES}
         at = [event["at"] for event in under_way.events("opened", "committed")]
     rounds = {name: _lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
-    later = [line for lines in rounds.values() for line in lines[1:]]  # the first begins before all are there
-    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # which all begin with
+    later = [line for lines in rounds.values() for line in lines[1:]]  # nodes may join during the first round
+    whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # initial weights
     return {
         "loss": held_out_loss(folder / "nodes" / NODES[0]),
         "seconds": at[-1] - at[2],
@@ -167,7 +170,7 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
 
 
 def _carried(made: StarNetwork, name: str) -> int:
-    """All bytes on a host's link, both ways."""
+    """Return all bytes on a host's link, in both directions."""
     host = made.hosts[name]
     counters = [f"/sys/class/net/{host.interface}/statistics/{way}_bytes" for way in ("rx", "tx")]
     inside = [*host.prefix, "cat", *counters]
@@ -179,13 +182,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def owned(run: RunSpec) -> int:
-    """Experts of each layer that a node trains."""
+    """Return the number of experts per layer that a node trains."""
     assert run.model.moe is not None
     return run.model.moe.num_experts * (run.swarm.replication if run.swarm else len(NODES)) // len(NODES)
 
 
 def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
-    """What cost/exact/swarm.py says of the same."""
+    """Predict the row with cost/exact/swarm.py."""
     swarm = run.swarm
     assert swarm is not None
     node = node_share(run.model, swarm.method, owned(run))
@@ -202,7 +205,7 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
 
 
 def measure(way: str, seed: int, mbit: float) -> Row:
-    """A run, and its numbers."""
+    """Measure a run; return its row."""
     with tempfile.TemporaryDirectory(prefix="phalanx-swarm-") as folder:
         place = Path(folder) / "one"
         place.mkdir()
@@ -213,29 +216,29 @@ def measure(way: str, seed: int, mbit: float) -> Row:
 
 
 def rows_of(way: str) -> list[Row]:
-    """All that was measured of a way: of each seed and speed the last."""
+    """Return the recorded rows of a method, the last one for each seed and speed."""
     lines = _lines(ROWS) if ROWS.exists() else []
     return list({(row["seed"], row["mbit"]): row for row in lines if row["way"] == way}.values())
 
 
 def losses(rows: Sequence[Row]) -> dict[int, float]:
-    """Of each seed, at the fastest link that it was measured at."""
+    """Return the loss by seed, each at its fastest measured link."""
     best = {row["seed"]: row["loss"] for row in sorted(rows, key=lambda row: row["mbit"])}
     return {seed: best[seed] for seed in sorted(best)}
 
 
 def beyond(rows: Sequence[Row], others: Sequence[Row]) -> float:
-    """How much more loss, of the seeds of both."""
+    """Return the relative difference of losses over the seeds of both."""
     found, compared = losses(rows), losses(others)
     seeds = found.keys() & compared.keys()
     return sum(found[seed] for seed in seeds) / sum(compared[seed] for seed in seeds) - 1
 
 
 def table() -> Iterator[str]:
-    """Of every way a line."""
+    """Yield the table with a row for each method."""
     yield (
-        "| | held-out loss | of spes | MB up + down | of diloco's | formula | on the wire | MB held | formula "
-        "| s at 20 | learning | formula | s at 100 | learning | formula |"
+        "| method | held-out loss | relative to spes | MB up + down | relative to diloco | formula | MB on the wire "
+        "| state, MB | formula | s at 20 Mbit/s | training | formula | s at 100 Mbit/s | training | formula |"
     )
     yield "|---|" + "---:|" * 14
     spes, diloco = (rows_of(way) for way in ("spes", "diloco"))
@@ -279,11 +282,11 @@ def _times(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--page", action="store_true", help="measure nothing")
+    parser.add_argument("--page", action="store_true", help="write the page without measuring")
     asked = parser.parse_args()
     for seed in () if asked.page else asked.seeds:
         for way in asked.ways:
@@ -299,10 +302,10 @@ def main() -> None:
 
 
 def page() -> str:
-    """The table, and what it is held against."""
+    """Return the page with the table and the targets."""
     spes, int8, overlap, alone = (rows_of(way) for way in ("spes", "spes+ int8", "spes+ int8, overlap", "central"))
     diloco = rows_of("diloco")
-    lines = ["# A swarm's methods beside each other", "", *table(), ""]
+    lines = ["# Comparison of swarm methods", "", *table(), ""]
     if spes and int8 and diloco and alone and overlap:
         sent = {name: rows[0]["up"] + rows[0]["down"] for name, rows in (("spes", spes), ("int8", int8))}
         whole = diloco[0]["up"] + diloco[0]["down"]
@@ -310,13 +313,15 @@ def page() -> str:
         slow = [row["utilisation"] for row in overlap if row["mbit"] == SPEEDS[0]]
         gap = beyond(spes, alone)
         lines += [
-            f"- spes sends {1 - sent['spes'] / whole:.1%} less than diloco (target 33 %; this model's formula says "
+            f"- spes sends {1 - sent['spes'] / whole:.1%} less than diloco (target 33 %; formula for this model "
             f"{1 - _said(spes[0]) / _said(diloco[0]):.1%}).",
-            f"- spes+ in int8: {sent['int8'] / whole:.3f} of diloco's bytes (target 0.17), its loss {loss:+.2%} of "
-            "spes' in fp32 (target 0.5 %).",
-            f"- Learning at {SPEEDS[0]} Mbit/s with overlap: {statistics.median(slow):.1%} of the time (target 90 %).",
-            f"- spes is {gap:.1%} behind central training: its experts see a quarter of their tokens each, and nodes "
-            "learn apart for 25 steps; fedavg, whose experts see all, shows how much of it is the second.",
+            f"- spes+ in int8 sends {sent['int8'] / whole:.3f} of diloco's bytes (target 0.17). Its loss differs by "
+            f"{loss:+.2%} from that of spes in fp32 (target 0.5 %).",
+            f"- At {SPEEDS[0]} Mbit/s with overlap, nodes train {statistics.median(slow):.1%} of the time "
+            "(target 90 %).",
+            f"- The loss of spes is {gap:.1%} above that of central training. Each of its experts sees a quarter of",
+            "  its tokens, and nodes train separately for 25 steps. Experts of fedavg see all tokens, so its loss",
+            "  shows the effect of separate training.",
         ]
     return "\n".join([*lines, *NOTES, ""])
 

@@ -1,10 +1,10 @@
-"""A round of a swarm on one machine: what it costs beside learning, what the coordinator holds, how fast a link is.
+"""Measure a swarm round on one machine: time without training, memory of the coordinator, and speed of a link.
 
     python -m benchmarks.swarm_round           # prints the table and writes docs/results/benchmarks/swarm_round.md
 
-The coordinator is `phalanx swarm serve`; four processes tell and hear as nodes do, without learning, over loopback with
-mutual TLS. The model has 0.27 GB in fp32, half of it experts. Beside it: what the reference implementation of SPES took
-of the same (measured once, ../shared/SPES.md, B2), which polls every 20 s and has no TLS.
+The coordinator is `phalanx swarm serve`. Four processes send and receive as nodes do, without training, over loopback
+with mutual TLS. The model has 0.27 GB in fp32, half of it experts. The page compares the round with that of the
+reference implementation of SPES, which polls every 20 s and has no TLS (measured once, ../shared/SPES.md, B2).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ outlier = 0.0
 
 
 def node(name: str, address: str, folder: str, results: Any) -> None:
-    """A node that learns nothing: it tells its weights a little moved, and takes what comes."""
+    """Run a node without training, which sends slightly changed weights and writes the received weights."""
     place = Path(folder)
     link = SwarmClient(address, place / "certs" / name)
     run = run_from_table(tomllib.loads(link.join(capacity=2, text="none")["run"]))
@@ -130,13 +130,13 @@ def _round(
             source = sent if item.key in own else came
             base.write(item, decode_piece(item, source.raw(item.key), swarm.effective_codec, base.read))
     marks.append(time.perf_counter())
-    names = ("code", "send", "wait", "receive", "take")
+    names = ("encode", "send", "wait", "receive", "decode")
     took |= {what: after - before for what, before, after in zip(names, marks, marks[1:], strict=False)}
     return dict(took)
 
 
 def lead(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
-    """A coordinator, and where it listens."""
+    """Start a coordinator; return its process and its address."""
     file = folder / "swarm.toml"
     file.write_text(run)
     words = ["serve", str(file), "--certs", str(folder / "certs" / "lead"), "--listen", "127.0.0.1:0"]
@@ -149,7 +149,7 @@ def lead(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def peak_memory(process: subprocess.Popen[str]) -> int:
-    """The most that a process held, so far."""
+    """Return the peak memory of a process so far."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found is not None
@@ -157,7 +157,7 @@ def peak_memory(process: subprocess.Popen[str]) -> int:
 
 
 def measure(method: str, codec: str) -> dict[str, Any]:
-    """Rounds of four nodes, and what they took."""
+    """Measure the rounds of four nodes."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
         create_certificate_authority(folder / "certs")
@@ -193,7 +193,7 @@ def measure(method: str, codec: str) -> dict[str, Any]:
 
 
 def stream() -> tuple[float, float]:
-    """Bytes per second of a single stream up and down, of one node alone: of 256 MiB, the median of some."""
+    """Return the median bytes per second of the upload and the download of a model by a single node."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
         create_certificate_authority(folder / "certs")
@@ -215,7 +215,7 @@ def stream() -> tuple[float, float]:
 
 
 def wire() -> tuple[float, float]:
-    """The same of the wire alone, the limit: chunks of our size over mutual TLS, which nobody looks at."""
+    """Return the median bytes per second of the wire, the limit: chunks over mutual TLS without checks."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
         create_certificate_authority(folder)
@@ -267,45 +267,49 @@ def _serve_chunks(folder: str, ports: Any) -> None:
 
 
 def page(ways: list[dict[str, Any]], wire_alone: tuple[float, float], up: float, down: float) -> str:
-    """The table, and what it is held against."""
+    """Return the page with the table and the targets."""
     lines = [
-        "| | round s | code | send | wait | receive | take | up MB | down MB | coordinator MB | of its limit |",
+        "| method, codec | round, s | encode, s | send, s | wait, s | receive, s | decode, s | up, MB | down, MB "
+        "| coordinator, MB | share of its limit |",
         "|---|" + "---:|" * 10,
     ]
     for way in ways:
         limit = 1.5 * way["model"] + 256 * MIB
-        parts = " | ".join(f"{way['parts'][what]:.2f}" for what in ("code", "send", "wait", "receive", "take"))
+        parts = " | ".join(f"{way['parts'][what]:.2f}" for what in ("encode", "send", "wait", "receive", "decode"))
         sizes = " | ".join(f"{way['sizes'][kind] / 1e6:.0f}" for kind in ("update", "down"))
-        memory = f"{way['most'] / 1e6:.0f} ({way['idle'] / 1e6:.0f} before) | {way['most'] / limit:.2f}"
+        memory = f"{way['most'] / 1e6:.0f} ({way['idle'] / 1e6:.0f} idle) | {way['most'] / limit:.2f}"
         lines.append(f"| {way['way']} | {way['seconds']:.2f} | {parts} | {sizes} | {memory} |")
     model = ways[0]["model"]
     met = ", ".join(f"{way['way']}: {'met' if way['seconds'] <= GOAL_SECONDS else 'missed'}" for way in ways)
     return f"""# A round of a swarm on one machine
 
-Written by `python -m benchmarks.swarm_round`: four nodes that do not learn and a coordinator, on {os.cpu_count()}
-cores, over loopback with mutual TLS; a model of {model / 1e9:.2f} GB in fp32, half of it experts. Medians of
-{ROUNDS - 1} rounds; a round is the slowest node's, its parts the middle one's. "Code" and "take" are a node's own:
-bringing weights into a file and out of it, four of them on these cores at once.
+Written by `python -m benchmarks.swarm_round`. Four nodes that do not train and a coordinator share {os.cpu_count()}
+cores and communicate over loopback with mutual TLS. The model has {model / 1e9:.2f} GB in fp32, half of it experts.
+Times are medians over {ROUNDS - 1} rounds. The time of a round is that of its slowest node, and the times of its parts
+are medians over nodes. "Encode" and "decode" write weights to a file and read them from a file, on four nodes at once.
 
 {chr(10).join(lines)}
 
-- Target: a round at most {GOAL_SECONDS:.0f} s ({met}); the reference's, of spes in fp32, took {REFERENCE_SECONDS} s.
-  The coordinator at most 1.5 models + 256 MB, its limit; the reference's took {REFERENCE_MODELS} models.
-- The same code takes half as long again at other hours: what the wire, the page cache and fresh memory cost on this
-  virtual machine changes so much. The speed of a single stream, measured in the same run, says which hour it was.
-- A single stream over mutual TLS: {wire_alone[0] / 1e9:.2f} GB/s up (target {GOAL_UP / 1e9:.1f}:
-  {"met" if wire_alone[0] >= GOAL_UP else "missed"}), {wire_alone[1] / 1e9:.2f} GB/s down (target {GOAL_DOWN / 1e9:.1f}:
-  {"met" if wire_alone[1] >= GOAL_DOWN else "missed"}). Of that limit a model moves at {up / wire_alone[0]:.0%} up
-  ({up / 1e9:.2f} GB/s, until it counts: with its checksum, whether its numbers are finite, how large it is, and on the
-  disk) and {down / wire_alone[1]:.0%} down ({down / 1e9:.2f} GB/s, with each piece's checksum, and written to a file).
+- Target: a round takes at most {GOAL_SECONDS:.0f} s ({met}). A round of spes in fp32 in the reference implementation
+  took {REFERENCE_SECONDS} s.
+- Target: the coordinator uses at most its limit, 1.5 models + 256 MB. The coordinator of the reference implementation
+  used {REFERENCE_MODELS} models.
+- At other times, the same program takes half as long again. On this virtual machine, the cost of the wire, the page
+  cache and new memory varies. The speed of a single stream in the same run shows the state of the machine.
+- A single stream over mutual TLS reaches {wire_alone[0] / 1e9:.2f} GB/s up (target {GOAL_UP / 1e9:.1f}:
+  {"met" if wire_alone[0] >= GOAL_UP else "missed"}) and {wire_alone[1] / 1e9:.2f} GB/s down (target
+  {GOAL_DOWN / 1e9:.1f}: {"met" if wire_alone[1] >= GOAL_DOWN else "missed"}).
+- The upload of a model reaches {up / wire_alone[0]:.0%} of this limit ({up / 1e9:.2f} GB/s). It includes the checksum,
+  the checks of values and size, and the write to disk. The download reaches {down / wire_alone[1]:.0%}
+  ({down / 1e9:.2f} GB/s), including the checksum of each piece and the write to a file.
 - Machine: {platform.machine()}, Python {platform.python_version()}.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as nodes have it where several share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as for nodes that share cores
     ways = [measure(method, codec) for method, codec in (("spes", "fp32"), ("spes+", "int8"), ("diloco", "fp32"))]
     text = page(ways, wire(), *stream())
     print(text)

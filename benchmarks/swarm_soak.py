@@ -1,10 +1,10 @@
-"""Two hundred rounds of a swarm with a fault every few of them, beside the same without: what that costs in loss.
+"""Measure the loss of a swarm with a fault every few rounds, compared with the same rounds without faults.
 
     python -m benchmarks.swarm_soak       # an hour; prints the table; writes docs/results/benchmarks/swarm_soak.md
 
-Four nodes and a coordinator as in benchmarks/swarm.py, on links of 100 Mbit/s. A fault is one of: a node is killed and
-started again, a node stands still for some seconds, the coordinator is killed and started again, a link is cut and
-restored, a member sends numbers that are none, a stranger sends something.
+Four nodes and a coordinator run as in benchmarks/swarm.py, on links of 100 Mbit/s, for two hundred rounds. These are
+the faults: a node is killed and restarted, a node is stopped for some seconds, the coordinator is killed and restarted,
+a link is cut and restored, a member sends an update with NaN, a stranger sends an update.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from phalanx.testing.swarm_processes import COORDINATOR, SwarmProcesses, swarm_p
 
 SOAK_PAGE = PAGE.with_name("swarm_soak.md")
 ROUNDS, FAULT_EVERY, MBIT, SECONDS, LIMIT = 200, 4, 100, 3600, 0.01
-STANDS_STILL_SECONDS, CUT_SECONDS = 5.0, 8.0
+STOPPED_SECONDS, CUT_SECONDS = 5.0, 8.0
 STRANGER = "eve"
 SOAK = """
 codec = "int8"
@@ -46,53 +46,53 @@ round = {{ grace_seconds = 4.0, lease_seconds = 12.0 }}
 """
 
 
-def killed(under_way: SwarmProcesses, name: str) -> None:
-    """A node's processes die; it is started again at once."""
+def node_killed(under_way: SwarmProcesses, name: str) -> None:
+    """Kill the processes of a node, and restart it at once."""
     under_way.kill(name)
     under_way.start(name)
 
 
-def lead_killed(under_way: SwarmProcesses, name: str) -> None:
-    """So does the coordinator."""
-    killed(under_way, COORDINATOR)
+def coordinator_killed(under_way: SwarmProcesses, name: str) -> None:
+    """Kill the coordinator, and restart it at once."""
+    node_killed(under_way, COORDINATOR)
 
 
-def stands_still(under_way: SwarmProcesses, name: str) -> None:
-    """Stopped and continued."""
+def node_stopped(under_way: SwarmProcesses, name: str) -> None:
+    """Stop a node and continue it."""
     under_way.signal(name, signal.SIGSTOP)
-    time.sleep(STANDS_STILL_SECONDS)
+    time.sleep(STOPPED_SECONDS)
     under_way.signal(name, signal.SIGCONT)
 
 
-def cut_off(under_way: SwarmProcesses, name: str) -> None:
-    """Its link carries nothing for a while."""
+def link_cut(under_way: SwarmProcesses, name: str) -> None:
+    """Disconnect the link of a node for some seconds."""
     under_way.network.disconnect(name)
     time.sleep(CUT_SECONDS)
     under_way.network.reconnect(name)
 
 
-def member_lies(under_way: SwarmProcesses, name: str) -> None:
-    """With a member's certificate, numbers that are none."""
+def invalid_update_of_member(under_way: SwarmProcesses, name: str) -> None:
+    """Send an invalid update with the certificate of a member."""
     _lied(under_way, name, name)
 
 
-def stranger_lies(under_way: SwarmProcesses, name: str) -> None:
-    """With a certificate of the group, but as nobody who joined."""
+def update_of_stranger(under_way: SwarmProcesses, name: str) -> None:
+    """Send an invalid update with a certificate of the authority, from a node that has not joined."""
     _lied(under_way, STRANGER, name)
 
 
 FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
-    killed,
-    lead_killed,
-    stands_still,
-    cut_off,
-    member_lies,
-    stranger_lies,
+    node_killed,
+    coordinator_killed,
+    node_stopped,
+    link_cut,
+    invalid_update_of_member,
+    update_of_stranger,
 )
 
 
 def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
-    """From a host's place."""
+    """Send an invalid update from the network namespace of a host."""
     host = under_way.network.hosts[where]
     arguments = under_way.address(host), str(under_way.folder), who, where
     code = f"from benchmarks.swarm_soak import lie; lie(*{arguments!r})"
@@ -100,7 +100,7 @@ def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
 
 
 def lie(address: str, folder: str, who: str, where: str) -> None:
-    """Of the round that is open, what a node told last, every byte of its numbers turned to ones: NaN, if a scale."""
+    """Send the last update of a node to the open round, with all bits of its values set, which makes scales NaN."""
     told, path = Path(folder) / "nodes" / where / "update", Path(folder) / "lie"
     if not told.exists():
         return
@@ -114,7 +114,7 @@ def lie(address: str, folder: str, who: str, where: str) -> None:
 
 
 def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
-    """A run of all rounds."""
+    """Run all rounds, and return the measurements."""
     with tempfile.TemporaryDirectory(prefix="phalanx-soak-") as scratch:
         folder = Path(scratch) / "one"
         folder.mkdir()
@@ -145,7 +145,7 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
 
 
 def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
-    """A fault every few rounds, until the end is near."""
+    """Cause a fault every FAULT_EVERY rounds, except in the last rounds."""
     for number in range(FAULT_EVERY, ROUNDS - FAULT_EVERY, FAULT_EVERY):
         under_way.wait_until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
         fault = chance.choice(FAULTS)
@@ -154,9 +154,10 @@ def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counte
 
 
 def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
-    """The table."""
+    """Return the page of the benchmark."""
     lines = [
-        "| trained by | seed | loss | with faults | more | nodes a round | s | with faults | faults | refused |",
+        "| nodes per expert | seed | loss | loss with faults | difference | nodes per round | s | s with faults "
+        "| faults | rejected updates |",
         "|---|" + "---:|" * 7 + "---|---|",
     ]
     for replication, seed, calm, rough in pairs:
@@ -174,16 +175,16 @@ def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
 
 {chr(10).join(lines)}
 
-- All {ROUNDS} rounds were committed in each run. Target: a loss at most {LIMIT:.0%} above that without faults; the
-  worst is {worst:+.2%} ({"met" if worst <= LIMIT else "missed"}).
-- spes+ in int8, rounds of {EVERY} steps, a fault every {FAULT_EVERY} rounds, each expert trained by so many nodes. A
-  node that is killed is started again at once, and is back when Python and PyTorch are loaded, some rounds later.
+- All {ROUNDS} rounds were committed in each run. Target: the loss is at most {LIMIT:.0%} above that without faults. The
+  worst difference is {worst:+.2%} ({"met" if worst <= LIMIT else "missed"}).
+- The method is spes+ in int8 with rounds of {EVERY} steps and a fault every {FAULT_EVERY} rounds.
+- A killed node is restarted at once. It rejoins some rounds later, when it has loaded Python and PyTorch.
 - Written by `python -m benchmarks.swarm_soak`.
 """
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--replication", nargs="*", type=int, default=[1, 2], help="nodes that train each expert")

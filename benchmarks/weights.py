@@ -1,8 +1,8 @@
-"""How long a rank draws its initial weights: rank 0 of many, alone on this CPU.
+"""Measure the time in which a rank draws its initial weights: rank 0 of many ranks, alone on this CPU.
 
     python -m benchmarks.weights        # prints the table and writes docs/results/benchmarks/weights.md
 
-Before this, each rank drew all weights, whatever it trained; that is timed on one block, embedding and head."""
+Previously, each rank drew all weights of the model. That time is extrapolated from one block, embedding and head."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "weights.
 
 
 def whole_seconds(spec: ModelSpec) -> float:
-    """Return the seconds for all weights of a model, from those of one block, the embedding and the head."""
+    """Return the seconds for all weights of a model, extrapolated from one block, the embedding and the head."""
     weights = DrawnWeights(spec, 0)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
@@ -55,7 +55,7 @@ def init_seconds(strategy: Strategy, weights: WeightInitializer) -> float:
 
 
 def main() -> None:
-    """Measure, print a table, write it."""
+    """Measure, print the table and write the page."""
     parser = argparse.ArgumentParser("benchmarks.weights")
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=64)
@@ -67,18 +67,19 @@ def main() -> None:
     strategy = apply_layout(spec, layout, mesh, torch.device("cpu"), lambda name, shape: torch.zeros(()).expand(shape))
     awaited = init_seconds(strategy, await_checkpoint)
     own = init_seconds(strategy, DrawnWeights(spec, 0))
-    page = f"""# How long a rank draws its initial weights
+    page = f"""# Time in which a rank draws its initial weights
 
-| {asked.model}, zero3 on {asked.ranks} ranks | seconds a rank |
+| {asked.model}, zero3 on {asked.ranks} ranks | seconds per rank |
 |---|---:|
-| all weights, as before | {whole_seconds(spec):.1f} |
-| the rank's own rows | {own:.1f} |
-| where a checkpoint follows (no number is written in their place) | {awaited:.1f} |
+| all weights of the model, the previous method | {whole_seconds(spec):.1f} |
+| only the rows of the rank | {own:.1f} |
+| no weights, before a checkpoint is loaded | {awaited:.1f} |
 
-Rank 0, alone on one thread of a CPU ({platform.machine()}, torch {torch.__version__}); "all weights" from one block,
-the embedding and the head. The values are the same in every layout (`tests/parallel/test_init_parameters.py`).
+Rank 0 runs alone on one thread of a CPU ({platform.machine()}, torch {torch.__version__}). The time for all weights is
+extrapolated from one block, the embedding and the head. The values are equal in every layout
+(`tests/parallel/test_init_parameters.py`).
 
-- Again: `python -m benchmarks.weights`.
+- Written by `python -m benchmarks.weights`.
 """
     print(page)
     PAGE.write_text(page)

@@ -1,1 +1,1 @@
-"""What can only be seen on a GPU; see __main__.py."""
+"""Benchmarks that need a GPU; __main__.py runs them."""

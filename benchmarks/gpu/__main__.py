@@ -1,7 +1,7 @@
-"""What can only be seen on a GPU, in parts of at most eight minutes on one card.
+"""Run the benchmarks that need a GPU, in parts of at most eight minutes on one GPU.
 
-Each part prints one table, and writes it to docs/results/benchmarks/gpu-PART.md. On the GPU that computes nothing
-(tests/null_gpu) every part runs in small, compares nothing and writes nothing.
+Each part prints one table, and writes it to docs/results/benchmarks/gpu-PART.md. On a null GPU, which computes nothing
+(tests/null_gpu), every part runs with small sizes, compares no numbers and writes no page.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from pathlib import Path
 from typing import Protocol, cast
 
 PARTS = {
-    "kernels": "each kernel of a step against fp64 on the CPU",
-    "attention": "attention kernels, their errors and times",
-    "parity": "layouts on NCCL, up to four ranks on one GPU, against one CPU process",
-    "speed": "a training step beside a plain PyTorch loop and torchtitan",
-    "rank0": "rank 0 of 8 of llama3-8b without a network: the ceiling of MFU, memory beside the prediction",
-    "host": "what the host waits for, launches and compiles, and how long the GPU idles",
-    "plan": "bench, calibrate and plan as a user has them: memory and time beside the plan",
-    "runs": "whole runs by the command line",
-    "state": "checkpoints, kill, hang and out of memory by the command line",
-    "fp8": "matrix products in fp8 beside bf16",
+    "kernels": "each kernel of a step, compared with fp64 on the CPU",
+    "attention": "errors and times of attention kernels",
+    "parity": "layouts on NCCL with up to four ranks on one GPU, compared with one CPU process",
+    "speed": "a training step, compared with a plain PyTorch loop and torchtitan",
+    "rank0": "rank 0 of 8 of llama3-8b without a network: MFU ceiling, measured and predicted memory",
+    "host": "waits, kernel launches and compilations of the host, and idle time of the GPU",
+    "plan": "bench, calibrate and plan from the command line: measured and planned memory and time",
+    "runs": "complete runs from the command line",
+    "state": "checkpoints, kill, hang and out of memory from the command line",
+    "fp8": "matrix products in fp8, compared with bf16",
 }
-"""Modules of this package, and what each measures."""
+"""Modules of this package with descriptions."""
 DOCS = Path(__file__).parents[2] / "docs" / "results" / "benchmarks"
 
 
 class Part(Protocol):
-    """A module of this package."""
+    """Module of this package."""
 
     TITLE: str
     COLUMNS: tuple[str, ...]
     NOTES: str
-    """What a reader must know of the table, in Markdown."""
+    """Explanations of the table, in Markdown."""
 
     def measure(self, table: object) -> None:
         """Measure, and add rows to the table."""
 
 
 def main() -> int:
-    """Run the parts that are asked for, one after the other; return the exit code."""
+    """Run the selected parts, one after the other; return the exit code."""
     parts = "\n".join(f"  {name:10} {description}" for name, description in PARTS.items())
     parser = argparse.ArgumentParser(
         "benchmarks.gpu", description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="by default all")
-    parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to (docs/results/benchmarks)")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder of the pages (default: docs/results/benchmarks)")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one card
 
@@ -72,10 +72,10 @@ def run_part(name: str, folder: Path) -> list[str]:
     table = Table(part.COLUMNS)
     try:
         part.measure(table)
-    except Exception as error:  # what was measured before is not lost, nor are the parts behind it
-        table.add("the part itself", f"**{type(error).__name__}**: {error}")
-        table.failures.append("the part itself")
-    took = f"{machine()} In {time.monotonic() - started_at:.0f} s by `python -m benchmarks.gpu --part {name}`."
+    except Exception as error:  # keeps the measured rows, and continues with the next part
+        table.add("complete part", f"**{type(error).__name__}**: {error}")
+        table.failures.append("complete part")
+    took = f"{machine()} Written by `python -m benchmarks.gpu --part {name}` in {time.monotonic() - started_at:.0f} s."
     page = "\n\n".join([f"# {part.TITLE}", "\n".join(table.lines), part.NOTES.strip(), took]) + "\n"
     print(page, flush=True)
     if not IS_DRY:
@@ -85,7 +85,7 @@ def run_part(name: str, folder: Path) -> list[str]:
 
 
 def machine() -> str:
-    """What this was measured on."""
+    """Describe the GPU, the CPU cores and the versions."""
     import torch
 
     card = torch.cuda.get_device_properties(0)

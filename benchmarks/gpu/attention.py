@@ -1,4 +1,4 @@
-"""Attention kernels: error against fp64, and time, for causal rows and for rows of several documents."""
+"""Measure attention kernels: error compared with fp64, and time, for causal rows and for rows of several documents."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from phalanx.model.attention import attend_within_documents, document_mask
 from phalanx.parallel.block_attention import attention_with_lse
 
 TITLE = "Attention kernels on a GPU"
-COLUMNS = ("kernel", "T", "rows", "error", "within 0.02", "ms, forward and backward", "TFLOP/s that count")
+COLUMNS = ("kernel", "T", "rows", "error", "within 0.02", "ms, forward and backward", "TFLOP/s, attended pairs")
 HEADS, KV_HEADS, HEAD_DIM, TOKENS = 32, 8, 128, real_or_dry(16384, 512)
 HEADS_PER_KV = HEADS // KV_HEADS
 LENGTHS = real_or_dry((2048, 2112, 8192), (128, 192))
-"""Of rows. 2112 % 128 is 64, where cuDNN's backward pass with a mask is known to give NaN (pytorch issue 196678)."""
+"""Row lengths. 2112 % 128 is 64, for which cuDNN's backward pass with a mask can return NaN (pytorch issue 196678)."""
 MEAN_DOCUMENT = 700
 LIMIT = 2e-2
 NOTES = f"""
-{HEADS} heads, {KV_HEADS} of keys and values, width {HEAD_DIM}, bf16, {TOKENS:,} tokens in rows of T; documents of
-{MEAN_DOCUMENT} tokens in the mean. Errors are those of four heads against fp64, of outputs and gradients, relative to
-the largest value. Operations that count are those of pairs that see each other. "mask" kernels are given a dense mask,
-and keys and values repeated for each head.
+{HEADS} query heads and {KV_HEADS} key/value heads of width {HEAD_DIM} in bf16, {TOKENS:,} tokens in rows of T tokens.
+The mean length of documents is {MEAN_DOCUMENT} tokens. Errors are those of outputs and gradients of four heads,
+compared with fp64 and relative to the largest value. TFLOP/s count only pairs of tokens that attend to each other.
+"mask" kernels receive a dense mask, and keys and values that are repeated for each head.
 """
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,7 +41,7 @@ def measure(table: Table) -> None:
 
 
 def measure_rows(table: Table, tokens: int, documents: bool) -> None:
-    """All kernels for rows of one length."""
+    """Measure all kernels for rows of one length."""
     batch = max(1, TOKENS // tokens)
     generator = torch.Generator("cuda").manual_seed(tokens)
     q, k, v, grad = (
@@ -70,7 +70,7 @@ def measure_rows(table: Table, tokens: int, documents: bool) -> None:
 
 
 def kernels(starts: Tensor, documents: bool) -> dict[str, Attend]:
-    """Attention of q [B, T, H, K] by each kernel."""
+    """Return attention of q [B, T, H, K] by kernel."""
     if not documents:
         return {
             "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, None),
@@ -93,7 +93,7 @@ def kernels(starts: Tensor, documents: bool) -> dict[str, Attend]:
 
 
 def sdpa(backend: SDPBackend, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention by one of its kernels."""
+    """Compute attention with one of PyTorch's kernels."""
     if mask is not None:
         k, v = (x.repeat_interleave(HEADS_PER_KV, dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -105,7 +105,7 @@ def sdpa(backend: SDPBackend, mask: Tensor | None, q: Tensor, k: Tensor, v: Tens
 
 
 def varlen(bounds: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Flash attention of documents one after the other, as Phalanx calls it."""
+    """Compute flash attention of packed documents, as Phalanx calls it."""
     return attend_within_documents(q, k, v, bounds)
 
 
@@ -113,13 +113,13 @@ compiled_flex = torch.compile(flex_attention)
 
 
 def flex(blocks: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention, compiled for the mask."""
+    """Compute FlexAttention, compiled for the mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return compiled_flex(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
 
 def ring_block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What ring attention does with one block of keys, on the diagonal; its forward pass by autograd."""
+    """Compute the diagonal block of ring attention; autograd differentiates its forward pass."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return attention_with_lse(q, k, v, True, None)[0].transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Matrix products in fp8 with a scale for each row, beside bf16: speed and error."""
+"""Compare matrix products in fp8, with a scale for each row, with bf16: speed and error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.harness import Table, median_milliseconds, real_or_dry, relative_error
 
-TITLE = "Products in fp8 beside bf16"
+TITLE = "Matrix products in fp8 compared with bf16"
 COLUMNS = (
     "product",
     "rows x inner x columns",
@@ -17,12 +17,12 @@ COLUMNS = (
     "TFLOP/s",
     "fp8, ms",
     "TFLOP/s",
-    "times as fast",
-    "with casts",
+    "fp8 speedup",
+    "speedup with casts",
     "error of bf16",
-    "of fp8",
+    "error of fp8",
     "limit",
-    "as it should",
+    "passed",
 )
 TOKENS, SHRINK = real_or_dry((8192, 1), (256, 16))
 PRODUCTS = {
@@ -34,10 +34,10 @@ PRODUCTS = {
 }
 """Inner width and columns of llama3-8b's products."""
 NOTES = f"""
-Forward products of llama3-8b on {TOKENS:,} tokens of normal numbers, by `torch._scaled_mm` with a scale per row of both
-matrices (e4m3, fast accumulation, bf16 output). "with casts": with the casts of both matrices to fp8, compiled. Errors
-are the largest difference from fp64, of 64 rows, relative to the largest value. As it should: within the limit, and
-faster than bf16 without the casts.
+Forward products of llama3-8b on {TOKENS:,} tokens of normally distributed numbers. fp8 is `torch._scaled_mm` in e4m3
+with a scale per row of both matrices, fast accumulation and bf16 output. "Speedup with casts" includes the compiled
+casts of both matrices to fp8. Errors are the largest difference from fp64 in 64 rows, relative to the largest value. A
+product passes if its fp8 error is below the limit, and fp8 without casts is faster than bf16.
 """
 LIMIT, LARGEST = 0.1, torch.finfo(torch.float8_e4m3fn).max
 

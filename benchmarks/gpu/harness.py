@@ -1,4 +1,4 @@
-"""What the parts share: a table that survives rows that fail, times and errors of kernels, and commands of Phalanx."""
+"""Shared functions of the parts: a table that continues after failed rows, times and errors of kernels, commands."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from torch import Tensor
 from tests.null_gpu import is_null_gpu
 
 IS_DRY = is_null_gpu()
-"""Whether the GPU is the one that computes nothing (tests/null_gpu): every line runs, and no number is compared."""
-if IS_DRY:  # numbers for this process, and for those that it starts
+"""True on a null GPU, which computes nothing (tests/null_gpu): all code runs, and no number is compared."""
+if IS_DRY:  # numbers for this process and its child processes
     from tests.null_gpu.given_numbers import give_numbers
 
     give_numbers()
     os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/dry", os.environ.get("PYTHONPATH", "")])
 PART_SECONDS = 3600.0 if IS_DRY else 440.0
-"""After which no further row of a part begins."""
+"""Time after which no row of a part starts."""
 COMMAND_SECONDS = 900.0 if IS_DRY else 120.0
 WARM_UP, REPEATS = (1, 1) if IS_DRY else (3, 10)
 Value = TypeVar("Value")
 
 
 def real_or_dry(real: Value, dry: Value) -> Value:
-    """Return `dry` on the GPU that computes nothing, to save time."""
+    """Return `dry` on a null GPU, to save time, and otherwise `real`."""
     return dry if IS_DRY else real
 
 
 def require_on_device(feature: str) -> None:
-    """Raise NotRunError on the GPU that computes nothing, for a row that needs what it does not have."""
+    """Raise NotRunError on a null GPU, for a row that needs a feature of a real GPU."""
     if IS_DRY:
-        raise NotRunError(f"{feature} is not on the null GPU")
+        raise NotRunError(f"the null GPU has no {feature}")
 
 
 class NotRunError(Exception):
-    """A row that cannot be run here, which is no failure of what is measured."""
+    """Row that cannot run on this machine, which does not count as a failure."""
 
 
 class Table:
-    """Rows in Markdown, each printed once it is there."""
+    """Table in Markdown, which prints each row when it is added."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns, self.lines = columns, [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
         self.failures: list[str] = []
-        """Names of rows that failed, or were wrong."""
+        """Names of failed rows and of rows with wrong results."""
         self.deadline = time.monotonic() + PART_SECONDS
 
     def measure(self, name: str, row: Callable[[], Sequence[object]]) -> None:
-        """Add the row that `row` returns, or why there is none."""
+        """Add the row that `row` returns, or the reason of its failure."""
         if time.monotonic() > self.deadline:
-            self.add(name, "not tried, for want of time")
+            self.add(name, "not run: time limit of the part")
             self.failures.append(name)
             return
         try:
@@ -74,7 +74,7 @@ class Table:
         torch.cuda.empty_cache()
 
     def add(self, name: str, *cells: object) -> None:
-        """Add a row; columns that are left over stay empty."""
+        """Add a row; missing cells are empty."""
         texts = [name, *map(str, cells)]
         texts += [""] * (len(self.columns) - len(texts))
         self.lines.append("| " + " | ".join(text.replace("|", "/").replace("\n", " ") for text in texts) + " |")
@@ -118,9 +118,9 @@ def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def run_phalanx(folder: Path, *arguments: str, expected_exit_codes: Sequence[int] = (0,)) -> str:
-    """Run a command of Phalanx in a folder; return what it printed.
+    """Run a command of Phalanx in a folder; return its output.
 
-    Raises AssertionError with the end of its output if it ended otherwise than expected.
+    Raises AssertionError with the end of the output if the exit code is not expected.
     """
     command = [sys.executable, "-m", "phalanx", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
@@ -131,9 +131,9 @@ def run_phalanx(folder: Path, *arguments: str, expected_exit_codes: Sequence[int
 
 
 def run_json(module: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> dict[str, Any]:
-    """Run a module in a process of its own, which has the GPU's memory for itself; return the JSON of its last line.
+    """Run a module in its own process, which can use all memory of the GPU; return the JSON of its last line.
 
-    Raises RuntimeError with its last line if it failed, and subprocess.TimeoutExpired.
+    Raises RuntimeError with its last line if it fails, and subprocess.TimeoutExpired.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

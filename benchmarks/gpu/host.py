@@ -1,7 +1,6 @@
-"""What the host does in a step on one GPU: what it waits for, with the lines that wait, what it launches and compiles,
-and how long the GPU has nothing to do.
+"""Measure the host in a step on one GPU: waits and their lines, kernel launches, compilations, and GPU idle time.
 
-    python -m benchmarks.gpu.host VARIANT     # a line of JSON, of this process's GPU
+python -m benchmarks.gpu.host VARIANT     # prints a line of JSON for the GPU of this process
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
-TITLE = "The host of one GPU"
+TITLE = "Host work of a step on one GPU"
 COLUMNS = (
     "run",
-    "waits a step",
-    "at most",
-    "as it should",
-    "launches a step",
+    "waits per step",
+    "limit",
+    "passed",
+    "launches per step",
     "GPU idle",
     "first step, s",
-    "graphs compiled, first step",
-    "later",
-    "lines that wait",
+    "compiled graphs, first step",
+    "compiled graphs, later",
+    "waiting lines",
 )
 STEPS, PROFILED_STEPS = real_or_dry(50, 8), 2
 MODEL = {
@@ -65,22 +64,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts, full recomputation, compile": {**RECOMPUTED, "model": EXPERTS},
 }
 NOTES = f"""
-A Llama of 12 layers, width 1,024, on the standard library's text in bytes, documents masked, 2 micro-batches of 8 rows
-of 2,048 tokens; with experts: 4 layers of 8, of which 2 are chosen. "waits": calls of cudaStreamSynchronize,
-cudaDeviceSynchronize and cudaEventSynchronize in {PROFILED_STEPS} steps under torch.profiler, per step; the lines are
-those of which `torch.cuda.set_sync_debug_mode` warns, and of torch.cuda.synchronize, in as many other steps. "GPU
-idle": the share of the time from the first to the last kernel of these steps in which none runs. "later": graphs that
-are compiled in the following {STEPS} steps.
+A Llama of 12 layers and width 1,024 trains on the source of the standard library as bytes, with masked documents. A
+step has 2 micro-batches of 8 rows of 2,048 tokens. Models with experts have 4 layers of 8 experts, 2 of them per token.
+
+"Waits" are the calls of cudaStreamSynchronize, cudaDeviceSynchronize and cudaEventSynchronize per step, in
+{PROFILED_STEPS} steps under torch.profiler. "Waiting lines" are the warnings of `torch.cuda.set_sync_debug_mode` and
+the calls of torch.cuda.synchronize, in the same number of other steps. "GPU idle" is the share of time without a
+kernel, between the first and the last kernel of the profiled steps. "Later" are the {STEPS} steps after the first.
 """
 MAX_WAITS = 2
-"""Per step: one for the sums and the norm, one for the times of its passes (tests/null_gpu/host-syncs.md)."""
+"""Waits per step: one for the sums and the norm, one for the phase times (docs/results/benchmarks/host-syncs.md)."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 STEPS_EVENT = "profiled steps"
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 def measure(table: Table) -> None:
-    """Do the steps of each variant in a process of its own."""
+    """Run the steps of each variant in its own process."""
     for name in VARIANTS:
         table.measure(name, partial(row, table, name))
 
@@ -116,7 +116,7 @@ def described_run(changes: dict[str, Any], folder: Path) -> RunSpec:
 
 
 def main(name: str) -> None:
-    """Do the steps, and print what the host did."""
+    """Run the steps, and print the measurements of the host."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as folder:
@@ -137,12 +137,12 @@ def main(name: str) -> None:
 
 
 def waiting_lines(step: Callable[[], object]) -> dict[str, float]:
-    """Return the lines of Phalanx at which the host waits for the GPU, and how often in a step."""
+    """Return the lines of Phalanx in which the host waits for the GPU, with their number of waits per step."""
     lines: Counter[str] = Counter()
 
     def note_line() -> None:
         frames = [frame for frame in traceback.extract_stack() if "/phalanx/" in frame.filename]
-        lines[f"{frames[-1].filename.split('/phalanx/')[-1]}:{frames[-1].lineno}" if frames else "not of Phalanx"] += 1
+        lines[f"{frames[-1].filename.split('/phalanx/')[-1]}:{frames[-1].lineno}" if frames else "not in Phalanx"] += 1
 
     def note_warning(message: Warning | str, *_: object) -> None:
         if "synchronizing CUDA operation" in str(message):
@@ -165,8 +165,8 @@ def waiting_lines(step: Callable[[], object]) -> dict[str, float]:
 
 
 def profiled(step: Callable[[], object]) -> dict[str, float | None]:
-    """Return waits and launches per step, and the share of the time in which the GPU had nothing to do."""
-    if IS_DRY:  # CUPTI needs a driver, and crashes without one
+    """Return waits and launches per step, and the idle share of the GPU."""
+    if IS_DRY:  # CUPTI crashes without a driver
         step()
         return dict.fromkeys(("waits", "launches", "idle"))
     with profile() as profiler, record_function(STEPS_EVENT):
@@ -174,7 +174,7 @@ def profiled(step: Callable[[], object]) -> dict[str, float | None]:
             step()
     events = list(profiler.events() or [])
     steps = next(event.time_range for event in events if event.name == STEPS_EVENT)
-    # The profiler itself waits for the GPU at its end.
+    # The profiler itself waits for the GPU when it stops.
     events = [event for event in events if steps.start <= event.time_range.start <= steps.end]
     calls = Counter(event.name for event in events)
     kernels = sorted(
@@ -190,7 +190,7 @@ def profiled(step: Callable[[], object]) -> dict[str, float | None]:
 
 
 def idle_share(intervals: list[tuple[float, float]]) -> float | None:
-    """Return the share of the time from the first start to the last end that no interval covers; None without any.
+    """Return the share of time from the first start to the last end that no interval covers; None without intervals.
 
     `intervals` are sorted.
     """

@@ -1,4 +1,4 @@
-"""Kernels of a training step on the GPU against fp64 on the CPU: outputs and gradients."""
+"""Compare kernels of a training step on the GPU with fp64 on the CPU: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 from phalanx.spec.model import RopeSpec
 from phalanx.testing.rank_pool import rank_pool
 
-TITLE = "Kernels on a GPU against fp64 on the CPU"
-COLUMNS = ("kernel", "dtype", "error of outputs", "of gradients", "limit", "within it", "ms, forward and backward")
+TITLE = "Kernels on a GPU compared with fp64 on the CPU"
+COLUMNS = (
+    "kernel",
+    "dtype",
+    "error of outputs",
+    "error of gradients",
+    "limit",
+    "within limit",
+    "ms, forward and backward",
+)
 NOTES = """
-Inputs are rounded to the dtype first; errors are the largest difference, relative to the largest value of each tensor.
-Grouped products are compared with a loop over the experts, attention with all scores. Vocabulary-parallel cross entropy
-runs on two ranks that share the GPU; its time is not measured.
+Inputs are first rounded to the dtype. Errors are the largest difference, relative to the largest value of each tensor.
+The reference of grouped products is a loop over the experts. The reference of attention computes the full score matrix.
+Vocabulary-parallel cross entropy runs on two ranks that share the GPU; its time is not measured.
 """
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -37,7 +45,7 @@ EXPERT_ROWS = {
     "all to one expert": [0, 0, 0, 1023, 0, 0, 0, 0],
 }
 ATTENTION_TOKENS = real_or_dry((2048, 2112), (128, 192))
-"""Of rows. 2112 % 128 is 64, where cuDNN's backward pass with a mask gave NaN (pytorch issue 196678)."""
+"""Row lengths. 2112 % 128 is 64, for which cuDNN's backward pass with a mask can return NaN (pytorch issue 196678)."""
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 MEAN_DOCUMENT = 300
 CROSS_ENTROPY_SHAPE = real_or_dry((512, 128256), (64, 1024))
@@ -77,7 +85,7 @@ def measure(table: Table) -> None:
 
 
 def compare(table: Table, name: str, dtype: torch.dtype, ours: Call, reference: Call, inputs: Sequence[Tensor]) -> None:
-    """Add the row of a kernel: `ours` on the GPU in `dtype`, `reference` on the CPU in fp64, of the same inputs."""
+    """Add the row of a kernel: `ours` on the GPU in `dtype`, and `reference` on the CPU in fp64, with equal inputs."""
 
     def row() -> list[object]:
         rounded = [x.to(dtype) for x in inputs]
@@ -98,7 +106,7 @@ def judge(table: Table, name: str, dtype: torch.dtype, error: float, grad_error:
 
 
 def gradients(call: Call, inputs: Sequence[Tensor], output_grad: Tensor | None) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return the output, the gradients of the inputs, and that of the output: drawn if it is None."""
+    """Return the output, the gradients of the inputs, and the gradient of the output, which is random if None."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = call(*leaves)
     if output_grad is None:
@@ -115,7 +123,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def grouped_product(rows: list[int]) -> tuple[Call, Call, list[Tensor]]:
-    """Return each expert's rows times its weight, a plain loop over experts, and inputs for both."""
+    """Return the grouped product, a plain loop over experts, and inputs for both."""
     offsets = torch.tensor(rows).cumsum(0)
     offsets_on_device = offsets.cuda()
 
@@ -133,7 +141,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotary(x_BTHK: Tensor) -> Tensor:
-    """Late positions of a long context, by Llama 3's frequencies."""
+    """Apply rotary embeddings at late positions of a long context, with the frequencies of Llama 3."""
     positions = torch.arange(x_BTHK.shape[1], device=x_BTHK.device) + 130_000
     rope = RopeSpec(theta=500_000.0, scaling="llama3", factor=8.0)
     exact = FP32 if x_BTHK.dtype != torch.float64 else torch.float64
@@ -145,13 +153,13 @@ def total_cross_entropy(loss: Call, logits_NV: Tensor) -> Tensor:
 
 
 def targets(count: int, vocabulary: int) -> Tensor:
-    """Targets of which some are left out."""
+    """Return random targets, some of them ignored."""
     chosen = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(2))
     return chosen.where(torch.arange(count) % 7 != 3, IGNORE_INDEX)
 
 
 def vocabulary_parallel(table: Table, dtype: torch.dtype) -> list[object]:
-    """Compare the loss of two ranks that each have the logits of half the vocabulary."""
+    """Compare the loss of two ranks, each with the logits of half the vocabulary."""
     rounded = (5 * random(*CROSS_ENTROPY_SHAPE)).to(dtype)
     ours = partial(total_cross_entropy, cross_entropy)
     expected, (expected_grad,), _ = gradients(ours, [rounded.double()], torch.ones((), dtype=torch.float64))
@@ -174,12 +182,12 @@ def shard_of_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def attend(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention as a block calls it."""
+    """Compute attention as a block calls it."""
     return Attention.attend(q, k, v, mask)
 
 
 def all_scores(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention written out."""
+    """Compute attention with the full score matrix."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))

@@ -33,7 +33,7 @@ Step = Callable[[], float]
 
 
 def main(shape_name: str, variant_name: str) -> None:
-    """Do the steps, and print what they took."""
+    """Run the steps, and print their times and memory."""
     shape, variant = SHAPES[shape_name], dict(VARIANTS[variant_name])
     torch.cuda.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def main(shape_name: str, variant_name: str) -> None:
 
 
 def random_documents(folder: Path, shape: Shape) -> IndexedDataset:
-    """Documents of random tokens, enough for all steps."""
+    """Write documents of random tokens for all steps."""
     dice = np.random.default_rng(0)
     total = shape.tokens * (WARM_UP + STEPS + 1)
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
@@ -73,7 +73,7 @@ def phalanx_step(
     documents: bool = False,
     data_parallel: str = "ddp",
 ) -> Step:
-    """Phalanx's own trainer."""
+    """Return a step of Phalanx's trainer."""
     run = shape.run(compile, documents, data_parallel)
     corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, folder, torch.device("cuda", 0), peak_flops=1e15)
@@ -82,7 +82,7 @@ def phalanx_step(
 
 
 def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: bool) -> Step:
-    """A loop as nanoGPT has it: autocast, fused AdamW; compiled by blocks, as torchtitan does, and the loss."""
+    """Return a step as in nanoGPT, with autocast and fused AdamW; blocks (as in torchtitan) and loss are compiled."""
     torch.set_float32_matmul_precision("high")
     with torch.device("cuda"):
         model = Transformer(shape.model)
@@ -121,7 +121,7 @@ def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: boo
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A step's rows on the device, so many at a time."""
+    """Yield the rows of a step on the device, in micro-batches of `size` rows."""
     parts = [torch.from_numpy(x).pin_memory().to("cuda", non_blocking=True) for x in (batch.tokens, batch.targets)]
     return zip(*(part.split(size) for part in parts), strict=True)
 

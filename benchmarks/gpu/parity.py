@@ -1,6 +1,7 @@
-"""Layouts on NCCL, with ranks that share one GPU, against one process on a CPU.
+"""Compare layouts on NCCL, with ranks that share one GPU, with one process on a CPU.
 
-Ranks take turns on the GPU, and a collective takes 15 ms and more: two ranks, small models, two steps."""
+Ranks take turns on the GPU, and a collective takes at least 15 ms. Therefore, most cases have two ranks, and all have
+small models and two steps."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from benchmarks.gpu.harness import Table
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate, write_documents
 
-TITLE = "Layouts on NCCL against one process on a CPU"
-COLUMNS = ("layout", "ranks", "precision", "differs by", "limit", "as it should", "seconds")
+TITLE = "Layouts on NCCL compared with one process on a CPU"
+COLUMNS = ("layout", "ranks", "precision", "difference", "limit", "passed", "seconds")
 LIMIT_SECONDS, STEPS = 30.0, 2
 DEEP = {"model": {**DENSE, "num_layers": 4}}
 PIPELINE = {**DEEP, "layout.pp": 2, "layout.micro_batch_size": 1}
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"layout.data_parallel": "zero3"}),
     "parameter server": (2, {"layout.data_parallel": "parameter_server"}),
     "tp 2": (2, {"layout.tp": 2}),
-    "tp 2, whole sequences": (2, {"layout.tp": 2, "layout.sequence_parallel": False}),
+    "tp 2, no sequence parallelism": (2, {"layout.tp": 2, "layout.sequence_parallel": False}),
     "ring": (2, {"layout.cp": 2}),
     "ulysses": (2, {"layout.cp": 2, "layout.cp_method": "ulysses"}),
     "pp 2, 1f1b": (2, PIPELINE),
@@ -54,9 +55,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 LIMITS = {"fp64": 1e-10, "bf16": 2e-2}
 NOTES = f"""
-{STEPS} steps and an evaluation on the real NCCL, with ranks that share one GPU (`NCCL_HOSTID` gives each a host of its
-own; they talk by sockets). "differs by": the largest relative difference of losses and gradient norms from one process
-on a CPU in fp64. The limit of bf16 is {LIMITS["bf16"]:g}, or twice what bf16 on that CPU differs by.
+{STEPS} steps and an evaluation on NCCL, with ranks that share one GPU. `NCCL_HOSTID` gives each rank its own host, so
+the ranks communicate by sockets. "Difference" is the largest relative difference of losses and gradient norms from one
+process on a CPU in fp64. The limit of bf16 is {LIMITS["bf16"]:g}, or twice the difference of bf16 on that CPU if this
+is larger.
 """
 
 

@@ -1,4 +1,4 @@
-"""Memory and time of runs beside the plan, as a user has them: bench, short runs, calibrate, and plan again."""
+"""Compare measured and planned memory and time from the command line: bench, short runs, calibrate, and plan again."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any
 from benchmarks.gpu.harness import Table, real_or_dry, run_phalanx, settings, step_records
 from phalanx.plan.predicted_vs_measured import TOTAL
 
-TITLE = "Memory and time beside the plan, on one GPU"
+TITLE = "Measured and planned memory and time on one GPU"
 COLUMNS = (
     "run",
-    "ms a step",
+    "ms per step",
     "allocated, GiB",
     "predicted",
-    "off by",
+    "error",
     "planned ms, before",
-    "off by",
+    "error",
     "calibrated",
-    "off by",
-    "by the other runs",
+    "error",
+    "error by the other runs",
 )
 NOTES = """
-A Llama of 16 layers, width 2,048 (1.1B parameters), 4 rows of 4,096 tokens a step; and one of 8 layers with 8 experts.
-"allocated": the most that tensors held in a step (`--profile-memory`); "predicted": `phalanx memory`. "before": planned
-with the preset h100; "calibrated": after `phalanx calibrate` of all runs and `phalanx bench`; "by the other runs":
-fitted without that run. Rows are given twice: with memory once the run is done, with times once all are.
+A Llama of 16 layers and width 2,048 (1.1B parameters) has 4 rows of 4,096 tokens per step. A model with 8 experts has 8
+layers. "Allocated" is the peak of tensor memory in a step (`--profile-memory`), and "predicted" is that of
+`phalanx memory`. "Before" is the plan with the preset h100. "Calibrated" is the plan after `phalanx calibrate` with all
+runs and `phalanx bench`. "By the other runs" is calibrated without that run. Each run has two rows: its memory after
+the run, and its times after all runs.
 """
 STEPS = 12
 RUN = f"""
@@ -84,7 +85,7 @@ def measure(table: Table) -> None:
 
 
 def memory_row(table: Table, place: Path, name: str, changes: tuple[str, ...]) -> list[str]:
-    """Train a run, and compare what its tensors held with the prediction."""
+    """Train a run, and compare its tensor memory with the prediction."""
     run_phalanx(place, "train", "run.toml", "--profile-memory", *settings(f"name={name}", *changes))
     rows = json.loads((place / "runs" / name / "measured/comparison.json").read_text())
     (total,) = (row for row in rows if row["what"] == TOTAL)
@@ -96,7 +97,7 @@ def memory_row(table: Table, place: Path, name: str, changes: tuple[str, ...]) -
 
 
 def calibrate(place: Path, calibrated: dict[str, Any]) -> list[str]:
-    """Fit the planner to the runs that are there; `calibrated` receives what it says."""
+    """Calibrate the planner with the finished runs; `calibrated` receives the result."""
     runs = [f"runs/{name}" for name in RUNS if (place / "runs" / name / "metrics.jsonl").exists()]
     files = [file.name for file in place.glob("measured.json")]
     text = run_phalanx(place, "calibrate", *runs, *files, "--machine", "h100", "--out", "here.toml", "--json")
@@ -116,7 +117,7 @@ def time_row(run: dict[str, Any]) -> list[str]:
 
 
 def plan_row(place: Path, calibrated: dict[str, Any]) -> list[str]:
-    """Plan with what was measured: is its choice the fastest of the runs?"""
+    """Plan with the calibrated machine, and compare the choice with the fastest run."""
     machine = "here.toml" if (place / "here.toml").exists() else "h100"
     text = run_phalanx(place, "plan", "run.toml", "--machine", machine, "--nproc", "1", "--top", "3", "--json")
     best = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]["layouts"][0]

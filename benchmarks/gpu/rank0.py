@@ -1,7 +1,8 @@
-"""Rank 0 of 8 of llama3-8b under ZeRO-3, with a process group that sends nothing: what a step takes without a network,
-and what memory it takes beside the prediction.
+"""Measure rank 0 of 8 of llama3-8b under ZeRO-3 without a network: step time, and memory compared with the prediction.
 
-    python -m benchmarks.gpu.rank0 LAYERS none|selective|full [compile]     # a line of JSON, of this process's GPU
+The process group sends nothing.
+
+    python -m benchmarks.gpu.rank0 LAYERS none|selective|full [compile]   # prints a line of JSON for this process's GPU
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TITLE = "Rank 0 of 8, without a network"
 COLUMNS = (
     "recomputation",
     "layers",
-    "ms a step",
+    "ms per step",
     "tokens/s",
     "MFU",
     "allocated, GiB",
@@ -45,23 +46,25 @@ COLUMNS = (
 RANKS, SEQ_LEN, MICRO_BATCHES, MEAN_DOCUMENT = 8, 8192, 2, 700
 STEPS, LAYERS = real_or_dry((4, (32, 24, 16)), (1, (32, 24)))
 NOTES = f"""
-llama3-8b (32 layers; fewer where these do not fit), zero3 on {RANKS} ranks, bf16, {MICRO_BATCHES} rows of {SEQ_LEN:,}
-tokens a step, documents of {MEAN_DOCUMENT} tokens in the mean, AdamW. PyTorch's fake process group sends nothing: a
-gather copies this rank's part {RANKS} times, a reduction does nothing, and gradients are set to zero. So the time is
-that of the computation, and MFU (of 989 TFLOP/s, of the model's operations without recomputation) is what a network
-that costs nothing would allow. Medians of {STEPS} steps after two. "predicted": `phalanx memory`.
+llama3-8b has 32 layers, or fewer if these do not fit. It runs with zero3 on {RANKS} ranks, bf16 and AdamW. A step has
+{MICRO_BATCHES} rows of {SEQ_LEN:,} tokens, and the mean length of documents is {MEAN_DOCUMENT} tokens. Figures are
+medians of {STEPS} steps after two warm-up steps. "Predicted" is `phalanx memory`.
+
+PyTorch's fake process group sends nothing. A gather copies this rank's shard {RANKS} times, a reduction does nothing,
+and gradients are set to zero. The time is therefore that of the computation, and MFU is the maximum with an ideal
+network. It is relative to 989 TFLOP/s, for the model's operations without recomputation.
 """
 VARIANTS = [("none",), ("selective",), ("full",), ("none", "compile"), ("full", "compile")]
 
 
 def measure(table: Table) -> None:
-    """Do the steps of each variant in a process of its own."""
+    """Run the steps of each variant in its own process."""
     for variant in VARIANTS:
         table.measure(", ".join(variant), partial(row, variant))
 
 
 def row(variant: tuple[str, ...]) -> list[str]:
-    """Measure with as many layers as fit."""
+    """Measure with the maximum number of layers that fits."""
     for layers in LAYERS:
         try:
             result = run_json("benchmarks.gpu.rank0", str(layers), *variant)
@@ -99,7 +102,7 @@ def described_run(layers: int, recomputation: str, compile: str = "") -> RunSpec
 
 
 def main(layers: str, *variant: str) -> None:
-    """Do the steps, and print what they took."""
+    """Run the steps, and print their times and memory."""
     run, device = described_run(int(layers), *variant), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
@@ -128,12 +131,12 @@ def random_micro_batch(run: RunSpec, seed: int) -> MicroBatch:
 
 
 def timed_step(learner: Learner, micros: list[MicroBatch]) -> float:
-    """Do a step; return its seconds."""
+    """Run a step; return its seconds."""
     torch.cuda.synchronize()
     started_at = time.perf_counter()
     sums = learner.forward_backward(micros)
     for parameter in learner.strategy.trainable_parameters.values():
-        if parameter.grad is not None:  # never written by a reduction that does nothing
+        if parameter.grad is not None:  # the fake reduction does not write gradients
             local_tensor(parameter.grad).zero_()
     reduced: Any = learner.reduce(sums)
     reduced.sums.tolist()

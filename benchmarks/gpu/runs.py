@@ -1,4 +1,4 @@
-"""Whole runs by the command line on one GPU: each must end as it should; memory beside the plan."""
+"""Check complete runs from the command line on one GPU, and compare their memory with the plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.gpu.harness import IS_DRY, Table, real_or_dry, run_phalanx, settings, step_records
 from phalanx.plan.predicted_vs_measured import TOTAL
 
-TITLE = "Whole runs on one GPU"
-COLUMNS = ("what", "outcome", "seconds")
-NOTES = "The `tiny` preset on the standard library's text, by the command line."
+TITLE = "Complete runs on one GPU"
+COLUMNS = ("check", "outcome", "seconds")
+NOTES = "The `tiny` preset trains on the source of the standard library, from the command line."
 TEXT = real_or_dry("'stdlib'", f"'{Path(json.__file__).parent}'")
 RUN = f"""
 name = "run"
@@ -35,14 +35,14 @@ every = 10
 
 
 def measure(table: Table) -> None:
-    """Run each check in a folder of its own."""
+    """Run each check in its own folder."""
     with tempfile.TemporaryDirectory() as folder:
         for name, check in CHECKS.items():
             table.measure(name, partial(outcome, check, Path(folder) / name.replace(" ", "-")))
 
 
 def outcome(check: Callable[[Path], str], place: Path) -> list[str]:
-    """Do a check; return its cells."""
+    """Run a check; return its cells."""
     place.mkdir()
     (place / "run.toml").write_text(RUN)
     started_at = time.perf_counter()
@@ -56,7 +56,7 @@ def train(place: Path) -> str:
 
 
 def equals_cpu(place: Path) -> str:
-    """In fp32 the CPU's losses."""
+    """Compare the losses in fp32 with those of the CPU."""
     losses = []
     for device in ("cuda", "cpu"):
         (place / device).mkdir()
@@ -70,7 +70,7 @@ def equals_cpu(place: Path) -> str:
 
 
 def profile(place: Path) -> str:
-    """Memory and traffic of one step beside the prediction, and steps looked at closely."""
+    """Profile memory and traffic of one step, profile steps, and report."""
     output = run_phalanx(place, "train", "run.toml", "--profile-memory")
     (place / "steps").mkdir()
     (place / "steps" / "run.toml").write_text(RUN)
@@ -99,13 +99,13 @@ def offload(place: Path) -> str:
 
 
 def bench(place: Path) -> str:
-    """The machine's own speeds at the run's shapes."""
+    """Measure the speed of the machine for the shapes of the run."""
     text = run_phalanx(place, "bench", "run.toml")
     return " / ".join(line.strip() for line in text.splitlines()[:6])[:300]
 
 
 def doctor(place: Path) -> str:
-    """Whatever it finds, it must say so."""
+    """Run the doctor, which must print its findings."""
     text = run_phalanx(place, "doctor", "--quick", expected_exit_codes=(0, 1))
     return " / ".join(text.strip().splitlines()[-2:])[:200]
 

@@ -1,4 +1,4 @@
-"""The models and batches of the GPU's speed, for every trainer."""
+"""Models and batches of the speed benchmark, for every trainer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, RunSpec, TrainingSpec
 
 WARM_UP, STEPS = 4, 8
-"""Steps before those that are timed, and those."""
+"""Number of warm-up steps and of timed steps."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama and its batch."""
+    """Llama model and its batch."""
 
     model: ModelSpec
     seq_len: int
@@ -25,11 +25,11 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.seq_len * self.micro_batch * self.accumulation
 
     def run(self, compile: bool, documents: bool = False, data_parallel: str = "ddp") -> RunSpec:
-        """Return the run of these steps; `documents` hides documents of a row from each other."""
+        """Return the run of these steps; `documents` masks the documents of a row."""
         return RunSpec(
             model=self.model,
             data=DataSpec(mask_documents=documents),

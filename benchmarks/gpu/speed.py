@@ -1,4 +1,4 @@
-"""Training steps of one GPU: Phalanx, a plain PyTorch loop and torchtitan, each in a process of its own."""
+"""Time training steps on one GPU: Phalanx, a plain PyTorch loop and torchtitan, each in its own process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,35 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.speed_torchtitan import time_torchtitan
 from phalanx.cost.exact.flops import training_flops_per_token
 
-TITLE = "Speed on one GPU, beside a plain PyTorch loop"
-COLUMNS = ("model, trainer", "ms a step", "tokens/s", "MFU", "of plain compiled", "peak, GiB", "first step, s")
+TITLE = "Speed on one GPU compared with a plain PyTorch loop"
+COLUMNS = (
+    "model, trainer",
+    "ms per step",
+    "tokens/s",
+    "MFU",
+    "relative to plain, compiled",
+    "peak, GiB",
+    "first step, s",
+)
 NOTES = """
-Medians of 8 steps after 4. bf16 with fp32 master weights (autocast; zero1: bf16 parameters), fused AdamW, clipping,
-causal attention; "documents": rows of documents of 700 tokens in the mean, which do not see each other, where the plain
-loop has none. The plain loop compiles each block, as torchtitan does, and its loss. MFU of 989 TFLOP/s, of the model's
-operations without recomputation. 1.1B: 16 layers, width 2,048, 4 rows of 4,096 tokens, twice a step; 124M: 12 layers,
-width 768, vocabulary 50,304, 32 rows of 1,024, twice a step. torchtitan: by its own log, started by torchrun with the
-file that `phalanx export` writes (FSDP of one rank, bf16 parameters, fp32 master weights), each row one document, two
-workers for data; its peak is the memory that PyTorch's allocator reserved.
+Medians of 8 steps after 4 warm-up steps. All trainers use bf16 with fp32 master weights, fused AdamW, gradient clipping
+and causal attention. bf16 comes from autocast, except for zero1, which has bf16 parameters. "Documents" are rows of
+masked documents with a mean length of 700 tokens; the plain loop masks no documents. The plain loop compiles each
+block, as torchtitan does, and the loss. MFU is relative to 989 TFLOP/s, for the model's operations without
+recomputation.
+
+1.1B: 16 layers, width 2,048, twice 4 rows of 4,096 tokens per step. 124M: 12 layers, width 768, vocabulary 50,304,
+twice 32 rows of 1,024 tokens per step.
+
+torchtitan is started by torchrun with the file that `phalanx export` writes: FSDP of one rank, bf16 parameters and fp32
+master weights. Each row is one document, and two workers load the data. Its figures come from its log; the peak is the
+memory that PyTorch's allocator reserved.
 """
 PEAK_FLOPS = 989e12
-"""Of an H100 SXM in bf16, dense (NVIDIA's data sheet)."""
+"""Dense bf16 FLOP/s of an H100 SXM (NVIDIA's data sheet)."""
 LIMIT_SECONDS = 150.0
 Timer = Callable[[], dict[str, Any]]
-"""Returns what `one_speed` prints."""
+"""Function that returns the measurements that `one_speed` prints."""
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,7 +67,7 @@ def measure(table: Table) -> None:
 
 
 def row(shape: Shape, trainer: str, time_trainer: Timer, plain_seconds: list[float]) -> list[str]:
-    """Time one trainer; `plain_seconds` is noted of the compiled plain loop, which comes first."""
+    """Time one trainer; `plain_seconds` receives the time of the compiled plain loop, which runs first."""
     result = time_trainer()
     seconds = result["seconds"]
     if trainer == "plain loop, compiled":

@@ -1,4 +1,4 @@
-"""torchtitan's training steps on one GPU, started as its users start it, with the same model and batch."""
+"""Time the training steps of torchtitan on one GPU, started from its command line, with the same model and batch."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from phalanx.plan.export.export import export
 
 CONFIG_MODULE, CONFIG_FUNCTION = "phalanx_run", "run"
 STEP_LINE = re.compile(r"step: +(\d+) .* memory: +([\d.]+)GiB.* tps: ([\d,]+) ")
-"""A step in the log of torchtitan 0.3.0, without colors."""
+"""Line of a step in the log of torchtitan 0.3.0, without colors."""
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exhausted)\b.*)", re.MULTILINE)
-"""The last line of a Python traceback."""
+"""Last line of a Python traceback."""
 LAUNCHER_ERROR = "ChildFailedError"
-"""torchrun's own, which only says that a rank failed."""
+"""Error of torchrun, which only reports that a rank failed."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """A step as torchtitan logs it."""
+    """Metrics of a step in the log of torchtitan."""
 
     step: int
     tokens_per_second: float
     reserved_gib: float
-    """GPU memory that PyTorch's allocator reserved, at most."""
+    """Peak GPU memory that PyTorch's allocator reserved."""
 
 
 def time_torchtitan(shape: Shape) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def time_torchtitan(shape: Shape) -> dict[str, Any]:
 def write_inputs(folder: Path, shape: Shape) -> None:
     """Write the exported configuration, a tokenizer whose tokens are numbers, and rows of random tokens.
 
-    Each row is one document, since torchtitan hides documents from each other.
+    Each row is one document, because torchtitan masks documents.
     """
     (folder / f"{CONFIG_MODULE}.py").write_text(export(shape.run(compile=True), 1, "torchtitan").text)
     vocabulary = {str(token): token for token in range(shape.model.vocab_size)}
@@ -81,7 +81,7 @@ def write_inputs(folder: Path, shape: Shape) -> None:
 
 
 def command(folder: Path) -> list[str]:
-    """Return the command line of torchtitan for what `write_inputs` has written."""
+    """Return the command line of torchtitan for the files of `write_inputs`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     data = ["--dataloader.dataset", "c4_test", "--dataloader.dataset_path", str(folder / "data")]
     return [
@@ -91,7 +91,7 @@ def command(folder: Path) -> list[str]:
         *("--dataloader.num_workers", "2", "--dataloader.pin_memory"),
         *("--hf_assets_path", str(folder / "tokenizer"), "--dump_folder", str(folder / "outputs")),
         *("--metrics.log_freq", "1", "--metrics.disable_color_printing"),
-        *real_or_dry((), ("--training.disable_cuda_graphs",)),  # the null GPU has none
+        *real_or_dry((), ("--training.disable_cuda_graphs",)),  # not supported by the null GPU
     ]
 
 
@@ -109,7 +109,7 @@ def run_torchtitan(folder: Path) -> str:
         try:
             log, _ = process.communicate(timeout=COMMAND_SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun stops its rank, which a kill would leave on the GPU
+            process.terminate()  # torchrun then stops its rank, which would stay on the GPU after a kill
             process.communicate()
             raise NotRunError(f"torchtitan took longer than {COMMAND_SECONDS:.0f} s") from None
     if process.returncode:

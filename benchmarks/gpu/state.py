@@ -1,5 +1,4 @@
-"""What becomes of a run's state on a GPU, by the command line: checkpoints, ranks that are killed, that hang, and that
-have too little memory."""
+"""Check the state of runs on a GPU from the command line: checkpoints, and killed, hung and out-of-memory ranks."""
 
 from __future__ import annotations
 
@@ -31,25 +30,25 @@ from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.testing.rank_pool import shared_gpu_environment
 
 TITLE = "State of a run on one GPU"
-COLUMNS = ("what", "outcome", "seconds")
+COLUMNS = ("check", "outcome", "seconds")
 NOTES = """
-By the command line. "kill -9": a rank is killed behind its first checkpoint (or copy in its launcher's memory), is
-started again by its launcher, and must give the losses and norms of a run that nobody killed, bit by bit, with
-`training.deterministic`. Two ranks share the GPU by `NCCL_HOSTID`.
+All checks use the command line. In "kill -9", a rank is killed after its first checkpoint, on disk or in the memory of
+its launcher, and its launcher restarts it. With `training.deterministic`, losses and norms must be bitwise equal to
+those of an undisturbed run. Two ranks share the GPU by `NCCL_HOSTID`.
 """
 STEPS, TIMEOUT_SECONDS = real_or_dry(300, 30), 20.0
 Ranks = list[subprocess.Popen[bytes]]
 
 
 def measure(table: Table) -> None:
-    """Do each check in a folder of its own."""
+    """Run each check in its own folder."""
     with tempfile.TemporaryDirectory() as folder:
         for name, check in CHECKS.items():
             table.measure(name, partial(outcome, check, Path(folder) / name.replace(" ", "-")))
 
 
 def checkpoint_stall(place: Path) -> str:
-    """How long a step waits for a checkpoint, which a thread writes."""
+    """Measure the time that a step waits for a checkpoint, which a thread writes."""
     preset, tokens = real_or_dry(("gpt2-124m", 16384), ("tiny", 1024))
     sets = settings(f"model.preset={preset}", f"training.tokens_per_step={tokens}", "training.steps=24")
     run_phalanx(place, "train", "run.toml", *sets, *settings("checkpoint.every=4", "checkpoint.keep=1"))
@@ -62,7 +61,7 @@ def checkpoint_stall(place: Path) -> str:
 
 
 def restart_bitwise(place: Path, *changes: str) -> str:
-    """A killed rank learns what it would have learned."""
+    """Kill a rank, and compare the run with an undisturbed run."""
     sets = settings("training.deterministic=true", f"training.steps={STEPS}", *changes)
     run_phalanx(place, "train", "run.toml", *sets, "--set", "name=whole")
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", *sets, "--set", "name=killed"]
@@ -78,20 +77,20 @@ def restart_bitwise(place: Path, *changes: str) -> str:
     assert launcher.returncode == 0, output[-1500:]
     whole, killed = ({record["step"]: record for record in step_records(place, name)} for name in ("whole", "killed"))
     resumed_at = killed[STEPS]["resumed_at_step"]
-    assert resumed_at > 0, "it began anew"
+    assert resumed_at > 0, "the run restarted at step 0"
     different = [step for step in whole if any(whole[step][key] != killed[step][key] for key in ("loss", "grad_norm"))]
     assert not different, f"steps from {different[0]} on differ, of {STEPS}; resumed at {resumed_at}"
     return f"resumed at {resumed_at}, {STEPS} losses and norms equal to the bit"
 
 
 def reached_step(place: Path, name: str, step: int) -> bool:
-    """Return whether a run under way has come to a step."""
+    """Return whether a run has reached a step."""
     file = place / "runs" / name / "metrics.jsonl"
     return file.exists() and file.read_text().count('"loss"') >= step
 
 
 def out_of_memory(place: Path) -> str:
-    """A run that needs more than there is says what it held."""
+    """Exhaust the memory of the GPU, and check the reported memory."""
     sets = settings("training.seq_len=1024", "training.tokens_per_step=8388608", "layout.micro_batch_size=8192")
     sets += settings("recovery.max_restarts=1")
     output = run_phalanx(place, "train", "run.toml", "--force", *sets, expected_exit_codes=(2,))
@@ -102,7 +101,7 @@ def out_of_memory(place: Path) -> str:
 
 
 def contexts(place: Path) -> str:
-    """Each rank has one context on the GPU."""
+    """Check that each rank has one context on the GPU."""
     with two_ranks(place) as ranks:
         query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         require_on_device("nvidia-smi")
@@ -110,13 +109,13 @@ def contexts(place: Path) -> str:
     lines = [line.split(", ") for line in shown if line]
     mine = [int(used) for pid, used in lines if int(pid) in {rank.pid for rank in ranks}]
     if not mine:
-        return f"nvidia-smi shows {len(lines)} processes, none by a process id of here"
+        return f"nvidia-smi shows {len(lines)} processes, none of them with a process id of this machine"
     assert len(mine) == len(ranks), f"{len(mine)} contexts of {len(ranks)} ranks"
     return f"one each: {', '.join(f'{used:,} MiB' for used in mine)}"
 
 
 def stopped_rank(place: Path) -> str:
-    """A rank that is stopped is named."""
+    """Stop a rank, and check that phalanx debug names it."""
     with two_ranks(place) as ranks:
         os.kill(ranks[1].pid, signal.SIGSTOP)
         ranks[0].wait(timeout=COMMAND_SECONDS)
@@ -128,7 +127,7 @@ def stopped_rank(place: Path) -> str:
 
 @contextmanager
 def two_ranks(place: Path) -> Iterator[Ranks]:
-    """Two ranks of a run that share the GPU, some steps under way. None of them is left."""
+    """Yield two ranks of a run that share the GPU, after some steps; kill them at the end."""
     sets = settings("training.steps=100000", f"training.collective_timeout_seconds={TIMEOUT_SECONDS}")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -1,2 +1,5 @@
-"""One trainer a file: `build` makes its model for a shape and a layout on this rank, and gives a function that does
-one optimizer update and returns its loss."""
+"""Trainers that are compared with Phalanx, one per file.
+
+`build` creates the model for a shape and a layout on this rank. It returns a function that runs one optimizer update
+and returns its loss.
+"""

@@ -1,4 +1,4 @@
-"""DeepSpeed, ZeRO stage 0 (which is DDP) to 3, around the same model and optimizer."""
+"""DeepSpeed with ZeRO stages 0 (DDP) to 3, for the same model and optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 
 
 class WithLoss(nn.Module):
-    """The model as DeepSpeed's engine takes it: its forward pass ends in the loss."""
+    """Model for DeepSpeed's engine, whose forward pass returns the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The other trainers have an environment of their own, `.venv-peers`: made once, with our version of PyTorch."""
+"""Installation of the other trainers into their own environment `.venv-peers`, with our version of PyTorch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.peers.launch import ROOT
 
 FOLDER = ROOT / ".venv-peers"
 PEERS = ("deepspeed==0.19.8", "ai2-olmo-core==3.0.0")
-# DeepSpeed is built from source, beside the installed torch; its C++ ops would be compiled for nothing.
+# DeepSpeed is built from source with the installed torch; its C++ ops are not used.
 BUILD = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 
 def install() -> Path:
-    """The Python that has the peers and Phalanx."""
+    """Install the peers and Phalanx unless they are installed; return their Python."""
     python, mark = FOLDER / "bin" / "python", FOLDER / "installed.json"
     wanted = [f"torch=={version('torch').partition('+')[0]}", *PEERS]
     if mark.is_file() and json.loads(mark.read_text()) == wanted:

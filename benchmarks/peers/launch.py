@@ -1,4 +1,4 @@
-"""The parent's side: start the ranks of one or several trainers, tell them to step, stop them."""
+"""Parent process of trainers: start the ranks of one or several trainers, run their steps, stop them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from benchmarks.shapes import MORE_RANKS, RANKS
 from phalanx.launch import process as launch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Everyone has what Phalanx's launcher gives its ranks.
+# All trainers have the environment variables of Phalanx's launcher.
 ENVIRONMENT = {**launch.WORKER_ENVIRONMENT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of a trainer on one rank."""
+    """Measurements of some steps of a trainer on one rank."""
 
     seconds: list[float]
     """Wall time of each step."""
     cpu_seconds: list[float]
-    """CPU time of the process, all its threads, in each step."""
+    """CPU time of all threads of the process in each step."""
     losses: list[float]
     peak_bytes: int
-    """The most memory the process has held so far, resident."""
+    """Peak resident memory of the process so far."""
 
 
 class Ranks:
-    """Processes that hold trainers ready, and cost nothing while others step."""
+    """Processes with initialized trainers, which are idle during the steps of other trainers."""
 
     def __init__(self, python: Path, shape: str, layout: str, data: str, trainers: Sequence[str]) -> None:
         self._log = Path(tempfile.mkstemp(prefix="phalanx-peer-", suffix=".log")[1])
@@ -75,7 +75,7 @@ class Ranks:
         self._answers.append(os.fdopen(read))
 
     def run(self, trainer: str, steps: int) -> list[Block]:
-        """Do so many steps of a trainer; what they took, by rank."""
+        """Run `steps` steps of a trainer; return the measurements by rank."""
         return [Block(**value) for value in self._ask(f"{trainer} {steps}")]
 
     def _ask(self, line: str) -> list[Any]:
@@ -86,18 +86,18 @@ class Ranks:
         return self._read()
 
     def sent_bytes(self, trainer: str) -> float:
-        """What the rank that sends most sends in one step."""
+        """Return the maximum of the bytes that a rank sends in one step."""
         return max(self._ask(f"{trainer} bytes"))
 
     def close(self) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         for process in self._processes:
             process.kill()
             process.wait()
         self._log.unlink(missing_ok=True)
 
     def _read(self) -> list[Any]:
-        """The next answer of every rank. Raises RuntimeError if one has died."""
+        """Read the next answer of every rank. Raises RuntimeError if a rank has died."""
         lines = [answers.readline() for answers in self._answers]
         if not all(lines):
             end = self._log.read_text()[-4000:]

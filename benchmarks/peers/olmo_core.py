@@ -1,6 +1,6 @@
-"""OLMo-core: its own transformer of the same shape in its own train module: DDP, FSDP2 or tensor parallel.
+"""OLMo-core with its own transformer of the same shape in its own train module: DDP, FSDP2 or tensor parallelism.
 
-Its trainer is left out, and with it what that does between steps (metrics, garbage, callbacks)."""
+OLMo-core's trainer is not used, nor its work between steps: metrics, garbage collection and callbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.data.loader import TokenLoader, prefetch
 
 
 class Recorder:
-    """Stands where the trainer would: keeps the last value of each metric."""
+    """Replacement for the trainer that keeps the last value of each metric."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
@@ -37,9 +37,10 @@ class Recorder:
 
 
 def parallelism(shape: Shape, layout: str) -> dict[str, Any]:
-    """The configuration of `layout`."""
+    """Return the configuration of `layout`."""
     if layout == "tp2":
-        one = {"dp_config": TransformerDataParallelConfig(name=DataParallelType.fsdp)}  # of one rank: it asks for some
+        # OLMo-core requires data parallelism, which has one rank here.
+        one = {"dp_config": TransformerDataParallelConfig(name=DataParallelType.fsdp)}
         return one | {"tp_config": TransformerTensorParallelConfig(degree=RANKS)}
     return {"dp_config": TransformerDataParallelConfig(name=DataParallelType(layout))}
 

@@ -1,4 +1,4 @@
-"""Phalanx: the whole step of its own trainer, and its logs."""
+"""Phalanx with the complete step of its own trainer, including its logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     batches = prefetch(trainer.loader, 0, STEPS)
     logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
 
-    def step(_: object = kept) -> float:  # the directory goes with it
+    def step(_: object = kept) -> float:  # keeps the directory until the function is deleted
         record = trainer.train_step(batches)
         for log in logs:
             log.write(record)

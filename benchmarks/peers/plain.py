@@ -1,5 +1,6 @@
-"""What a person would write by hand in PyTorch: DDP, DDP with ZeroRedundancyOptimizer (zero1), or FSDP2 (zero2: without
-resharding after the forward pass) around the same model, and the loop."""
+"""Plain PyTorch loop around the same model: DDP, DDP with ZeroRedundancyOptimizer (zero1), or FSDP2.
+
+`zero2` is FSDP2 without resharding after the forward pass."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
 
 
 def transformer(shape: Shape) -> Transformer:
-    """The model that Phalanx trains, with the weights it starts from."""
+    """Return the model that Phalanx trains, with its initial weights."""
     model = Transformer(shape.model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,12 +71,12 @@ def transformer(shape: Shape) -> Transformer:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that Phalanx uses: matrices decay, vectors do not."""
+    """Return the optimizer that Phalanx uses, with weight decay for matrices only."""
     return torch.optim.AdamW(groups(model), **ADAMW)
 
 
 def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The same, its state split over ranks."""
+    """Return this optimizer with its state sharded over ranks."""
     return ZeroRedundancyOptimizer(groups(model), optimizer_class=torch.optim.AdamW, **ADAMW)
 
 
@@ -89,5 +90,5 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 def loader(shape: Shape, dataset: IndexedDataset) -> TokenLoader:
-    """The batches that Phalanx trains on."""
+    """Return the loader of the batches that Phalanx trains on."""
     return TokenLoader(dataset, shape.sequence, shape.sequences, SEED, dist.get_rank(), RANKS, mask_documents=False)

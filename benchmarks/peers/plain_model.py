@@ -1,6 +1,9 @@
-"""What a person would write by hand in PyTorch to split a model over two ranks: `parallelize_module` with sequence
-parallelism and `loss_parallel` (tp2), `torch.distributed.pipelining` (pp2), or the ring attention of
-`torch.distributed.tensor.experimental` under DDP (cp2), around a small Llama, and the loop."""
+"""Plain PyTorch loop that splits a small Llama over two ranks.
+
+- tp2: `parallelize_module` with sequence parallelism and `loss_parallel`
+- pp2: `torch.distributed.pipelining`
+- cp2: the ring attention of `torch.distributed.tensor.experimental` under DDP
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Ring(torch.autograd.Function):
-    """PyTorch's own ring attention, with its load balancing."""
+    """PyTorch's ring attention with load balancing."""
 
     group: dist.ProcessGroup
 
@@ -115,7 +118,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """All of it, or some layers with the embedding before the first and the head behind the last."""
+    """Llama, or a pipeline stage of it with the embedding before the first layer and the head after the last."""
 
     def __init__(self, shape: Shape, layers: range, places: Tensor, attend: Attend = causal) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class Llama(nn.Module):
 
 
 def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
-    """A step of `layout`."""
+    """Return a step of `layout`."""
     batches = prefetch(
         TokenLoader(dataset, shape.sequence, shape.sequences, SEED, 0, 1, mask_documents=False), 0, STEPS
     )
@@ -157,7 +160,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
         batch = next(batches)
         optimizer.zero_grad()
         loss = passes(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets))
-        if layout == "pp2":  # the stages' norms make up the model's
+        if layout == "pp2":  # the norm of the model is that of the stages' norms
             norm = torch.stack(torch._foreach_norm([p.grad for p in model.parameters()])).square().sum()
             dist.all_reduce(norm)
             nn.utils.clip_grads_with_norm_(model.parameters(), OPTIMIZER.max_grad_norm, norm.sqrt())
@@ -221,7 +224,7 @@ def tensor(shape: Shape) -> tuple[nn.Module, Passes]:
 
 
 def pipeline(shape: Shape) -> tuple[nn.Module, Passes]:
-    """1F1B of two stages with as many layers each."""
+    """Return 1F1B of two stages with equal numbers of layers."""
     rank, half = dist.get_rank(), shape.layers // 2
     layers = range(half) if rank == 0 else range(half, shape.layers)
     model = Llama(shape, layers, torch.arange(shape.sequence))
@@ -248,7 +251,7 @@ def pipeline(shape: Shape) -> tuple[nn.Module, Passes]:
 
 
 def context(shape: Shape) -> tuple[nn.Module, Passes]:
-    """Each rank has the first and the last quarter of a row, or the two between."""
+    """Return ring attention in which a rank has the first and last quarter of a row, or the two between."""
     set_rotate_method("alltoall")
     _cp_options.enable_load_balance = _cp_options.convert_to_f32 = True
     Ring.group = dist.group.WORLD

@@ -1,9 +1,9 @@
-"""One rank of one or several trainers, that does steps when told and says what they took.
+"""Run one rank of one or several trainers, which executes requested steps and reports their times.
 
     RANK=... WORLD_SIZE=... python -m benchmarks.peers.rank SHAPE LAYOUT DATA_PREFIX TRAINER...
 
-Each line of standard input names a trainer and a number of steps; a `Block` answers it, as a line of JSON. Instead of a
-number, "bytes" does one step and is answered with what the rank sent in it.
+Each line of standard input contains a trainer and a number of steps. The answer is a `Block`, as a line of JSON. With
+"bytes" instead of a number, the rank runs one step and answers with the bytes that it sent.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def main(shape: str, layout: str, data: str, names: list[str]) -> None:
     for line in sys.stdin:
         name, steps = line.split()
         answer(sent(trainers[name]) if steps == "bytes" else asdict(measure(trainers[name], int(steps))))
-    os._exit(0)  # gloo's threads may abort an orderly end
+    os._exit(0)  # gloo's threads may abort a normal exit
 
 
 def measure(step: Step, count: int) -> Block:
-    """Do so many steps, all ranks from the same moment on."""
+    """Run `count` steps, which start at the same time on all ranks."""
     seconds, cpu_seconds, losses = [], [], []
     for _ in range(count):
         dist.barrier()
@@ -56,14 +56,14 @@ def measure(step: Step, count: int) -> Block:
 
 
 def sent(step: Step) -> float:
-    """Bytes that a step sends around rings: what its collectives were asked for."""
+    """Return the bytes that the requested collectives of a step send, computed for a ring."""
     with CollectiveRecorder() as recorder:
         step()
     return sum(call.sent_bytes for call in recorder.calls)
 
 
 def answer(value: object) -> None:
-    """One line to whoever asks; trainers print to standard output too, so ours has a file of its own."""
+    """Write one line to the parent, in a file of its own, because trainers print to standard output."""
     with os.fdopen(os.dup(int(os.environ["ANSWERS"])), "w") as file:
         file.write(json.dumps(value) + "\n")
 

@@ -1,4 +1,4 @@
-"""What the page of predicted beside measured says of its goals."""
+"""The calibration benchmark: targets, constants and sections of its pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def test_calibration_benchmark_counts_layouts_within_time_and_memory_targets():
     def both(time: list[float], tensors: list[float]) -> str:
         return Compared("", time, tensors, []).both
 
-    assert both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0]).startswith("20 of 21 within both 10% of time")
+    shown = both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0])
+    assert shown.startswith("20 of 21 layouts are within 10% of the step time")
     assert both([0.09] * 20, [-0.05] * 20).endswith("(target: at least 20): met")
     assert both([0.0] * 19 + [0.2, 0.0], [0.0] * 20 + [0.06]).endswith("(target: at least 20): missed")
 

@@ -34,8 +34,8 @@ def test_goodput_benchmark_predicts_goodput_from_measured_times() -> None:
     )
     text = page(found, 90)
     assert "| goodput, measured | 80.0% |" in text
-    assert "| goodput, measured, by the median step | 88.0% |" in text
-    assert "3, 1 of them before the first step after another" in text
+    assert "| goodput, measured with the median step | 88.0% |" in text
+    assert "3, 1 of them before the first step after the previous failure" in text
 
 
 def test_goodput_benchmark_measures_slowdown_of_steps_after_checkpoint() -> None:

@@ -74,7 +74,7 @@ def test_table_begins_no_row_after_deadline() -> None:
     table = Table(("what", "outcome"))
     table.deadline = 0.0
     table.measure("late", lambda: ["done"])
-    assert table.lines[-1] == "| late | not tried, for want of time |"
+    assert table.lines[-1] == "| late | not run: time limit of the part |"
     assert table.failures == ["late"]
 
 

@@ -63,7 +63,7 @@ def test_accuracy_report_computes_step_time_errors(known_runs):
     assert len(held) == len(sweep_rows())
     lines = list(step_time_table(held, {"vtm": 12.0}))
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
-    assert any(line.startswith("\nOver 6 rows 9.1 % (target 8): no") for line in lines)
+    assert any(line.startswith("\nThe mean error over 6 rows is 9.1 % (target 8): no") for line in lines)
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | - |") for line in step_time_table(held, {}))
     inside = [row.truth <= row.predicted.step_time_high_s for row in held]
     assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
@@ -89,8 +89,8 @@ def test_accuracy_report_compares_memory_with_published_values(known_runs):
 
 def test_accuracy_report_compares_search_speed_with_targets():
     said = search_speed(64_192, 3.47, 5.0)
-    assert said == "64,192 layouts in 3.47 s (target 5): met, 18,499 a second (target 20,000): no"
-    assert search_speed(40_000, 1.0, None) == "40,000 layouts in 1.00 s, 40,000 a second (target 20,000): met"
+    assert said == "64,192 layouts in 3.47 s (target 5): met, 18,499 per second (target 20,000): no"
+    assert search_speed(40_000, 1.0, None) == "40,000 layouts in 1.00 s, 40,000 per second (target 20,000): met"
 
 
 def test_accuracy_report_header_contains_command_line():

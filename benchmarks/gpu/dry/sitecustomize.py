@@ -1,5 +1,7 @@
-"""Processes that a dry run starts (PYTHONPATH) are given the numbers that a GPU that computes nothing does not have:
-those that train or measure, for it takes them seconds, and the doctor starts twenty others."""
+"""Supply the numbers that a null GPU does not compute to child processes of a dry run (PYTHONPATH).
+
+Only processes that train or measure need them. The import takes seconds, and the doctor starts twenty other processes.
+"""
 
 import sys
 
