@@ -30,7 +30,7 @@ from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.tables.predict import best_choice_per_job
 from phalanx.spec.formatting import GIB
 
-FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
+FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "estimate" / "constants.toml"
 A_SOURCE_COUNTS = 12
 """Maximum weight of a source, in rows."""
 LOW_PRECISION_COUNTS = 0.3

@@ -76,8 +76,8 @@ class MLflow(Callback):
         if self._client is not None:
             from mlflow.entities import Metric
 
-            now_ms = int(1000 * time.time())
-            metrics = [Metric(name, value, timestamp=now_ms, step=record["step"]) for name, value in numbers(record).items()]
+            at = {"timestamp": int(1000 * time.time()), "step": record["step"]}
+            metrics = [Metric(name, value, **at) for name, value in numbers(record).items()]
             self._client.log_batch(self.run_id, metrics=metrics)
 
     def _end(self, status: str) -> None:
