@@ -129,7 +129,7 @@ def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_
         process.terminate()
         _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == EXIT_STOPPED, said
-    assert "nothing new is saved" in said
+    assert "no new checkpoint was saved" in said
     assert not checkpoints(directory / "checkpoints")
 
 

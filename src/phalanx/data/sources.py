@@ -112,8 +112,8 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = _glob_root(path)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
-        where = "" if os.path.isabs(path) else f": {os.path.abspath(path)}, from where the command was started"
-        fix = "check the path; a pattern needs * or ?"
+        where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
+        fix = "correct the path; a glob needs * or ?"
         raise UserError(field, source, f"no such file or directory{where}", fix=fix)
     if not paths:
         raise UserError(field, source, "matches no file", fix="correct the path")
@@ -205,8 +205,8 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
     if is_text:
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
-        fix = "name text, .jsonl, .json or .parquet files"
-        raise UserError(field, source_file.path, "is not text: it has zero bytes", fix=fix)
+        fix = "use text, .jsonl, .json or .parquet files"
+        raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix=fix)
 
 
 def _decode(raw: bytes) -> str:
@@ -271,15 +271,15 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
 
 def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
-        fix = "give JSON objects, one per line or in an array"
+        fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix=fix)
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
         fix = f"use one of its fields: {known}"
         raise UserError("data.text_key", text_key, f"is not a field of {location}", fix=fix)
     if not isinstance(text := row[text_key], str):
-        problem = f"of {location} is {type(text).__name__}, not text"
-        raise UserError("data.text_key", text_key, problem, fix="name a text field")
+        problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
+        raise UserError("data.text_key", text_key, problem, fix="set data.text_key to a text field")
     return text
 
 
@@ -318,7 +318,7 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
         else:
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # a hub, a script or a cache may raise anything
-        fix = "check the name, and that it has a train split"
+        fix = "check the name, and that the dataset has a train split"
         raise UserError(field, source, f"cannot be loaded: {error}", fix=fix) from None
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))

@@ -27,7 +27,7 @@ def check_callback(name: str, spec: CallbackSpec) -> None:
         raise UserError(
             f"callbacks.{name}",
             spec.class_path,
-            f"has a module that is not in {os.getcwd()}, and not installed",
+            f"belongs to a module that is neither in {os.getcwd()} nor installed",
             fix=f"start in the directory of {package}.py, or install its package",
         )
     if spec.module == package and found.origin is not None and found.origin.endswith(".py"):

@@ -184,7 +184,7 @@ def _check_run_file(directory: Path) -> None:
     if (directory / RUN_FILE).is_file():
         return
     problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
-    raise UserError("run directory", str(directory), problem, fix="give a run directory of phalanx train: runs/NAME")
+    raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
 
 
 def _describe_progress(

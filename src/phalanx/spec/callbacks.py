@@ -45,7 +45,7 @@ class CallbackSpec(Spec):
             all(part.isidentifier() for part in [*self.module.split("."), self.class_name]),
             "class",
             self.class_path,
-            problem="is not an import path",
+            problem="is not a valid import path",
             fix='write "package.module:Class"',
         )
         return self

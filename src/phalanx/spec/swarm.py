@@ -272,8 +272,8 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         not run.callbacks,
         "callbacks",
         ", ".join(run.callbacks),
-        problem="are not run by the nodes of a swarm",
-        fix="remove the table",
+        problem="is not supported in a swarm",
+        fix="remove [callbacks]",
     )
     require(
         not run.training.auto_precision,

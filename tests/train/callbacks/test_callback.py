@@ -173,7 +173,7 @@ def test_run_that_finished_early_exits_with_0_and_is_complete(text: Path, tmp_pa
         ("no_such_module:C", {}, "cannot be imported: No module named 'no_such_module'"),
         (HERE + "NoSuchClass", {}, "cannot be imported"),
         ("json:JSONDecoder", {}, "is not a subclass of phalanx.Callback"),
-        (HERE + "FailAt", {"stop": 3}, "rejects its arguments: .*unexpected keyword argument 'stop'"),
+        (HERE + "FailAt", {"stop": 3}, "does not accept these arguments: .*unexpected keyword argument 'stop'"),
     ],
 )
 def test_build_callbacks_raises_user_error_for_class_that_cannot_be_used(

@@ -84,9 +84,14 @@ def _build_callback(field: str, spec: CallbackSpec) -> Callback:
         fix = f"start in the directory of {spec.module.partition('.')[0]}, or install its package"
         raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix=fix) from error
     if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
-        raise UserError(field, spec.class_path, "is not a subclass of phalanx.Callback", fix="derive it from Callback")
+        raise UserError(
+            field,
+            spec.class_path,
+            "is not a subclass of phalanx.Callback",
+            fix="derive the class from phalanx.Callback",
+        )
     try:
         return callback_class(**spec.arguments)
     except TypeError as error:
         fix = f"use the arguments of {spec.class_name}"
-        raise UserError(field, spec.class_path, f"rejects its arguments: {error}", fix=fix) from error
+        raise UserError(field, spec.class_path, f"does not accept these arguments: {error}", fix=fix) from error
