@@ -122,7 +122,7 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["oom"], "needs a run file"),
+        (["oom"], "requires a run file"),
         (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
         (["none.toml"], "no such file"),
         (["RUN", "--set", "cluster.nproc_per_node=8"], "is unknown, but a plan requires it"),

@@ -58,7 +58,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("matmul",), "bench = 'matmul': needs a run file"),
+        (("matmul",), "bench = 'matmul': requires a run file"),
         (("memory", "run.toml"), r"bench = 'memory run.toml': is not \[PART\] RUN.toml"),
         (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': does not apply to matmul"),
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves no peer to communicate with"),

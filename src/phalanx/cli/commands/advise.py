@@ -95,11 +95,11 @@ def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[
     """
     from phalanx.spec.errors import UserError
 
-    fix = "write: phalanx advise run.toml, or phalanx advise oom run.toml"
+    fix = "write `phalanx advise run.toml` or `phalanx advise oom run.toml`"
     if second_argument is not None and first_argument != OOM:
         raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix=fix)
     if second_argument is None and first_argument == OOM and not Path(first_argument).exists():
-        raise UserError("advise", OOM, "needs a run file", fix=fix)
+        raise UserError("advise", OOM, "requires a run file", fix=fix)
     return second_argument is not None, Path(second_argument or first_argument)
 
 

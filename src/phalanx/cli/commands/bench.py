@@ -96,11 +96,11 @@ def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[
 
     A single argument is a file, whatever its name, if that file exists.
     """
-    fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
+    fix = f"write `phalanx bench run.toml`, with one of {', '.join(PARTS)} before the file to measure only that"
     if second_argument is not None and first_argument not in PARTS:
         raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix=fix)
     if second_argument is None and first_argument in PARTS and not Path(first_argument).exists():
-        raise UserError("bench", first_argument, "needs a run file", fix=fix)
+        raise UserError("bench", first_argument, "requires a run file", fix=fix)
     return (list(PARTS), Path(first_argument)) if second_argument is None else ([first_argument], Path(second_argument))
 
 
