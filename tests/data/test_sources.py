@@ -275,7 +275,7 @@ def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, sou
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [MissingPackageFinder(package), *sys.meta_path])
-    with pytest.raises(UserError, match=f"needs {package}, which is not installed") as caught:
+    with pytest.raises(UserError, match=f"requires {package}, which is not installed") as caught:
         list(documents([source]))
     assert caught.value.fix == "pip install 'phalanx[data]'"
 

@@ -248,7 +248,7 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directo
     hidden = json.loads(command_output(*words, "--json", "--set", "swarm.delay=20"))[-1]
     assert hidden["utilisation"] == 1.0
     assert "spes+, int8 (chosen)" in command_output(*words)
-    with pytest.raises(UserError, match="--link = 'fast': is not a speed"):
+    with pytest.raises(UserError, match="--link = 'fast': is not a bandwidth"):
         command_output("swarm", "plan", file, "--link", "fast")
 
 

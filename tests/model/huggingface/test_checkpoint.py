@@ -189,7 +189,7 @@ def test_open_hf_weights_rejects_unreadable_checkpoints(build_model, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "../model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "lacks model-1.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "does not contain model-1.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
     assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "quantized")
     (tmp_path / "config.json").write_text("{")

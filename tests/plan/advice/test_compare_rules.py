@@ -263,7 +263,7 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
     assert advice.more_bytes == advice.option.memory_bytes - advised.best.memory_bytes > 0
     assert "state 15.0" in advice.reason, "weights in bf16: the rest is offloaded"
     used, parts = re.fullmatch(
-        r".* uses ([\d.]+) GiB of 24\.0 of device memory .* on the device (.*)", advice.reason
+        r".* uses ([\d.]+) GiB of 24\.0 of device memory .* device memory in GiB: (.*)", advice.reason
     ).groups()
     sizes = {name: float(size) for name, _, size in (part.rpartition(" ") for part in parts.split(", "))}
     assert "driver and libraries" in sizes
