@@ -20,6 +20,7 @@ from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, flops_per_rank, pipeline_rank, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -300,8 +301,17 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
         "compute",
         times.share(seconds),
         f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks{mfu_note}",
-        suggestion=f"use larger micro-batches, training.compile{lower}; otherwise more or faster devices",
+        suggestion=f"use {_larger_micro_batches(run_data)}training.compile{lower}; otherwise more or faster devices",
     )
+
+
+def _larger_micro_batches(run_data: RunData) -> str:
+    """Return the advice of larger micro-batches, if a step has several."""
+    run = run_data.run
+    if run is None or not run_data.ranks:
+        return ""
+    is_accumulated = plan_batch(run, max(run_data.ranks) + 1).gradient_accumulation_steps > 1
+    return "larger micro-batches, " if is_accumulated else ""
 
 
 def change_point(series: NDArray[np.float64], min_increase: float) -> int:

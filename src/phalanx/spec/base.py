@@ -102,7 +102,7 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         )
     return {
         "missing": f"set {name}",
-        "int_type": f"write a whole number, such as {name} = 4",
+        "int_type": f"write a whole number in digits, such as {name} = {_example_integer(value)}",
         "float_type": f"write a number, such as {name} = 0.1",
         "string_type": f'write text in quotes, such as {name} = "..."',
         "bool_type": f"write {name} = true or {name} = false",
@@ -118,6 +118,12 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         "finite_number": "write a finite number",
         "string_pattern_mismatch": "use letters, digits, dots, dashes and underscores",
     }.get(error_type, "")
+
+
+def _example_integer(value: object) -> int:
+    """Return the integer that a text such as "4M" or "2e6" may mean, else 4."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
+    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()]) if match else 4
 
 
 def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:

@@ -99,7 +99,7 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
             f"layout.{used_axes}",
             model_ranks,
             f"does not divide the {world_size - servers} ranks that compute",
-            fix=f"use a multiple of {model_ranks} ranks, or lower a degree",
+            fix=f"use a multiple of {model_ranks} ranks (such as --nproc {model_ranks}), or lower a degree",
         )
     dp = (world_size - servers) // model_ranks
     if layout.data_parallel == "hsdp":

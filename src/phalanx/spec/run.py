@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from phalanx.spec.base import Spec, require
 from phalanx.spec.callbacks import CallbackSpec
@@ -46,6 +46,11 @@ class DataSpec(Spec):
     """Directory of the tokenized text."""
     mask_documents: bool = True
     """Mask attention between documents packed into one sequence."""
+
+    @field_validator("train", "held_out", mode="before")
+    @classmethod
+    def _accept_one_source(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
 
 UNDECIDED_STEPS = 2**31 - 1

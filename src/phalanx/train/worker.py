@@ -66,6 +66,8 @@ class _RankContext:
     def on_signal(self, number: int) -> None:
         """Record a signal; from the first step on, all ranks agree on the step to stop after."""
         self.signals.append(number)
+        if self.trainer is not None and self.trainer.is_main and len(self.signals) == 1:
+            print("phalanx: stopping after this step, with a checkpoint", file=sys.stderr)
         if self.trainer is not None:
             self.trainer.stop_requested = True
 

@@ -32,6 +32,8 @@ def to_user_error(error: Any) -> UserError:
     hint = f"see `{command} --help`" if error.ctx else "see --help"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
+        if "--set" in names and (field := _run_field(error.option_name)):
+            return UserError("option", error.option_name, "is not known", fix=f"write --set {field}=VALUE")
         return _unknown_name_error("option", error.option_name, names)
     if hasattr(error, "option_name"):
         return UserError(
@@ -55,6 +57,16 @@ def _unknown_name_error(kind: str, requested: str, known: list[str]) -> UserErro
     from phalanx.spec.base import did_you_mean  # imports pydantic, which the help of a command does not need
 
     return UserError(kind, requested, "is not known", fix=did_you_mean(requested, known))
+
+
+def _run_field(option: str) -> str:
+    """Return the field of a run file with the name of an option, such as training.steps for --steps; else ""."""
+    from phalanx.spec.run import RunSpec  # imports pydantic, which the help of a command does not need
+
+    name = option.lstrip("-").replace("-", "_")
+    tables = RunSpec.model_fields.items()
+    fields = [f"{table}.{name}" for table, field in tables if name in getattr(field.annotation, "model_fields", ())]
+    return fields[0] if len(fields) == 1 else ""
 
 
 def _parameter_label(parameter: Any) -> str:

@@ -72,7 +72,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
-            fix = f'set cluster.{field}, or cluster.preset (see `phalanx info --list`), such as "h100"'
+            fix = f"add --machine h100 (`phalanx info --list` shows all), or set cluster.preset or cluster.{field}"
             raise UserError(f"cluster.{field}", None, "is unknown, but a plan requires it", fix=fix)
     link, network = _link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}

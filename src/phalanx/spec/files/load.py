@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
@@ -16,7 +16,7 @@ from phalanx.spec.files.hf_config import model_table
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import OptimizerSpec, RunSpec
+from phalanx.spec.run import OptimizerSpec, RunSpec, TrainingSpec
 
 ENVIRONMENT_PREFIX = "PHALANX_"
 JOB_ENVIRONMENT_VARIABLES = (
@@ -61,6 +61,9 @@ def load_run(
         >>> run.training.steps, run.layout.tp, run.cluster.preset
         (200, 2, 'h100')
     """
+    if str(path) in preset_names("models") and not Path(path).exists():
+        fix = f"create a run file with `phalanx init run.toml`, and add --set model.preset={path}"
+        raise UserError("run file", str(path), "is the name of a model, not a file", fix=fix)
     is_hf_config = Path(path).suffix == ".json"
     table = {"model": {"from_hf": str(path)}} if is_hf_config else read_toml(path)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
@@ -148,6 +151,8 @@ def run_from_table(table: Table) -> RunSpec:
     if isinstance(training, dict) and training.get("precision") == "auto":
         others = {key: value for key, value in training.items() if key != "precision"}
         table["training"] = {**others, "auto_precision": True}
+    elif isinstance(training, dict) and isinstance(training.get("precision"), str):
+        _check_precision(training["precision"])
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))
@@ -296,6 +301,15 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     if name not in known_presets:
         raise UserError(f"{field}.preset", name, "is not a known preset", fix=did_you_mean(str(name), known_presets))
     return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
+
+
+def _check_precision(precision: str) -> None:
+    """Raise UserError for an unknown precision, with "auto" among the known ones."""
+    known = ["auto", *get_args(TrainingSpec.model_fields["precision"].annotation)]
+    if precision not in known:
+        problem = f"must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        fix = did_you_mean(precision, known, fallback="use one of these values")
+        raise UserError("training.precision", precision, problem, fix=fix)
 
 
 def preset_names(folder: str) -> list[str]:

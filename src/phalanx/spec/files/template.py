@@ -28,6 +28,8 @@ UNCOMMENTED_FIELDS = {
 CALIBRATION_TABLE = "cluster.calibration"
 """Table that only `phalanx calibrate` writes. The template omits it."""
 DEFAULT_MODEL = "tiny"
+TEMPLATE_VALUES = {"training.precision": "auto"}
+"""Values that the file sets other than the default: bf16 is slow on many CPUs, and a first run should not be."""
 LINE_WIDTH = 100
 COMMENT_COLUMN = 36
 """Column at which comments start."""
@@ -99,6 +101,7 @@ def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     """Yield `key = value  # doc` with the doc wrapped in its own column, as a comment unless essential."""
     if not isinstance(value, bool | int | float | str | list | tuple):
         value = (field.examples or [None])[0]
+    value = TEMPLATE_VALUES.get(path, value)
     setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
     setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
     if len(setting) > COMMENT_COLUMN - 2:
