@@ -12,7 +12,7 @@ import pytest
 from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-DISTRIBUTIONS = {"grpc": "grpcio"}
+DISTRIBUTIONS = {"grpc": "grpcio", "mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk"}
 """Where the package that is imported has another name than what is installed."""
 
 

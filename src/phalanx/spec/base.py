@@ -102,7 +102,7 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         )
     return {
         "missing": f"set {name}",
-        "int_type": f"write a whole number in digits, such as {name} = {_example_integer(value)}",
+        "int_type": f"write a whole number, such as {name} = {_example_integer(value)}",
         "float_type": f"write a number, such as {name} = 0.1",
         "string_type": f'write text in quotes, such as {name} = "..."',
         "bool_type": f"write {name} = true or {name} = false",
