@@ -14,7 +14,7 @@ def test_data_accepts_one_source_without_a_list() -> None:
 
 
 def test_unknown_precision_is_refused_with_all_known_ones() -> None:
-    with pytest.raises(UserError, match="training.precision = 'fp8': must be 'auto', 'bf16', 'fp32' or 'fp64'"):
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8': must be 'auto', 'bf16', 'fp32' or 'fp64'"):
         run_from_table({"training": {"precision": "fp8"}})
 
 
