@@ -30,6 +30,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx.spec.errors import EXIT_INTERRUPTED
+
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -212,8 +214,11 @@ def set_process_title(argv: Sequence[str], name: str) -> None:
 def main() -> NoReturn:
     """Import the modules and serve requests."""
     server = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2].split(","):
-        import_module(module)
+    try:
+        for module in sys.argv[2].split(","):
+            import_module(module)
+    except KeyboardInterrupt:  # Ctrl-C goes to all processes of a terminal; the launcher reports it
+        sys.exit(EXIT_INTERRUPTED)
     _serve(server)
 
 

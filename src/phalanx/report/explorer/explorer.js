@@ -22,7 +22,7 @@ function categories(by) {
   const { layouts, facts } = state;
   if (by === "fit") {
     const colors = [color("--fits"), color("--off"), color("--unfit")];
-    return { of: layouts.fits, names: ["likely to fit", "may not fit", "does not fit"], colors, faint: false };
+    return { of: layouts.fits, names: ["fits", "may not fit", "does not fit"], colors, faint: false };
   }
   const values = layouts.values[by];
   const isNumber = typeof values[0] === "number";
