@@ -137,7 +137,7 @@ def train(
         return
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they exit
-        print("phalanx: stopped by a signal before the first step; nothing was saved", file=sys.stderr)
+        print("phalanx: stopped by a signal before the first step; no new checkpoint was saved", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
