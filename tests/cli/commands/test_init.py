@@ -12,7 +12,9 @@ from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
 from tests.helpers import cli_runner
 
 init_output = partial(cli_runner.command_output, "init")
-DEFAULTS = run_from_table({"model": {"preset": "tiny"}, "training": {"precision": "auto"}})
+DEFAULTS = run_from_table(
+    {"model": {"preset": "tiny"}, "training": {"precision": "auto"}, "evaluation": {"tokens": 65536}}
+)
 
 
 def test_init_file_loads_as_default_run(tmp_path):

@@ -23,13 +23,14 @@ UNCOMMENTED_FIELDS = {
     "optimizer.name",
     "optimizer.learning_rate",
     "layout.data_parallel",
+    "evaluation.tokens",
 }
 """Fields that the file sets to their defaults. All others are comments."""
 CALIBRATION_TABLE = "cluster.calibration"
 """Table that only `phalanx calibrate` writes. The template omits it."""
 DEFAULT_MODEL = "tiny"
-TEMPLATE_VALUES = {"training.precision": "auto"}
-"""Values that the file sets other than the default: bf16 is slow on many CPUs, and a first run should not be."""
+TEMPLATE_VALUES = {"training.precision": "auto", "evaluation.tokens": 65536}
+"""Values that the file sets other than the default. On many CPUs bf16 is slow, and so is an evaluation of all text."""
 LINE_WIDTH = 100
 COMMENT_COLUMN = 36
 """Column at which comments start."""
