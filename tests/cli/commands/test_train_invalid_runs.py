@@ -278,7 +278,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),
     ({"data.train": '["missing.txt"]'}, ("data.train = 'missing.txt'",)),
     ({"data.train": "[]"}, ("data.train",)),
-    ({"data.train": '"text"'}, ("data.train = 'text'", "[")),
+    ({"data.train": '"text"'}, ("data.train = 'text'", "no such file")),
     ({"data.train": '["EMPTY"]'}, ("data.train", "EMPTY")),
     ({"data.train": '["CUT"]'}, ("data.train", "CUT", "bytes")),
     (
