@@ -25,7 +25,7 @@ from phalanx.cost.formulas.reliability import LLAMA3, goodput, mtbf_seconds, you
 from phalanx.report.drawing.schedule import LEGEND, executed_spans
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec, Method
@@ -168,7 +168,7 @@ def surviving() -> Figure:
     left.minorticks_off()
     left.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     left.legend(loc="lower right")
-    model = load_model("spes-7b")
+    model = load_model_spec("spes-7b")
     speeds = [10 * 1.2**i for i in range(39)]
     kinds: list[tuple[Method, Codec, int, str]] = [
         ("ddp", "fp32", 0, GRAY),
@@ -323,27 +323,27 @@ def batch_size() -> Figure:
 
 
 ALL_REDUCE_MICROSECONDS = {
-    16384: 2152.80,
-    32768: 1152.71,
-    65536: 679.21,
-    131072: 620.52,
-    262144: 709.35,
-    524288: 4019.32,
-    1018112: 1957.35,
-    1048576: 2092.99,
-    2097152: 8392.16,
-    4194304: 19268.8,
-    8388608: 32473.5,
-    16777216: 74128.0,
+    16384: 2198.16,
+    32768: 1086.76,
+    65536: 2170.0,
+    131072: 1676.93,
+    262144: 1834.07,
+    524288: 2957.95,
+    1018112: 3541.18,
+    1048576: 2888.85,
+    2097152: 3801.3,
+    4194304: 4726.26,
+    8388608: 8450.88,
+    16777216: 15088.5,
 }
-"""In-place times of chapter 3, measured with gloo on two ranks of a busy machine."""
+"""In-place times of chapter 3, measured with gloo on two ranks of a machine with two cores."""
 
 
 @picture("03-all-reduce.svg")
 def all_reduce() -> Figure:
     """Draw measured times of all-reduces over their size, and the fitted line."""
     figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    latency, bandwidth = 458.5, 0.5879e3  # microseconds, bytes per microsecond
+    latency, bandwidth = 921.4, 1.04e3  # microseconds, bytes per microsecond
     sizes = [2**i for i in range(13, 26)]
     axis.plot(sizes, [latency + size / bandwidth for size in sizes], color=BLUE)
     axis.plot(sizes, [latency for _ in sizes], ":", color=GRAY)
@@ -351,7 +351,7 @@ def all_reduce() -> Figure:
     axis.plot(ALL_REDUCE_MICROSECONDS.keys(), ALL_REDUCE_MICROSECONDS.values(), "o", color=ORANGE, label="measured")
     axis.axvline(latency * bandwidth, color=RED, linewidth=0.8)
     label(
-        axis, "latency and bandwidth\ntake equally long: 270 kB", (latency * bandwidth, 3e4), (-6, 0), RED, ha="right"
+        axis, "latency and bandwidth\ntake equally long: 958 kB", (latency * bandwidth, 3e4), (-6, 0), RED, ha="right"
     )
     axis.set(xscale="log", yscale="log", ylim=(100, 1e5), xlim=(8192, 2**25))
     axis.set(xlabel="bytes of an all-reduce, $S$", ylabel="microseconds")
