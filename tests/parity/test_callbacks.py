@@ -38,10 +38,15 @@ class StopBefore(Callback):
             trainer.stop_requested = True
 
 
-def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
-    """Train, stop, resume; return the last step of both starts."""
+def find_example() -> None:
+    """Let this process import examples/stop_early.py, as a start in its directory would."""
     if str(EXAMPLES) not in sys.path:
         sys.path.append(str(EXAMPLES))
+
+
+def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
+    """Train, stop, resume; return the last step of both starts."""
+    find_example()
     first, second = make_trainer(run), make_trainer(run)
     train_to_end(first, user_callbacks={**build_callbacks(run.callbacks), "stop": StopBefore()})
     second.resume()
@@ -50,8 +55,7 @@ def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
 
 
 def check_layout(choices: dict[str, str], documents: Path, folder: Path) -> None:
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
+    find_example()
     ranks = world_size(choices)
     changes = {**run_changes(choices), **CHANGES}
     if "moe" in changes.get("model", {}):  # biases of routers do not follow the learning rate

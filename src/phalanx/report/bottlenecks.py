@@ -308,9 +308,9 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
 def _larger_micro_batches(run_data: RunData) -> str:
     """Return the advice of larger micro-batches, if a step has several."""
     run = run_data.run
-    if run is None or not run_data.ranks:
+    if run is None:
         return ""
-    is_accumulated = plan_batch(run, max(run_data.ranks) + 1).gradient_accumulation_steps > 1
+    is_accumulated = plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1
     return "larger micro-batches, " if is_accumulated else ""
 
 

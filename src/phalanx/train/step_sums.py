@@ -45,7 +45,8 @@ class StepSums:
             packed: The vector, on any device.
             load_shape: Number of layers with experts, and of experts.
         """
-        scalars = dict(zip(SCALARS, packed, strict=False))
+        # A slice, since iterating over the whole vector would make a view of each expert's load.
+        scalars = dict(zip(SCALARS, packed[: len(SCALARS)], strict=True))
         return cls(**scalars, expert_loads=packed[len(SCALARS) :].view(load_shape), packed=packed)
 
     @classmethod

@@ -61,7 +61,7 @@ def load_run(
         >>> run.training.steps, run.layout.tp, run.cluster.preset
         (200, 2, 'h100')
     """
-    if str(path) in preset_names("models") and not Path(path).exists():
+    if not Path(path).exists() and str(path) in preset_names("models"):
         fix = f"create a run file with `phalanx init run.toml`, and add --set model.preset={path}"
         raise UserError("run file", str(path), "is the name of a model, not a file", fix=fix)
     is_hf_config = Path(path).suffix == ".json"
