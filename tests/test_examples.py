@@ -105,3 +105,14 @@ def test_notebook_cells_run(monkeypatch: pytest.MonkeyPatch):
             exec("".join(cell["source"]), namespace)
     assert namespace["result"].exit_reason == "finished"
     assert namespace["check"].ok
+
+
+def test_own_parts_train_from_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = ["training.steps=2", f"output_dir={tmp_path}", f"data.cache={tmp_path}"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "phalanx", "train", "own_parts.toml", "--nproc", "2", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout

@@ -6,6 +6,7 @@ import atexit
 import copy
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -91,6 +92,13 @@ def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
         else:
             table[section] = value
     return run_from_table(table)
+
+
+def find_examples() -> None:
+    """Let this process import the modules of examples/, as a start in that directory would."""
+    folder = str(Path(__file__).parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def make_trainer(run: RunSpec, device: str = "cpu", **data: Any) -> Trainer:

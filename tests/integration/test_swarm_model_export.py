@@ -32,7 +32,8 @@ def coordinator_directory(tmp_path: Path) -> Path:
 
 
 def test_load_trained_model_returns_weights_of_swarm_coordinator(coordinator_directory):
-    _, model, tokenizer, step = load_trained_model(coordinator_directory)
+    trained = load_trained_model(coordinator_directory)
+    model, tokenizer, step = trained.module, trained.tokenizer_file, trained.step
     assert step is None
     base = load_file(coordinator_directory / "model" / "base.safetensors")
     found = dict(model.named_parameters())

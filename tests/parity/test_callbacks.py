@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.callbacks.callback import Callback, build_callbacks
 from phalanx.train.create_run import create_run
-from tests.helpers.small_runs import make_trainer, small_run, train_to_end
+from tests.helpers.small_runs import find_examples, make_trainer, small_run, train_to_end
 from tests.parity.covering_set import run_changes, world_size
 from tests.parity.test_covering_set import LAYOUTS, layout_id
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE = 3
 STOPPED_STEP = 3
 LAST_STEP = 1 + PATIENCE + 1
@@ -38,15 +36,9 @@ class StopBefore(Callback):
             trainer.stop_requested = True
 
 
-def find_example() -> None:
-    """Let this process import examples/stop_early.py, as a start in its directory would."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
-
-
 def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
     """Train, stop, resume; return the last step of both starts."""
-    find_example()
+    find_examples()
     first, second = make_trainer(run), make_trainer(run)
     train_to_end(first, user_callbacks={**build_callbacks(run.callbacks), "stop": StopBefore()})
     second.resume()
@@ -55,7 +47,7 @@ def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
 
 
 def check_layout(choices: dict[str, str], documents: Path, folder: Path) -> None:
-    find_example()
+    find_examples()
     ranks = world_size(choices)
     changes = {**run_changes(choices), **CHANGES}
     if "moe" in changes.get("model", {}):  # biases of routers do not follow the learning rate

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import nn
+
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.model.transformer import Transformer
 from phalanx.train.checkpoint.load_model import load_trained_model
 
 
-def load_model(run_dir: str | Path) -> tuple[Transformer, Tokenizer]:
+def load_model(run_dir: str | Path) -> tuple[nn.Module, Tokenizer]:
     """Load the model of the latest checkpoint of a run, and its tokenizer.
 
     The checkpoint may have been saved under any layout.
@@ -18,8 +19,9 @@ def load_model(run_dir: str | Path) -> tuple[Transformer, Tokenizer]:
         run_dir: The directory of the run, or of a swarm.
 
     Returns:
-        The full model in fp32 on the CPU, in evaluation mode, and the tokenizer. The model takes token ids [B, T] and
-        returns logits [B, T, V] and an auxiliary loss.
+        The full model in fp32 on the CPU, in evaluation mode, and the tokenizer. Phalanx's transformer
+        takes token ids [B, T] and returns logits [B, T, V] and an auxiliary loss; a run with `model.implementation` has
+        a network of that class.
 
     Raises:
         UserError: `run_dir` is not a run directory, or has no intact checkpoint.
@@ -29,5 +31,5 @@ def load_model(run_dir: str | Path) -> tuple[Transformer, Tokenizer]:
         >>> model.training, tokenizer.decode(tokenizer.encode_batch(["import"])[0])
         (False, 'import')
     """
-    _, model, tokenizer_file, _ = load_trained_model(Path(run_dir))
-    return model, load_tokenizer(tokenizer_file)
+    trained = load_trained_model(Path(run_dir))
+    return trained.module, load_tokenizer(trained.tokenizer_file)

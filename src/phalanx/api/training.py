@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from phalanx.api.components import Components, with_components
 from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
 from phalanx.runs.create import RUN_FILE, run_directory
@@ -69,6 +70,7 @@ def train_run(
     profile_memory: bool = False,
     profile_steps: tuple[int, int] | None = None,
     quiet: bool = False,
+    **components: Unpack[Components],
 ) -> TrainResult:
     """Train a run, with the launcher of `phalanx train` in a process of its own.
 
@@ -82,6 +84,7 @@ def train_run(
         profile_memory: Measure memory and traffic of an early step on each rank, for the report.
         profile_steps: Record every pass and collective from the first to the second of these steps.
         quiet: Do not print the output of the run.
+        components: Your own model, loss, optimizer, lr_schedule, data and callbacks (`Components`).
 
     Returns:
         The run directory, why the run ended, and the metrics of its last step.
@@ -97,12 +100,12 @@ def train_run(
         >>> sorted(path.name for path in result.run_dir.glob("metrics.jsonl"))
         ['metrics.jsonl']
     """
+    run = with_components(run, components)
     with _run_argument(run) as (argument, directory):
-        command = [sys.executable, "-m", "phalanx", "train", argument]
-        command += ["--nproc", str(nproc)] if nproc is not None else []
-        command += ["--resume"] if resume else []
-        command += ["--profile-memory"] if profile_memory else []
-        command += ["--profile-steps", "{}:{}".format(*profile_steps)] if profile_steps else []
+        options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--profile-memory": profile_memory}
+        if profile_steps is not None:
+            options["--profile-steps"] = "{}:{}".format(*profile_steps)
+        command = [sys.executable, "-m", "phalanx", "train", argument, *_arguments(options)]
         exit_code, last_lines = _follow(command, _environment(run), quiet)
     if exit_code == EXIT_INVALID:
         raise _parse_user_error("".join(last_lines))
@@ -110,6 +113,15 @@ def train_run(
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
         raise UserError("phalanx train", None, problem, fix="read its output")
     return _read_result(directory, exit_code)
+
+
+def _arguments(options: Mapping[str, object]) -> Iterator[str]:
+    """Yield options of a command: flags that are True, and other values that are not None."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            yield name
+            if value is not True:
+                yield str(value)
 
 
 @contextmanager

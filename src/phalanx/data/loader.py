@@ -7,6 +7,7 @@ sequence s has inputs [sT, sT + T) and targets shifted by one. Tokens that do no
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from functools import cached_property, lru_cache
 from queue import SimpleQueue
@@ -38,11 +39,62 @@ class StepLoader(Protocol):
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
 
 
-class TokenLoader:
-    """Random access to the share of one rank in every global step.
+class EpochLoader(ABC):
+    """Random access to the share of one rank in every global step, over epochs of a known number of sequences.
 
     The only state is the step number. Sequence i of step n is number g = n * sequences_per_step + i; g //
-    sequences_per_epoch is its epoch. (After a resume with steps of another size, n counts from there.)
+    sequences_per_epoch is its epoch. (After a resume with steps of another size, n counts from there.)"""
+
+    sequences_per_epoch: int
+
+    def __init__(self, sequences_per_step: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self.sequences_per_step = sequences_per_step
+        self.seed = seed
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
+        self._origin = (0, 0)
+
+    @abstractmethod
+    def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
+        """Return sequences of an epoch, by their indices in its order."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Values that determine the order of sequences, by name."""
+
+    def step(self, number: int) -> Batch:
+        """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
+        sequence_indices = self._first_sequence(number) + self.rows
+        epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
+        return concat_batches([self.read_rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
+
+    def _first_sequence(self, step: int) -> int:
+        origin_step, origin_sequence = self._origin
+        return origin_sequence + (step - origin_step) * self.sequences_per_step
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
+        epoch, position = divmod(self._first_sequence(step), self.sequences_per_epoch)
+        tokens = self._first_sequence(step) * self.identity["sequence"]
+        return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self.identity}
+
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Resume from the state in a checkpoint, after its last sequence.
+
+        Raises:
+            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
+        """
+        check_resumable(self.identity, state, resized)
+        self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
+
+    def skip_steps(self, steps: int) -> None:
+        """Skip the sequences of `steps` steps from the position at which the run resumes."""
+        origin_step, origin_sequence = self._origin
+        self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
+
+
+class TokenLoader(EpochLoader):
+    """Rows of a token file: documents in shuffled order, packed and split.
 
     Raises:
         UserError: The data does not fill one sequence.
@@ -58,13 +110,10 @@ class TokenLoader:
         ranks: int = 1,
         mask_documents: bool = True,
     ) -> None:
+        super().__init__(sequences_per_step, seed, rank, ranks)
         self.dataset = dataset
         self.sequence = seq_len
-        self.seed = seed
         self.mask = mask_documents
-        self.sequences_per_step = sequences_per_step
-        self.rows = rank_rows(sequences_per_step, rank, ranks)
-        self._origin = (0, 0)
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
             raise UserError(
@@ -75,50 +124,21 @@ class TokenLoader:
             )
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
-    def step(self, number: int) -> Batch:
-        """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
-        sequence_indices = self._first_sequence(number) + self.rows
-        epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
-        return concat_batches([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
-
-    def _first_sequence(self, step: int) -> int:
-        origin_step, origin_sequence = self._origin
-        return origin_sequence + (step - origin_step) * self.sequences_per_step
-
-    def _rows(self, epoch_number: int, indices: np.ndarray) -> Batch:
-        epoch = self._epoch(epoch_number)
-        starts = epoch.order[indices] * self.sequence
+    def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
+        """Return sequences of an epoch, by their indices in its order."""
+        order = self._epoch(epoch)
         return pack_rows(
             self.dataset.tokens,
-            epoch.document_starts,
-            epoch.shifts,
-            first=starts,
+            order.document_starts,
+            order.shifts,
+            first=order.order[indices] * self.sequence,
             seq_len=self.sequence,
             mask=self.mask,
         )
 
-    def state(self, step: int) -> dict[str, Any]:
-        """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
-        epoch, position = divmod(self._first_sequence(step), self.sequences_per_epoch)
-        tokens = self._first_sequence(step) * self.sequence
-        return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self._identity}
-
-    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Resume from the state in a checkpoint, after its last sequence.
-
-        Raises:
-            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
-        """
-        check_resumable(self._identity, state, resized)
-        self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
-
-    def skip_steps(self, steps: int) -> None:
-        """Skip the sequences of `steps` steps from the position at which the run resumes."""
-        origin_step, origin_sequence = self._origin
-        self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
-
     @cached_property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """Values that determine the order of sequences, by name."""
         return {
             "seed": self.seed,
             "sequence": self.sequence,
@@ -166,6 +186,7 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         "seed": "training.seed",
         "sequence": "training.seq_len",
         "sequences_per_step": "training.tokens_per_step",
+        "dataset": "data.dataset",
     }
     fix = "resume with the data and settings of the checkpoint, or start a new run"
     for name, value in identity.items():

@@ -30,7 +30,7 @@ class PreparedData:
     """Files that training reads."""
 
     train: str
-    """Prefix of the .bin/.idx pair to train on; "" if data.streaming tokenizes during training."""
+    """Prefix of the .bin/.idx pair to train on; "" if data.streaming or data.dataset provides the tokens."""
     held_out: str
     """Prefix of the pair to evaluate on."""
     tokenizer: str
@@ -63,7 +63,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
     train = train_pairs[0] if len(train_pairs) == 1 else str(final_folder / "train")
     held_out = held_out_pairs[0] if len(held_out_pairs) == 1 else str(final_folder / "held_out")
-    return PreparedData("" if data.streaming else train, held_out, str(final_folder / "tokenizer.json"))
+    return PreparedData(train if data.writes_train_tokens else "", held_out, str(final_folder / "tokenizer.json"))
 
 
 def _training_texts(data: DataSpec) -> Iterator[str]:
@@ -100,12 +100,12 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     train_pairs = indexed_prefixes(data.train, "data.train")
     if data.held_out:
         _write_sources(data, "data.held_out", tokenizer, prefix=held_out, progress=progress)
-        if not data.streaming:
+        if data.writes_train_tokens:
             _write_sources(data, "data.train", tokenizer, prefix=train, progress=progress)
     elif train_pairs:
         _split_pairs(train_pairs, data.held_out_fraction, train, held_out=held_out)
         _carry_metadata(train_pairs, tokenizer, train, held_out)
-    elif data.streaming:
+    elif not data.writes_train_tokens:
         _write_first_held_out(data, tokenizer, held_out, progress=progress)
     else:
         _write_split(data, tokenizer, folder, progress=progress)
@@ -182,7 +182,8 @@ def _publish(temp_folder: Path, final_folder: Path) -> None:
 
 
 def _fingerprint(data: DataSpec) -> str:
-    key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out"})
+    key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out", "dataset"})
+    key["streaming"] = not data.writes_train_tokens
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         source_files = list_files(sources, field) if sources else []
         key[field] = [

@@ -14,7 +14,7 @@ from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
-from phalanx.launch.callback_checks import check_callback
+from phalanx.launch.component_checks import check_component
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
@@ -25,6 +25,7 @@ from phalanx.runs.create import (
 )
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
+from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
@@ -73,8 +74,8 @@ def check_settings(run: RunSpec, world_size: int) -> None:
         _check_copies(run, world_size)
     if run.metrics.wandb is not None:
         check_wandb(run.metrics.wandb)
-    for name, callback in run.callbacks.items():
-        check_callback(name, callback)
+    for field, component in named_components(run):
+        check_component(field, component)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
 

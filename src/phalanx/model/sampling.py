@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-Model = Callable[[Tensor], tuple[Tensor, Tensor]]
+Model = Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 def stream_tokens(
@@ -23,7 +23,7 @@ def stream_tokens(
     """Yield an endless stream of next tokens, with one forward pass per requested token.
 
     Args:
-        model: Returns logits [1, T, V] and an auxiliary loss, like Transformer.forward.
+        model: Returns logits [1, T, V], or also an auxiliary loss, like Transformer.forward.
         tokens_T: Prompt of at least one token.
         temperature: 0 selects the most likely token.
         top_k: Number of most likely tokens to sample from; 0 samples from all.
@@ -35,7 +35,8 @@ def stream_tokens(
     while True:
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
-            logits_1TV, _ = model(seen_T[None])
+            output = model(seen_T[None])
+            logits_1TV = output[0] if isinstance(output, tuple) else output
         token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator=generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -99,6 +100,29 @@ def apply_layout(
     strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
     _init_weights(strategy, spec, weights, trained_experts=trained_experts)
     return strategy
+
+
+def apply_layout_to_network(
+    network: nn.Module, layout: Layout, mesh: Mesh, device: torch.device, precision: str, compile: bool = False
+) -> Strategy:
+    """Apply the data parallelism of a layout to a network of the user.
+
+    The modules of its attribute `blocks`, if it has one, are gathered by ZeRO-3 and compiled one at a time.
+
+    Args:
+        network: The network, with equal weights on all ranks.
+        layout: The layout.
+        mesh: The ranks.
+        device: The device of this rank.
+        precision: The precision of the run.
+        compile: Compile the blocks, or the network if it has none.
+    """
+    named_blocks = getattr(network, "blocks", None)
+    blocks = list(named_blocks.children()) if isinstance(named_blocks, nn.Module) else []
+    network.to(PARAMETER_DTYPES[precision])
+    for part in (blocks or [network]) if compile else ():
+        part.compile()
+    return apply_data_parallelism(network, layout, mesh, device=device, blocks=blocks, precision=precision)
 
 
 @dataclass(frozen=True)

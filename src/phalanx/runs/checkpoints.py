@@ -259,6 +259,14 @@ def _update_latest(checkpoint: Path) -> None:
     sync(checkpoint.parent)
 
 
+def implementations(run: RunSpec) -> dict[str, str | None]:
+    """Return the import paths of the user's model and optimizer by field, which a checkpoint's tensors depend on."""
+    return {
+        f"{table}.implementation": spec.implementation.class_path if spec.implementation else None
+        for table, spec in (("model", run.model), ("optimizer", run.optimizer))
+    }
+
+
 def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     """Raise UserError if a checkpoint has another model or optimizer than `run`, or a step after its last."""
     if run.training.steps < manifest["step"]:
@@ -275,6 +283,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
+    saved_implementations = manifest.get("implementations", {})
+    pairs += [(field, saved_implementations.get(field), path) for field, path in implementations(run).items()]
     for field, saved, configured in pairs:
         if saved != configured:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, divisors, require
+from phalanx.spec.components import ComponentSpec
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -131,6 +132,10 @@ class ModelSpec(Spec):
     """Share one matrix between embedding and head."""
     moe: MoESpec | None = None
     """Experts in place of the MLP; without this table the model is dense."""
+    implementation: ComponentSpec | None = Field(None, examples=["my_model:Network"])
+    """Import path of a `torch.nn.Module` to train in place of Phalanx's transformer, "package.module:Class" or a table
+    with `class` and its arguments; called with this description (`spec`). The other fields describe its size to the
+    planner."""
 
     @model_validator(mode="before")
     @classmethod

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from phalanx.spec.base import Spec, require
-from phalanx.spec.callbacks import CallbackSpec
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.recovery import RecoverySpec
@@ -46,6 +46,14 @@ class DataSpec(Spec):
     """Directory of the tokenized text."""
     mask_documents: bool = True
     """Mask attention between documents packed into one sequence."""
+    dataset: ComponentSpec | None = Field(None, examples=["my_data:Sequences"])
+    """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. `train`
+    then provides only the tokenizer's and the held-out text."""
+
+    @property
+    def writes_train_tokens(self) -> bool:
+        """True if the training text is tokenized into files before training."""
+        return not self.streaming and self.dataset is None
 
     @field_validator("train", "held_out", mode="before")
     @classmethod
@@ -100,6 +108,9 @@ class TrainingSpec(Spec):
     replica_check_interval: int = Field(0, ge=0)
     """Steps between bitwise comparisons of the state that ranks must have in common, to find silent corruption. 0
     disables them."""
+    loss: ComponentSpec | None = Field(None, examples=["my_loss:smoothed"])
+    """Import path of a loss function in place of cross-entropy: called with logits [B, T, V], targets [B, T] and the
+    target to ignore, it returns the sum over targets. Evaluations use cross-entropy."""
 
     @model_validator(mode="before")
     @classmethod
@@ -135,6 +146,9 @@ class OptimizerSpec(Spec):
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
     """Optimizer. muon uses Muon for the matrices inside blocks and AdamW for the other parameters."""
+    implementation: ComponentSpec | None = Field(None, examples=["torch.optim:RMSprop"])
+    """Import path of a `torch.optim.Optimizer` in place of `name`, "package.module:Class" or a table with `class` and
+    its arguments; called with parameter groups and `lr`. `name` then describes the size of its state to the planner."""
     learning_rate: float = Field(3e-3, gt=0)
     """Peak learning rate (AdamW and SGD; with muon, of the parameters that AdamW trains)."""
     muon_learning_rate: float = Field(0.02, gt=0)
@@ -154,6 +168,9 @@ class OptimizerSpec(Spec):
     """
     lr_schedule: Literal["cosine", "linear", "wsd", "none"] = "cosine"
     """Schedule after warm-up: cosine or linear to the end, or warm-up, stable, decay (wsd, arXiv 2404.06395)."""
+    lr_function: ComponentSpec | None = Field(None, examples=["my_schedule:staircase"])
+    """Import path of a function in place of `lr_schedule`: called with the step (from 0) and the number of steps, it
+    returns the learning rate as a share of the peak."""
     lr_decay_fraction: float = Field(0.2, gt=0, le=1)
     """Share of the steps in which wsd decays; at most the steps after warm-up."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -235,7 +252,7 @@ class RunSpec(Spec):
     """Recovery from failures."""
     metrics: MetricsSpec = MetricsSpec()
     """Recorded metrics."""
-    callbacks: dict[str, CallbackSpec] = Field({}, examples=[{"stop_early": "my_callbacks:StopEarly"}])
+    callbacks: dict[str, ComponentSpec] = Field({}, examples=[{"stop_early": "my_callbacks:StopEarly"}])
     """Callbacks of the training loop, by name: "package.module:Class" of a subclass of `phalanx.Callback`, or a table
     with `class` and its arguments."""
     swarm: SwarmSpec | None = None
@@ -285,6 +302,7 @@ class RunSpec(Spec):
             problem='cannot be combined with layout.data_parallel = "parameter_server", which has no replicas',
             fix="set training.replica_check_interval = 0",
         )
+        check_components(self)
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
         return self

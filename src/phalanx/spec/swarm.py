@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, require
+from phalanx.spec.components import named_components
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -268,13 +269,8 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         problem="is not supported in a swarm, whose rounds require a fixed number of steps",
         fix="set training.steps instead",
     )
-    require(
-        not run.callbacks,
-        "callbacks",
-        ", ".join(run.callbacks),
-        problem="is not supported in a swarm",
-        fix="remove [callbacks]",
-    )
+    for field, component in named_components(run):
+        require(False, field, component.class_path, problem="is not supported in a swarm", fix=f"remove {field}")
     require(
         not run.training.auto_precision,
         "training.precision",

@@ -157,6 +157,8 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
         before = load_run(run_directory(run) / RUN_FILE, environment={})
         if not (before.training.has_decided_steps and run.training.has_decided_steps):
             return None
+        if before.optimizer.lr_function or run.optimizer.lr_function:  # the launcher does not run the user's code
+            return None
         old_rate, same_step_rate = (_learning_rate(spec, step - 1) for spec in (before, run))
         if math.isclose(old_rate, same_step_rate):
             return None
@@ -179,6 +181,8 @@ def _learning_rate(run: RunSpec, step: int) -> float:
 
 def _warn_unexportable(run: RunSpec) -> None:
     """Print the field of a new run's model that prevents `phalanx export` for Hugging Face, if any."""
+    if run.model.implementation is not None:
+        return
     try:
         hf_config(run.model)
     except UserError as error:

@@ -40,7 +40,7 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     learner.module.eval()
     for batch in batches if learner.strategy.runs_model else ():
         for micro in micro_batches(batch):
-            loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
+            loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_held_out_loss)
             # Not targets[is_counted]: the host would wait for its length.
             is_counted = (micro.targets != IGNORE_INDEX) & learner.strategy.has_loss
             num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()

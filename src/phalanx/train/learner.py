@@ -10,19 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
 from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
-from phalanx.parallel.apply import apply_layout, autocast_context
+from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.strategy import StepReduction
+from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.run import RunSpec
+from phalanx.train.components import build_loss, build_network
 from phalanx.train.expert_counts import ExpertCounts
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 from phalanx.train.step_sums import StepSums
@@ -37,6 +39,11 @@ class MicroBatch:
     tokens: Tensor
     targets: Tensor
     documents: Documents | None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """Arguments of the model."""
+        return (self.tokens,) if self.documents is None else (self.tokens, self.documents)
 
 
 class Learner:
@@ -65,19 +72,13 @@ class Learner:
         self.mesh = mesh
         self.device = device
         self.batch = plan_batch(run, mesh.dims.world_size)
-        self.strategy = apply_layout(
-            run.model,
-            run.layout,
-            self.mesh,
-            device=device,
-            weights=weights or DrawnWeights(run.model, run.training.seed),
-            precision=run.training.precision,
-            compile=run.training.compile,
-            layers=layers_per_stage(run) if run.layout.pp > 1 else (),
-            trained_experts=trained_experts,
-        )
+        self.num_parameters = count_parameters(run.model).total
+        """Number of parameters of the full model."""
+        self.strategy = self._build_strategy(weights, trained_experts)
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
+        self.loss = build_loss(run.training) or self.strategy.cross_entropy
+        """Loss of logits [B, T, V] and targets [B, T], summed over the targets that are not the third argument."""
         self.after_passes: list[Callable[[], None]] = []
         """Called after the passes of each step, such as by a profiler."""
         self.after_reduction: list[Callable[[], None]] = []
@@ -90,6 +91,35 @@ class Learner:
         """This rank's routers, by their index among the layers with experts."""
         self.optimizers = build_optimizers(
             run.optimizer, self.strategy.trainable_parameters, self.strategy.as_global_dtensor
+        )
+
+    def _build_strategy(
+        self, weights: Callable[[str, torch.Size], Tensor] | None, trained_experts: TrainedExperts | None
+    ) -> Strategy:
+        """Build the model under the layout: Phalanx's transformer, or the user's network."""
+        run = self.run
+        training = run.training
+        if run.model.implementation is not None:
+            network = build_network(run, run.model.implementation)
+            self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
+            return apply_layout_to_network(
+                network,
+                run.layout,
+                self.mesh,
+                device=self.device,
+                precision=training.precision,
+                compile=training.compile,
+            )
+        return apply_layout(
+            run.model,
+            run.layout,
+            self.mesh,
+            device=self.device,
+            weights=weights or DrawnWeights(run.model, training.seed),
+            precision=training.precision,
+            compile=training.compile,
+            layers=layers_per_stage(run) if run.layout.pp > 1 else (),
+            trained_experts=trained_experts,
         )
 
     def local_tokens(self, tokens: int) -> Any:
@@ -137,13 +167,23 @@ class Learner:
             sums.dropped_choices.add_(router.dropped)
         return sums
 
-    def compute_losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def compute_losses(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the auxiliary loss, summed over tokens.
 
         The logits, the largest tensor of all, are freed here."""
-        with autocast_context(self.strategy, self.run.training.precision, self.device):
-            logits, auxiliary = model(micro.tokens, micro.documents)
+        logits, auxiliary = self._run_model(model, micro)
+        return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
+
+    def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
+        logits, auxiliary = self._run_model(model, micro)
         return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
+
+    def _run_model(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the logits and the auxiliary loss; a network of the user may return the logits alone."""
+        with autocast_context(self.strategy, self.run.training.precision, self.device):
+            output = model(*micro.inputs)
+        return output if isinstance(output, tuple) else (output, output.new_zeros(()))
 
     def reduce(self, sums: StepSums) -> StepReduction:
         """Sum values and gradients over ranks, and clip the gradients."""

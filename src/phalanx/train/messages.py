@@ -12,6 +12,8 @@ from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
 
+MAX_SIZE_DIFFERENCE = 0.05
+"""Largest relative difference between a network's parameters and their description that is not reported."""
 OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 
@@ -28,15 +30,17 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
     layout += f", {run.layout.data_parallel}" if sizes.dp_size > 1 or sizes.servers else ""
     layout += f", state in {OFFLOAD_TARGET_NAMES[run.layout.offload]}" if run.layout.offload != "none" else ""
-    total = count_parameters(run.model).total
     train = trainer.corpus.train
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
-        f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
+        f"{trainer.num_parameters:,} parameters on {ranks}{layout}, {run.training.precision}",
         f"{batch.global_batch_size * run.training.seq_len:,} tokens per update = {batch.micro_batch_size} sequences of "
         f"{run.training.seq_len} x {plural(batch.dp_size, 'rank')} x {batch.gradient_accumulation_steps} accumulated"
         f"{', shared unevenly' if batch.global_batch_size % batch.dp_size else ''}{text}",
     ]
+    described = count_parameters(run.model).total
+    if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
+        lines.append(f"[model] describes {described:,} parameters: predictions and MFU are for that size")
     if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
         lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
     if batch.learning_rate_scale != 1:

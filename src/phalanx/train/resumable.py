@@ -14,7 +14,14 @@ import torch.distributed as dist
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, read_manifest, step_of
+from phalanx.runs.checkpoints import (
+    CHECKPOINTS_DIR,
+    check_manifest,
+    check_not_all_damaged,
+    implementations,
+    read_manifest,
+    step_of,
+)
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
@@ -111,6 +118,7 @@ class ResumableLearner(Learner):
             "rescaling": asdict(self.rescaling),
             "model": self.run.model.model_dump(mode="json"),
             "optimizer": self.run.optimizer.name,
+            "implementations": implementations(self.run),
             "expert_tokens": self.experts.intervals.long().tolist(),
             "callbacks": {name: state for name, each in self.callbacks.items() if (state := each.state_dict())},
         }

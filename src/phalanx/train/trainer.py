@@ -29,7 +29,7 @@ from phalanx.train.callbacks.callback import Callback
 from phalanx.train.evaluator import evaluate
 from phalanx.train.expert_counts import expert_metrics, hottest_expert
 from phalanx.train.loggers import Logger
-from phalanx.train.optim.optimizers import learning_rate_factor
+from phalanx.train.optim.optimizers import build_lr_function, learning_rate_factor
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
@@ -57,6 +57,7 @@ class Trainer(ResumableLearner):
         self.flops_per_token = training_flops_per_token(run.model, run.training.seq_len)
         checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, checkpointing)
+        self.lr_function = build_lr_function(run.optimizer)
         self.step_record: StepRecord | None = None
         """This rank's record of the last step."""
         self.stop_requested = False
@@ -231,7 +232,8 @@ class Trainer(ResumableLearner):
     def _update_or_skip(self, is_finite: bool) -> None:
         """Update, or skip a gradient that is not finite."""
         if is_finite:
-            ratio = learning_rate_factor(self.run.optimizer, self.step, self.run.training.steps)
+            steps = self.run.training.steps
+            ratio = learning_rate_factor(self.run.optimizer, self.step, steps, lr_function=self.lr_function)
             self.update(ratio * self.rescaling.factor_at(self.step))
         else:
             self.skipped += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx.data.dataset_loader import open_dataset
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import StepLoader, TokenLoader
 from phalanx.data.prepare import PreparedData
@@ -19,6 +20,7 @@ from phalanx.model.extend_vocabulary import extend_vocabulary
 from phalanx.model.upcycle import upcycle_weights
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.run import RunSpec
+from phalanx.train.components import call_component
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class TrainingData:
     """The inputs of a trainer besides the run file."""
 
     train: IndexedDataset | None
-    """None if the text is tokenized while training (data.streaming)."""
+    """None if the text is tokenized while training (data.streaming), or with data.dataset."""
     held_out: IndexedDataset
     tokenizer: Tokenizer
     weights: Callable[[str, torch.Size], Tensor] | None = None
@@ -42,6 +44,9 @@ class TrainingData:
             ranks: Number of data-parallel ranks.
         """
         loader_args = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
+        if run.data.dataset is not None:
+            dataset = call_component("data.dataset", run.data.dataset, seq_len=run.training.seq_len)
+            return open_dataset(dataset, run.data.dataset, *loader_args)
         if self.train is None:
             return StreamingLoader(run.data, self.tokenizer, *loader_args)
         return TokenLoader(self.train, *loader_args, mask_documents=run.data.mask_documents)

@@ -11,7 +11,7 @@ import pytest
 from phalanx.runs.checkpoints import read_manifest, step_name
 from phalanx.runs.errors import CallbackError
 from phalanx.runs.metrics import read_metrics
-from phalanx.spec.callbacks import CallbackSpec
+from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -173,13 +173,17 @@ def test_run_that_finished_early_exits_with_0_and_is_complete(text: Path, tmp_pa
         ("no_such_module:C", {}, "cannot be imported: No module named 'no_such_module'"),
         (HERE + "NoSuchClass", {}, "cannot be imported"),
         ("json:JSONDecoder", {}, "is not a subclass of phalanx.Callback"),
-        (HERE + "FailAt", {"stop": 3}, "does not accept these arguments: .*unexpected keyword argument 'stop'"),
+        (
+            HERE + "FailAt",
+            {"step": 1, "stop": 3},
+            "does not accept these arguments: got an unexpected keyword",
+        ),
     ],
 )
 def test_build_callbacks_raises_user_error_for_class_that_cannot_be_used(
     path: str, arguments: dict[str, Any], problem: str
 ) -> None:
-    spec = CallbackSpec.model_validate({"class": path, **arguments})
+    spec = ComponentSpec.model_validate({"class": path, **arguments})
     with pytest.raises(UserError, match=rf"callbacks\.mine = '{path}': {problem}"):
         build_callbacks({"mine": spec})
 

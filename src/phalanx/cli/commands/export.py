@@ -36,13 +36,19 @@ def export(
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, tokenizer_file, step = load_trained_model(run)
-    parameters = dict(model.named_parameters())
+    trained = load_trained_model(run)
+    parameters = dict(trained.module.named_parameters())
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
-    end = load_tokenizer(tokenizer_file).end
+    end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            spec.model, parameters, directory, tokenizer=tokenizer_file, eos_id=end, dtype=dtype, source=source
+            trained.run.model,
+            parameters,
+            directory,
+            tokenizer=trained.tokenizer_file,
+            eos_id=end,
+            dtype=dtype,
+            source=source,
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None
@@ -50,5 +56,5 @@ def export(
         problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
         print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
     total = sum(parameter.numel() for parameter in parameters.values())
-    at_step = "" if step is None else f" of step {step:,}"
+    at_step = "" if trained.step is None else f" of step {trained.step:,}"
     print(f"wrote {directory}: {total:,} parameters{at_step} in {dtype}, config.json and the tokenizer")

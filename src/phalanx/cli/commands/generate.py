@@ -40,15 +40,20 @@ def generate(
     from phalanx.model.sampling import stream_tokens
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, path, _ = load_trained_model(run)
-    tokenizer = load_tokenizer(path)
+    trained = load_trained_model(run)
+    tokenizer = load_tokenizer(trained.tokenizer_file)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
-    context = spec.training.seq_len
-    vocab = tokenizer.vocab
-    new = islice(
-        stream_tokens(model, start, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab), tokens
+    stream = stream_tokens(
+        trained.module,
+        start,
+        temperature,
+        top_k=top_k,
+        generator=generator,
+        context=trained.run.training.seq_len,
+        vocab=tokenizer.vocab,
     )
+    new = islice(stream, tokens)
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
         print(text, end="", flush=True)

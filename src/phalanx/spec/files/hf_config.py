@@ -167,6 +167,10 @@ def hf_config(spec: ModelSpec) -> Table:
     Raises:
         UserError: No Hugging Face architecture has this shape. The message names the field.
     """
+    if spec.implementation is not None:
+        problem = "has no Hugging Face architecture"
+        fix = "load the network with phalanx.load_model, and save its weights"
+        raise UserError("model.implementation", spec.implementation.class_path, problem, fix=fix)
     if spec.position_embedding == "learned":
         return _to_gpt2(spec)
     model_type = _architecture(spec)

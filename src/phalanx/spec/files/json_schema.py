@@ -23,12 +23,12 @@ def run_schema() -> Schema:
     for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
         definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
     definitions["TrainingSpec"]["properties"]["precision"]["enum"].append("auto")
-    callback = definitions.pop("CallbackSpec")
-    schema["properties"]["callbacks"]["additionalProperties"] = {"anyOf": [{"type": "string"}, callback]}
+    component = definitions.pop("ComponentSpec")
+    tables = {name: _table_schema(table) for name, table in definitions.items()}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **_table_schema(schema),
-        "definitions": {name: _table_schema(table) for name, table in definitions.items()},
+        "definitions": {**tables, "ComponentSpec": {"anyOf": [{"type": "string"}, component]}},
     }
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.runs.metrics import MetricsRecord
-from phalanx.spec.callbacks import CallbackSpec
+from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
+from phalanx.train.components import call_component, import_component
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
@@ -66,23 +64,17 @@ class Callback:
         """Restore the state of `state_dict`."""
 
 
-def build_callbacks(specs: Mapping[str, CallbackSpec]) -> dict[str, Callback]:
-    """Build the callbacks of a run file, by name. Modules are found in the working directory too.
+def build_callbacks(specs: Mapping[str, ComponentSpec]) -> dict[str, Callback]:
+    """Build the callbacks of a run file, by name.
 
     Raises:
         UserError: A class cannot be imported, is not a callback, or rejects its arguments.
     """
-    if specs and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     return {name: _build_callback(f"callbacks.{name}", spec) for name, spec in specs.items()}
 
 
-def _build_callback(field: str, spec: CallbackSpec) -> Callback:
-    try:
-        callback_class = getattr(import_module(spec.module), spec.class_name)
-    except (ImportError, AttributeError) as error:
-        fix = f"start in the directory of {spec.module.partition('.')[0]}, or install its package"
-        raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix=fix) from error
+def _build_callback(field: str, spec: ComponentSpec) -> Callback:
+    callback_class = import_component(field, spec)
     if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
         raise UserError(
             field,
@@ -90,8 +82,5 @@ def _build_callback(field: str, spec: CallbackSpec) -> Callback:
             "is not a subclass of phalanx.Callback",
             fix="derive the class from phalanx.Callback",
         )
-    try:
-        return callback_class(**spec.arguments)
-    except TypeError as error:
-        fix = f"use the arguments of {spec.class_name}"
-        raise UserError(field, spec.class_path, f"does not accept these arguments: {error}", fix=fix) from error
+    callback: Callback = call_component(field, spec)
+    return callback

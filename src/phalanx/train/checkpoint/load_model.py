@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data.tokenizer import tokenizer_without_training
 from phalanx.model.transformer import Transformer
@@ -20,16 +21,25 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.state import load_checkpoint
+from phalanx.train.components import build_network
 
 SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
 """Full shared parameters of a swarm, in the directories of its coordinator and of a node."""
 
 
-def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path, int | None]:
-    """Return run file, trained model, path of the tokenizer and step of a run directory.
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A trained model in one process, on the CPU, in fp32."""
 
-    The model is fp32, on the CPU, in one process. The step is that of the newest checkpoint, or None with the current
-    weights of a swarm.
+    run: RunSpec
+    module: nn.Module
+    tokenizer_file: Path
+    step: int | None
+    """Step of the newest checkpoint; None for the current weights of a swarm."""
+
+
+def load_trained_model(run_directory: Path) -> TrainedModel:
+    """Return the trained model of a run directory.
 
     Raises:
         UserError: there are neither intact checkpoints nor weights of a swarm.
@@ -42,17 +52,26 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path,
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
     tokenizer = _find_tokenizer(run, run_directory)
-    with torch.device("meta"):
-        module = Transformer(run.model)
-    materialize(module, torch.device("cpu"))
+    module = _build_module(run)
     if checkpoint is not None:
         load_checkpoint(checkpoint, Strategy(module), [])
     elif swarm_weights is not None:
         _load_weights(swarm_weights, module)
-    return run, module.eval(), tokenizer, step_of(checkpoint) if checkpoint is not None else None
+    step = step_of(checkpoint) if checkpoint is not None else None
+    return TrainedModel(run=run, module=module.eval(), tokenizer_file=tokenizer, step=step)
 
 
-def _load_weights(file: Path, module: Transformer) -> None:
+def _build_module(run: RunSpec) -> nn.Module:
+    """Return the run's model with uninitialized parameters, or the user's network."""
+    if run.model.implementation is not None:
+        return build_network(run, run.model.implementation)
+    with torch.device("meta"):
+        module = Transformer(run.model)
+    materialize(module, torch.device("cpu"))
+    return module
+
+
+def _load_weights(file: Path, module: nn.Module) -> None:
     """Load the parameters in a file, one at a time; raises UserError for a damaged file or another model."""
     try:
         with safe_open(file, framework="pt") as weights:

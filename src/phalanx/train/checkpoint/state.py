@@ -30,12 +30,22 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, Tensor):  # SGD without momentum keeps a None
-                    name = names[id(parameter)]
-                    tensors[f"optimizer.{key}.{name}"] = (
-                        strategy.as_global_dtensor(name, value) if value.ndim else value
-                    )
+                if value is None:  # SGD without momentum
+                    continue
+                if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
+                    raise _unsupported_state(optimizer, key)
+                name = names[id(parameter)]
+                tensors[f"optimizer.{key}.{name}"] = strategy.as_global_dtensor(name, value) if value.ndim else value
     return tensors
+
+
+def _unsupported_state(optimizer: torch.optim.Optimizer, key: str) -> UserError:
+    return UserError(
+        "optimizer.implementation",
+        type(optimizer).__name__,
+        f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape",
+        fix="keep such a tensor, which checkpoints can save and split over ranks",
+    )
 
 
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:

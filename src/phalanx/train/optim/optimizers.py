@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,32 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.cost.exact.parameter_shapes import is_muon_parameter
 from phalanx.spec.run import OptimizerSpec
+from phalanx.train.components import call_component, import_component
 from phalanx.train.optim.muon import Muon
 
+LearningRateFunction = Callable[[int, int], float]
+"""Returns the learning rate as a share of the peak, from the step (from 0) and the number of steps."""
 
-def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
+
+def learning_rate_factor(
+    spec: OptimizerSpec, step: int, steps: int, lr_function: LearningRateFunction | None = None
+) -> float:
     """Return the learning rate of `step` (from 0) as a share of the peak.
 
-    A linear warm-up is followed by `spec.lr_schedule`. wsd (arXiv 2404.06395) stays at the peak and falls linearly in
-    the last `lr_decay_fraction` of the steps, or after the warm-up if that leaves fewer.
+    A linear warm-up is followed by `lr_function` or `spec.lr_schedule`. wsd (arXiv 2404.06395) stays at the peak, and
+    falls linearly in the last `lr_decay_fraction` of the steps, or after the warm-up if that leaves fewer.
 
     Args:
         spec: Optimizer with its schedule.
         step: Index of the step, from 0.
         steps: Number of steps of the run.
+        lr_function: The user's function of the step.
     """
     warmup_steps = spec.warmup_within(steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    if lr_function is not None:
+        return float(lr_function(step, steps))
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     if spec.lr_schedule == "none":
         return 1.0
@@ -41,6 +51,13 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
         decay_steps = min(spec.lr_decay_fraction * steps, steps - warmup_steps)
         decay = max(0.0, 1 - (steps - step) / decay_steps)
     return 1.0 - (1.0 - spec.min_lr_ratio) * decay
+
+
+def build_lr_function(spec: OptimizerSpec) -> LearningRateFunction | None:
+    """Return the user's learning-rate function with its arguments; None for `lr_schedule`."""
+    if spec.lr_function is None:
+        return None
+    return partial(import_component("optimizer.lr_function", spec.lr_function), **spec.lr_function.arguments)
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,9 @@ def build_optimizers(
     other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}
     if not parameters:
         return []
+    if spec.implementation is not None:
+        groups = _groups(spec, parameters)
+        return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
         matrices = list(muon_parameters.values())
         parts = [part(name, p.detach()) for name, p in muon_parameters.items()]

@@ -1,0 +1,174 @@
+"""Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
+
+A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets. Global batches are equal at any number
+of ranks, because every rank reads the same order and keeps its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from phalanx.data.loader import EpochLoader, check_resumable, rank_rows
+from phalanx.data.packing import Batch
+from phalanx.spec.components import ComponentSpec
+from phalanx.spec.errors import UserError
+
+
+class MapDatasetLoader(EpochLoader):
+    """Rows of a dataset with `__len__` and `__getitem__`, shuffled in every epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        spec: ComponentSpec,
+        seq_len: int,
+        sequences_per_step: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        super().__init__(sequences_per_step, seed, rank, ranks)
+        self.dataset = dataset
+        self.spec = spec
+        self.seq_len = seq_len
+        self.sequences_per_epoch = len(dataset)
+        if not self.sequences_per_epoch:
+            raise _no_samples(spec)
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.sequences_per_epoch)
+        )
+
+    def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
+        """Return samples of an epoch, by their indices in its order."""
+        samples = [self.dataset[int(index)] for index in self._order(epoch)[indices]]
+        return _batch(samples, self.spec, self.seq_len)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Values that determine the order of samples, by name."""
+        identity = _identity(self.spec, self.seq_len, self.sequences_per_step)
+        return {"seed": self.seed, "samples": self.sequences_per_epoch, **identity}
+
+
+class IterableDatasetLoader:
+    """Rows of a dataset with `__iter__`, in its order. It is iterated again when it ends.
+
+    To resume, it is read again up to the position of the checkpoint."""
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        spec: ComponentSpec,
+        seq_len: int,
+        sequences_per_step: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self.spec = spec
+        self.seq_len = seq_len
+        self.sequences_per_step = sequences_per_step
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
+        self._origin = (0, 0)
+        self._samples = self._read()
+
+    def _read(self) -> Iterator[Any]:
+        while True:
+            has_samples = False
+            for sample in self.dataset:
+                has_samples = True
+                yield sample
+            if not has_samples:
+                raise _no_samples(self.spec)
+
+    def step(self, number: int) -> Batch:
+        """Return this rank's rows of global step `number`, which must be the next: [sequences_per_step / ranks, T]."""
+        samples = [next(self._samples) for _ in range(self.sequences_per_step)]
+        return _batch([samples[row] for row in self.rows], self.spec, self.seq_len)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
+        origin_step, origin_samples = self._origin
+        samples = origin_samples + (step - origin_step) * self.sequences_per_step
+        identity = _identity(self.spec, self.seq_len, self.sequences_per_step)
+        return {"step": step, "samples_read": samples, "tokens": samples * self.seq_len, **identity}
+
+    def resume(self, state: dict[str, Any], resized: bool = False) -> None:
+        """Resume from the state in a checkpoint, after its last sample.
+
+        Raises:
+            UserError: The checkpoint has another dataset or other lengths; steps may be `resized`.
+        """
+        check_resumable(_identity(self.spec, self.seq_len, self.sequences_per_step), state, resized)
+        self._origin = (state["step"], state["samples_read"])
+        self._samples = self._read()
+        self._skip_samples(state["samples_read"])
+
+    def skip_steps(self, steps: int) -> None:
+        """Skip the samples of `steps` steps from the position at which the run resumes."""
+        samples = steps * self.sequences_per_step
+        self._skip_samples(samples)
+        origin_step, origin_samples = self._origin
+        self._origin = (origin_step, origin_samples + samples)
+
+    def _skip_samples(self, samples: int) -> None:
+        for _ in range(samples):
+            next(self._samples)
+
+
+def open_dataset(
+    dataset: Any, spec: ComponentSpec, seq_len: int, sequences_per_step: int, seed: int, rank: int = 0, ranks: int = 1
+) -> MapDatasetLoader | IterableDatasetLoader:
+    """Return the loader of a dataset: map-style if it has a length, else iterable.
+
+    Args:
+        dataset: The dataset.
+        spec: Its description.
+        seq_len: Tokens of a sequence, T.
+        sequences_per_step: Sequences of a global step.
+        seed: Seed of the order of a map-style dataset.
+        rank: Data-parallel rank.
+        ranks: Number of data-parallel ranks.
+
+    Raises:
+        UserError: It is neither, or it is empty.
+    """
+    share = {"sequences_per_step": sequences_per_step, "rank": rank, "ranks": ranks}
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
+        return MapDatasetLoader(dataset, spec, seq_len, **share, seed=seed)
+    if isinstance(dataset, Iterable):
+        return IterableDatasetLoader(dataset, spec, seq_len, **share)
+    problem = "returns neither a map-style nor an iterable dataset"
+    raise UserError("data.dataset", spec.class_path, problem, fix="define __len__ and __getitem__, or __iter__")
+
+
+def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dict[str, Any]:
+    return {"dataset": spec.model_dump(), "sequence": seq_len, "sequences_per_step": sequences_per_step}
+
+
+def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
+    """Return samples as the rows of a batch.
+
+    Raises:
+        UserError: A sample has another length.
+    """
+    rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
+    tokens, targets = ([np.asarray(row[part], dtype=np.int64) for row in rows] for part in (0, 1))
+    for row in (*tokens, *targets):
+        if row.shape != (seq_len,):
+            raise UserError(
+                "data.dataset",
+                spec.class_path,
+                f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]",
+                fix=f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets",
+            )
+    empty = np.zeros((0, seq_len), np.int64)
+    return Batch(np.stack(tokens), np.stack(targets), None) if rows else Batch(empty, empty, None)
+
+
+def _no_samples(spec: ComponentSpec) -> UserError:
+    return UserError("data.dataset", spec.class_path, "has no samples", fix="return a dataset with samples")

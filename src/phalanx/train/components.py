@@ -1,0 +1,94 @@
+"""Import of the user's own components: model, loss, optimizer, learning-rate function, dataset, callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.spec.components import ComponentSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec, TrainingSpec
+
+
+def import_component(field: str, spec: ComponentSpec) -> Any:
+    """Import a class or function by its path. Modules are found in the working directory too.
+
+    Args:
+        field: Field of the run file that names it.
+        spec: Its description.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(import_module(spec.module), spec.name)
+    except (ImportError, AttributeError) as error:
+        fix = f"start in the directory of {spec.module.partition('.')[0]}, or install its package"
+        raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix=fix) from error
+
+
+def call_component(field: str, component: ComponentSpec, /, *positional: Any, **keywords: Any) -> Any:
+    """Import a class or function, and call it with the arguments of its description.
+
+    Args:
+        field: Field of the run file that names it.
+        component: Its description.
+        positional: Arguments from Phalanx.
+        keywords: Keyword arguments from Phalanx.
+
+    Raises:
+        UserError: It cannot be imported, or does not accept the arguments.
+    """
+    target = import_component(field, component)
+    keywords = {**keywords, **component.arguments}
+    try:
+        with suppress(ValueError):  # some built-in classes have no signature
+            inspect.signature(target).bind(*positional, **keywords)
+    except TypeError as error:
+        fix = f"use the arguments of {component.name}"
+        raise UserError(field, component.class_path, f"does not accept these arguments: {error}", fix=fix) from error
+    return target(*positional, **keywords)
+
+
+def build_loss(spec: TrainingSpec) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Return the user's loss function with its arguments; None for cross-entropy."""
+    if spec.loss is None:
+        return None
+    return partial(import_component("training.loss", spec.loss), **spec.loss.arguments)
+
+
+def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
+    """Build the user's network, with equal weights on every rank.
+
+    Args:
+        run: Run with the description of the model and the seed.
+        component: Description of the network.
+
+    Raises:
+        UserError: It is not a module, or does not accept the documents that the run masks.
+    """
+    field = "model.implementation"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.training.seed)
+        network = call_component(field, component, spec=run.model)
+    if not isinstance(network, nn.Module):
+        raise UserError(field, component.class_path, "does not return a torch.nn.Module", fix="return a module")
+    if run.data.mask_documents and "documents" not in inspect.signature(network.forward).parameters:
+        raise UserError(
+            "data.mask_documents",
+            True,
+            f"requires a forward method with the parameter `documents`, which {component.name} does not have",
+            fix="set data.mask_documents = false, or mask attention between documents in the module",
+        )
+    return network
