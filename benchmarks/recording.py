@@ -22,10 +22,10 @@ from phalanx.runs.create import read_run_directory
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
+from phalanx.train.callbacks.rank_records import open_step_records
 from phalanx.train.create_run import create_run
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.profiling.step_profiler import StepProfiler
-from phalanx.train.session import open_step_records
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 

@@ -24,7 +24,7 @@ def build(shape: Shape, layout: str, dataset: IndexedDataset) -> Step:
     corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, directory, torch.device("cpu"), peak_flops=1e11)
     batches = prefetch(trainer.loader, 0, STEPS)
-    logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
+    logs = open_loggers(directory, 0) if trainer.is_main else []
 
     def step(_: object = kept) -> float:  # keeps the directory until the function is deleted
         record = trainer.train_step(batches)

@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.callbacks.standard import standard_callbacks
-from phalanx.train.loggers import Logger
 from phalanx.train.profiling.step_profiler import first_steady_step, profile_step
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer
@@ -162,10 +161,9 @@ def save_two_checkpoints(text: Path, out: Path) -> Path:
 
 def train_to_end(
     trainer: Trainer,
-    logs: Sequence[Logger] = (),
-    rank_log: Logger | None = None,
+    record_writers: Mapping[str, Callback] | None = None,
     user_callbacks: Mapping[str, Callback] | None = None,
 ) -> MetricsRecord:
     """Train with the callbacks of every run, and those of a user; return the last evaluation."""
-    callbacks = standard_callbacks(trainer, list(logs), user_callbacks)
-    return trainer.train(callbacks, ProgressDisplay(0, trainer.run.training.steps, quiet=True), rank_log=rank_log)
+    callbacks = standard_callbacks(trainer, record_writers, user_callbacks)
+    return trainer.train(callbacks, ProgressDisplay(0, trainer.run.training.steps, quiet=True))

@@ -24,9 +24,8 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
+from phalanx.train.callbacks.standard import build_record_writers
 from phalanx.train.create_run import create_run
-from phalanx.train.loggers import open_loggers
-from phalanx.train.session import open_step_records
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 from tests.helpers.small_runs import train_to_end
@@ -140,12 +139,8 @@ def train_with_slowdown(directory: Path, way: str) -> None:
     """This rank's part of a run, made slow."""
     run, data = read_run_directory(directory)
     trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
-    logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
-    notes = open_step_records(trainer)
     with SLOWDOWNS[way](trainer):
-        train_to_end(trainer, logs, rank_log=notes)
-    for log in (*logs, notes):
-        log.close()
+        train_to_end(trainer, build_record_writers(run))
 
 
 def read_bottlenecks(directory: Path) -> tuple[Bottleneck, str]:

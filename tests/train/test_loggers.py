@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from phalanx.launch import preflight
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
-from phalanx.spec.errors import UserError
-from phalanx.train.loggers import JsonLinesLogger, open_loggers, wandb_id
+from phalanx.train.loggers import JsonLinesLogger, open_loggers
 
 
 def write_metrics(directory: Path, steps: range, after_step: int = 0) -> None:
-    logs = open_loggers(directory, after_step, None, "run", {})
+    logs = open_loggers(directory, after_step)
     for step in steps:
         for log in logs:
             log.write({"step": step, "loss": float(step)})
@@ -79,42 +76,6 @@ def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         log.write({"step": 1})
     write_metrics(tmp_path, range(0))
-    for each in (log, *open_loggers(tmp_path, 0, None, "run", {})):
+    for each in (log, *open_loggers(tmp_path, 0)):
         each.close(failed=True)
         each.close()
-
-
-@pytest.mark.parametrize("is_namespace_package", [False, True])
-def test_open_loggers_rejects_wandb_when_not_installed(
-    is_namespace_package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: ModuleSpec(name, None) if is_namespace_package else None)
-    with pytest.raises(UserError) as caught:
-        open_loggers(tmp_path, 0, "project", "run", {})
-    assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
-    assert caught.value.fix == "pip install 'phalanx[wandb]'"
-    assert not list(tmp_path.iterdir())
-
-
-def test_wandb_id_depends_only_on_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    assert wandb_id(tmp_path) == wandb_id(tmp_path)
-    assert wandb_id(tmp_path) != wandb_id(tmp_path / "other")
-
-
-def test_wandb_logger_continues_run_after_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'phalanx[wandb]'")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for failed in (True, False):
-        log, *others = open_loggers(tmp_path, 0, "phalanx-test", "run", {"steps": 3})
-        log.write({"step": 1, "loss": math.nan})
-        for each in (log, *others):
-            each.close(failed)
-            each.close(failed)
-    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert {run.name for run in runs} == {f"run-{wandb_id(tmp_path)}.wandb"}
-    (tmp_path / "refused").mkdir()
-    with pytest.raises(UserError, match="wandb login"):  # W&B allows no slash in a project
-        open_loggers(tmp_path / "refused", 0, "phalanx/test", "run", {})
-    assert not (tmp_path / "refused" / METRICS_FILE).exists()

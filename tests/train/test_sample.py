@@ -36,7 +36,7 @@ class RecordingProgress(ProgressDisplay):
 
 def train_and_show(run: RunSpec) -> tuple[float, list[str]]:
     trainer, progress = make_trainer(run), RecordingProgress()
-    evaluation = trainer.train(standard_callbacks(trainer, []), progress)
+    evaluation = trainer.train(standard_callbacks(trainer), progress)
     return evaluation["held_out_loss"], progress.lines
 
 

@@ -31,8 +31,8 @@ from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from phalanx.spec.files.write import to_toml
 from phalanx.testing import rank_pool
 from phalanx.testing.processes import rank_pids, run_python, start_python, wait_until
+from phalanx.train.callbacks.records import JsonLines, TensorBoard
 from phalanx.train.create_run import create_run
-from phalanx.train.loggers import open_loggers
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until
 from tests.helpers.training_processes import wait_for_steps
@@ -79,10 +79,7 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)
     under_way.peak_flops = peak = 1e15
-    logs = open_loggers(under_way.directory, 0, None, run.name, {})
-    evaluation = train_to_end(under_way, logs)
-    for log in logs:
-        log.close()
+    evaluation = train_to_end(under_way, {"metrics": JsonLines(), "tensorboard": TensorBoard()})
     records = read_metrics(under_way.directory)
     trained = [record for record in records if "loss" in record]
     assert [record["step"] for record in trained] == [1, 2, 3, 4, 5, 6]

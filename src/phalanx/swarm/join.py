@@ -225,9 +225,7 @@ def rank_main(directory: Path) -> int:
         )
         worker.exchange.version = link_record["version"]
         worker.exchange.initial_download_bytes = link_record["received_bytes"]
-        logs = (
-            open_loggers(directory, 0, None, name=run.name, config=run.model_dump(mode="json")) if is_first_rank else []
-        )
+        logs = open_loggers(directory, 0) if is_first_rank else []
         rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
         if link is not None:
             link.join_message = link_record["place"]

@@ -1,4 +1,4 @@
-"""Loggers of a run, written by rank 0: metrics.jsonl, TensorBoard and optionally Weights & Biases."""
+"""Destinations of records: JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 import math
 import os
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.launch.preflight import check_wandb
 from phalanx.runs.jsonl import read_jsonl
-from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, WANDB_ID_FILE, MetricsRecord
-from phalanx.spec.errors import UserError
+from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsRecord
 
 
 class Logger(Protocol):
@@ -61,7 +58,7 @@ class JsonLinesLogger:
 
 
 class TensorBoardLogger:
-    """Scalars with their names in metrics.jsonl."""
+    """Log in TensorBoard: the finite numbers of metrics.jsonl."""
 
     def __init__(self, directory: Path, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -70,9 +67,8 @@ class TensorBoardLogger:
 
     def write(self, record: MetricsRecord) -> None:
         """Write the scalars of a record."""
-        for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("step", "time"):
-                self._writer.add_scalar(name, value, record["step"])
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
 
     def close(self, failed: bool = False) -> None:
         """Close the writer."""
@@ -80,64 +76,26 @@ class TensorBoardLogger:
             self._writer.close()
 
 
-class WandbLogger:
-    """The optional service.
-
-    Its run has the run directory's own id, so that `--resume` continues it. It ignores steps that run again, and keeps
-    the first record."""
-
-    def __init__(self, project: str, name: str, directory: Path, config: MetricsRecord) -> None:
-        import wandb
-
-        try:
-            self._run = wandb.init(
-                project=project, name=name, id=wandb_id(directory), resume="allow", dir=str(directory), config=config
-            )
-        except wandb.Error as error:
-            raise UserError(
-                "metrics.wandb",
-                project,
-                f"cannot be opened: {error}",
-                fix="run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb",
-            ) from None
-
-    def write(self, record: MetricsRecord) -> None:
-        """Send a record."""
-        self._run.log(record, step=record["step"])
-
-    def close(self, failed: bool = False) -> None:
-        """Finish the W&B run."""
-        self._run.finish(exit_code=int(failed))
-
-
-def wandb_id(directory: Path) -> str:
-    """Return the W&B id of a run directory, which is created once and saved there."""
-    file = directory / WANDB_ID_FILE
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:16])
-    return file.read_text()
-
-
-def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str, config: MetricsRecord) -> list[Logger]:
-    """Open the logs of a run.
+def open_loggers(directory: Path, after_step: int) -> list[Logger]:
+    """Open the logs that need no service.
 
     Args:
         directory: Run directory.
         after_step: Last step of the checkpoint that the run resumes from; 0 for a fresh run.
-        wandb: W&B project; None for no W&B.
-        name: Name of the run.
-        config: Run file, for W&B.
-
-    Raises:
-        UserError: W&B is requested and not available; then nothing is opened.
     """
-    logs: list[Logger] = []
-    if wandb is not None:
-        check_wandb(wandb)
-        logs.append(WandbLogger(wandb, name, directory, config=config))
-    logs.append(JsonLinesLogger(directory / METRICS_FILE, after_step))
-    logs.append(TensorBoardLogger(directory / TENSORBOARD_DIR, after_step))
-    return logs
+    return [
+        JsonLinesLogger(directory / METRICS_FILE, after_step),
+        TensorBoardLogger(directory / TENSORBOARD_DIR, after_step),
+    ]
+
+
+def numbers(record: MetricsRecord) -> dict[str, float]:
+    """Return the finite numbers of a record, without its step and time."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def _not_finite(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 
 from phalanx.cost.exact.parameters import count_parameters
@@ -21,53 +22,77 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     """Return the message before the first step.
 
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
-    run = trainer.run
-    batch = trainer.batch
-    sizes = trainer.mesh.dims
-    ranks = f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"
-    schedule = run.layout.schedule_file or run.layout.schedule
-    names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}
-    layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
-    layout += f", {run.layout.data_parallel}" if sizes.dp_size > 1 or sizes.servers else ""
-    layout += f", state in {OFFLOAD_TARGET_NAMES[run.layout.offload]}" if run.layout.offload != "none" else ""
-    train = trainer.corpus.train
-    text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
-        f"{trainer.num_parameters:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{batch.global_batch_size * run.training.seq_len:,} tokens per update = {batch.micro_batch_size} sequences of "
-        f"{run.training.seq_len} x {plural(batch.dp_size, 'rank')} x {batch.gradient_accumulation_steps} accumulated"
-        f"{', shared unevenly' if batch.global_batch_size % batch.dp_size else ''}{text}",
+        f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {trainer.run.training.precision}",
+        _describe_batch(trainer),
+        *_notes(trainer),
     ]
-    described = count_parameters(run.model).total
-    if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
-        lines.append(f"[model] describes {described:,} parameters: predictions and MFU are for that size")
-    if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
-        lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
-    if batch.learning_rate_scale != 1:
-        lines.append(
-            f"learning rates x {batch.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
-            f"{plural(batch.dp_size, 'rank')} instead of {run.training.base_dp_size}"
-        )
-    if run.training.seq_len > run.model.max_seq_len:
-        lines.append(
-            f"sequences of {run.training.seq_len:,} are longer than model.max_seq_len = {run.model.max_seq_len:,}, "
-            "which exports declare as the maximum"
-        )
-    if run.training.has_decided_steps and run.optimizer.warmup_steps >= run.training.steps:
-        warmup_steps = run.optimizer.warmup_within(run.training.steps)
-        lines.append(
-            f"warms up in {plural(warmup_steps, 'step')}, half of the run: optimizer.warmup_steps is "
-            f"{run.optimizer.warmup_steps}, but training.steps is {run.training.steps}"
-        )
-    if run.training.seconds is not None:
-        end = datetime.now() + timedelta(seconds=run.training.seconds)
-        lines.append(f"trains for {run.training.seconds:g} s, until {end:%H:%M:%S}, and then evaluates")
     if resumed:
-        saved_by = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
+        saved_by = f" of {plural(resumed, 'rank')}" if resumed != trainer.mesh.dims.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
-        if trainer.step == run.training.steps:
+        if trainer.step == trainer.run.training.steps:
             lines.append("this was the last step; increase training.steps to continue")
     return "\n".join(lines)
+
+
+def _describe_layout(trainer: Trainer) -> str:
+    layout = trainer.run.layout
+    sizes = trainer.mesh.dims
+    names = {
+        "pp": f"pipeline ({layout.schedule_file or layout.schedule})",
+        "cp": layout.cp_method,
+        "tp": "tensor",
+        "ep": "expert",
+    }
+    parts = [f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"]
+    parts += [f"{name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1]
+    if sizes.dp_size > 1 or sizes.servers:
+        parts.append(layout.data_parallel)
+    if layout.offload != "none":
+        parts.append(f"state in {OFFLOAD_TARGET_NAMES[layout.offload]}")
+    return ", ".join(parts)
+
+
+def _describe_batch(trainer: Trainer) -> str:
+    batch = trainer.batch
+    seq_len = trainer.run.training.seq_len
+    train = trainer.corpus.train
+    return (
+        f"{batch.global_batch_size * seq_len:,} tokens per update = {batch.micro_batch_size} sequences of "
+        f"{seq_len} x {plural(batch.dp_size, 'rank')} x {batch.gradient_accumulation_steps} accumulated"
+        f"{', shared unevenly' if batch.global_batch_size % batch.dp_size else ''}"
+        f"{f'; the text is {train.size:,} tokens' if train is not None else ''}"
+    )
+
+
+def _notes(trainer: Trainer) -> Iterator[str]:
+    """Yield a line for each setting that may surprise."""
+    training = trainer.run.training
+    model = trainer.run.model
+    described = count_parameters(model).total
+    if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
+        yield f"[model] describes {described:,} parameters: predictions and MFU are for that size"
+    if training.precision == "bf16" and not has_fast_bf16(trainer.device):
+        yield 'this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"'
+    if trainer.batch.learning_rate_scale != 1:
+        yield (
+            f"learning rates x {trainer.batch.learning_rate_scale:.4g} ({training.batch_scaling}): "
+            f"{plural(trainer.batch.dp_size, 'rank')} instead of {training.base_dp_size}"
+        )
+    if training.seq_len > model.max_seq_len:
+        yield (
+            f"sequences of {training.seq_len:,} are longer than model.max_seq_len = {model.max_seq_len:,}, "
+            "which exports declare as the maximum"
+        )
+    optimizer = trainer.run.optimizer
+    if training.has_decided_steps and optimizer.warmup_steps >= training.steps:
+        yield (
+            f"warms up in {plural(optimizer.warmup_within(training.steps), 'step')}, half of the run: "
+            f"optimizer.warmup_steps is {optimizer.warmup_steps}, but training.steps is {training.steps}"
+        )
+    if training.seconds is not None:
+        end = datetime.now() + timedelta(seconds=training.seconds)
+        yield f"trains for {training.seconds:g} s, until {end:%H:%M:%S}, and then evaluates"
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:

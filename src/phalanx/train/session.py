@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 
 from phalanx.data.packing import Batch
 from phalanx.launch.process import LAUNCHER_PID_ENV
-from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.metrics import METRICS_FILE, MetricsRecord
-from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
 from phalanx.train.callbacks.callback import build_callbacks
-from phalanx.train.callbacks.standard import standard_callbacks
+from phalanx.train.callbacks.standard import build_record_writers, standard_callbacks
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector
-from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
 from phalanx.train.messages import end_message, start_message
-from phalanx.train.profiling.clock_sync import measure_clock_offset
 from phalanx.train.profiling.memory_report import write_comparison
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.sample import generate_sample
 from phalanx.train.trainer import Trainer
-
-FLUSH_SECONDS = 1.0
-"""Maximum delay of rank records in their files: thousands of ranks may share a file system."""
 
 
 def train_session(
@@ -48,45 +40,50 @@ def train_session(
         window: Steps to profile.
         order_guard: Guard of the order of collectives.
     """
-    run = trainer.run
-    directory = trainer.directory
-    quiet = not trainer.is_main
-    user_callbacks = build_callbacks(run.callbacks)
+    writers = build_record_writers(trainer.run)
+    user_callbacks = build_callbacks(trainer.run.callbacks)
+    callbacks = standard_callbacks(trainer, writers, user_callbacks, spike_detector=spike_detector)
     resumed, damaged = trainer.resume() if resume else (0, {})
-    config = run.model_dump(mode="json")
-    alive_until = mtime_or_none(directory / METRICS_FILE)
-    logs = [] if quiet else open_loggers(directory, trainer.step, run.metrics.wandb, name=run.name, config=config)
-    rank_log = open_step_records(trainer) if run.metrics.per_rank_records else None
     steps_to_profile = profiled_steps(trainer, measure, window)
+    _record_start(trainer)
+    steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
+    with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
+        _report_damaged(trainer, damaged, progress)
+        progress.log(start_message(trainer, resumed))
+        if window is not None and not steps_to_profile:
+            text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
+            progress.log(f"no step is profiled: {text}")
+        step = order_guard.after_each(_profiled_step(trainer, steps_to_profile, progress))
+        evaluation = trainer.train(callbacks, progress, step)
+        if steps_to_profile and trainer.step < steps_to_profile[0]:
+            progress.log(f"no step was profiled: the last step was {trainer.step}")
+    _record_end(trainer, evaluation, measure)
+
+
+def _record_start(trainer: Trainer) -> None:
+    """Append the start to the events of the run."""
     if trainer.is_main:
-        launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
-        ranks = trainer.mesh.dims.world_size
-        append_event(directory, STARTED, ranks=ranks, step=trainer.step, launcher=launcher, alive_until=alive_until)
-    failed = True
-    try:
-        steps = run.training.steps if run.training.has_decided_steps else None
-        with ProgressDisplay(trainer.step, steps, quiet) as progress:
-            _report_damaged(trainer, damaged, progress)
-            progress.log(start_message(trainer, resumed))
-            if window is not None and not steps_to_profile:
-                text = f"steps {window[0]} to {window[-1]} are already done or after the last step"
-                progress.log(f"no step is profiled: {text}")
-            step = order_guard.after_each(_profiled_step(trainer, steps_to_profile, progress))
-            callbacks = standard_callbacks(trainer, logs, user_callbacks, spike_detector=spike_detector)
-            evaluation = trainer.train(callbacks, progress, step, rank_log=rank_log)
-            if steps_to_profile and trainer.step < steps_to_profile[0]:
-                progress.log(f"no step was profiled: the last step was {trainer.step}")
-        failed = False
-        if trainer.is_main:
-            append_event(directory, FINISHED, step=trainer.step)
-    finally:
-        for log in [*logs, *([rank_log] if rank_log else [])]:
-            log.close(failed)
+        append_event(
+            trainer.directory,
+            STARTED,
+            ranks=trainer.mesh.dims.world_size,
+            step=trainer.step,
+            launcher=int(os.environ.get(LAUNCHER_PID_ENV, "0")),
+            alive_until=mtime_or_none(trainer.directory / METRICS_FILE),
+        )
+
+
+def _record_end(trainer: Trainer, evaluation: MetricsRecord, measure: bool) -> None:
+    """Append the end to the events of the run, and print the results."""
+    run = trainer.run
+    if trainer.is_main:
+        append_event(trainer.directory, FINISHED, step=trainer.step)
     text = generate_sample(trainer) if run.evaluation.prompt and trainer.is_complete else ""
     if trainer.is_main:
         print(end_message(trainer, evaluation, text))
         if measure:
-            print(write_comparison(run.on_device(trainer.device.type), trainer.mesh.dims.world_size, directory))
+            device_run = run.on_device(trainer.device.type)
+            print(write_comparison(device_run, trainer.mesh.dims.world_size, trainer.directory))
 
 
 def _report_damaged(trainer: Trainer, damaged: dict[str, str], progress: ProgressDisplay) -> None:
@@ -121,26 +118,3 @@ def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> ran
         first = trainer.step + first_steady_step(trainer.run)
         return range(first, first + measure)
     return range(max(window.start, trainer.step + 1), min(window.stop, trainer.run.training.steps + 1))
-
-
-def open_step_records(trainer: Trainer) -> Logger:
-    """Open this rank's step records, and write their header."""
-    file = rank_record_file(trainer.directory, trainer.mesh.rank)
-    offset = measure_clock_offset(trainer.device, trainer.run.training.collective_timeout_seconds)
-    file.parent.mkdir(exist_ok=True)
-    rank_log = JsonLinesLogger(file, trainer.step, FLUSH_SECONDS)
-    opening: RunHeader = {
-        "format": FORMAT,
-        "rank": trainer.mesh.rank,
-        "ranks": trainer.mesh.dims.world_size,
-        "host": socket.gethostname(),
-        "device": trainer.device.type,
-        "step": trainer.step,
-        "clock_offset_seconds": offset.seconds,
-        "clock_error_seconds": offset.error_seconds,
-        "memory_bytes": device_memory_bytes(trainer.device),
-    }
-    if trainer.device.type == "cpu":
-        opening["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    rank_log.write(dict(opening))
-    return rank_log

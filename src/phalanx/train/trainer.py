@@ -74,6 +74,7 @@ class Trainer(ResumableLearner):
         """Directory of the checkpoint that is being saved."""
         self.progress = ProgressDisplay(0, None, quiet=True)
         self.rank_log: Logger | None = None
+        """Log of this rank's records, while it trains."""
 
     @property
     def is_main(self) -> bool:
@@ -97,7 +98,6 @@ class Trainer(ResumableLearner):
         callbacks: Mapping[str, Callback],
         progress: ProgressDisplay,
         step: Callable[[Iterator[Batch]], MetricsRecord] | None = None,
-        rank_log: Logger | None = None,
     ) -> MetricsRecord:
         """Train to the last step or until a stop request, and return the last evaluation.
 
@@ -105,11 +105,9 @@ class Trainer(ResumableLearner):
             callbacks: Callbacks by name, in the order in which their hooks run.
             progress: Display of the progress.
             step: Replacement of `train_step`.
-            rank_log: Logger of this rank's record of each step.
         """
         self.callbacks = callbacks
         self.progress = progress
-        self.rank_log = rank_log
         for name, state in self.callback_states.items():
             if name in callbacks:
                 callbacks[name].load_state_dict(state)

@@ -6,12 +6,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import IO
 
+import torch
 import torch.distributed as dist
 
 from phalanx.cost.exact.layout_checks import check_layout
@@ -44,7 +45,7 @@ from phalanx.train.profiling.memory_report import remove_measured
 from phalanx.train.profiling.peak_flops import rank_peak_flops
 from phalanx.train.session import train_session
 from phalanx.train.trainer import Trainer
-from phalanx.train.training_data import open_training_data
+from phalanx.train.training_data import TrainingData, open_training_data
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,17 @@ class ReducedRanks:
     ranks: int
 
 
-@dataclass
-class _RankContext:
-    """State of this rank, used to write its failure record."""
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The options of a rank's command; `run_rank` describes them."""
 
-    directory: Path
-    trainer: Trainer | None = None
-    signals: list[int] = field(default_factory=list)
-
-    def on_signal(self, number: int) -> None:
-        """Record a signal; from the first step on, all ranks agree on the step to stop after."""
-        self.signals.append(number)
-        if self.trainer is not None and self.trainer.is_main and len(self.signals) == 1:
-            print("phalanx: stopping after this step, with a checkpoint", file=sys.stderr)
-        if self.trainer is not None:
-            self.trainer.stop_requested = True
+    overrides: list[str]
+    resume: bool
+    measure: bool
+    window: range | None
+    reduced: ReducedRanks | None
+    device: str | None
+    force: bool
 
 
 def run_rank(
@@ -94,119 +91,165 @@ def run_rank(
         device: Device type chosen by a launcher.
         force: Start even if a run file plans more memory than is available.
     """
-    context = _RankContext(source)
+    options = RankOptions(
+        overrides=overrides,
+        resume=resume,
+        measure=measure,
+        window=window,
+        reduced=reduced,
+        device=device,
+        force=force,
+    )
+    session = RankSession(source, options)
     try:
-        with handling_signals(context.on_signal):
-            _run(
-                context,
-                overrides,
-                resume,
-                measure=measure,
-                window=window,
-                reduced=reduced,
-                device_type=device,
-                force=force,
-            )
+        with handling_signals(session.on_signal):
+            session.train()
     except SystemExit as system_exit:  # rank 0 prints the reason
         return int(system_exit.code or 0)
     except BaseException as error:
-        return _record_failure(context, error)
-    trainer = context.trainer
-    if trainer is not None and trainer.should_stop and not trainer.is_complete:
-        is_interactive = (
-            context.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
-        )  # a launcher prints this itself
+        return _record_failure(session, error)
+    return session.exit_code
+
+
+class RankSession:
+    """A rank from its start to its end: join the other ranks, open the run, train."""
+
+    def __init__(self, source: Path, options: RankOptions) -> None:
+        """Start with a run directory, or with a run file from which rank 0 creates one."""
+        self.options = options
+        self.is_prepared = source.is_dir()
+        self.directory = source
+        self.trainer: Trainer | None = None
+        self.signals: list[int] = []
+
+    def on_signal(self, number: int) -> None:
+        """Record a signal; from the first step on, all ranks agree on the step to stop after."""
+        self.signals.append(number)
+        if self.trainer is not None and self.trainer.is_main and len(self.signals) == 1:
+            print("phalanx: stopping after this step, with a checkpoint", file=sys.stderr)
+        if self.trainer is not None:
+            self.trainer.stop_requested = True
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a rank that did not fail."""
+        trainer = self.trainer
+        if trainer is None or not trainer.should_stop or trainer.is_complete:
+            return 0
+        # A launcher prints and returns its own code.
+        is_interactive = self.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
-    return 0
+
+    def train(self) -> None:
+        """Join the other ranks, open the run, and train to its end or until it stops."""
+        run = self._load_run()
+        device = self._join_ranks(run)
+        if not self.is_prepared:
+            self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
+        run, data = read_run_directory(self.directory)
+        lock = self._lock_directory(run) if is_rank0() else None
+        run = self._use_reduced_layout(run)
+        self._remove_old_outputs()
+        fresh = not checkpoints(self.directory / CHECKPOINTS_DIR)
+        corpus = open_training_data(run, data, fresh)
+        self._train_with_rollbacks(run, corpus, device)
+        if lock is not None:
+            lock.close()
+
+    def _load_run(self) -> RunSpec:
+        """Return the run of the run directory or file, before the ranks meet."""
+        if not self.is_prepared:
+            return load_run(self.directory, self.options.overrides)
+        if self.options.overrides:
+            problem = "has no effect on a run directory"
+            raise UserError("--set", self.options.overrides, problem, fix="use the run file instead")
+        remove_dumps(self.directory, env_rank())
+        return read_run_directory(self.directory)[0]
+
+    def _join_ranks(self, run: RunSpec) -> torch.device:
+        """Initialize the process group, and return the device of this rank."""
+        if run.training.deterministic:
+            use_deterministic_kernels()
+        reduced = self.options.reduced
+        timeout_seconds = run.training.collective_timeout_seconds
+        return init_distributed(
+            self.options.device or select_device(run), timeout_seconds, reduced.ranks if reduced else None
+        )
+
+    def _lock_directory(self, run: RunSpec) -> IO[str] | None:
+        """Lock the run directory on rank 0.
+
+        A rank of a previous start that lost the others exits only after the timeout of its collective."""
+        timeout = SHUTDOWN_GRACE_SECONDS
+        if LAUNCHER_PID_ENV in os.environ:
+            timeout = run.training.collective_timeout_seconds
+        launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
+        return acquire_run_lock(self.directory, timeout + SHUTDOWN_GRACE_SECONDS, launcher)
+
+    def _use_reduced_layout(self, run: RunSpec) -> RunSpec:
+        """Return the run with the layout of fewer ranks, if there is one, and record the layout in use."""
+        reduced = self.options.reduced
+        if reduced is not None:
+            run = run.model_copy(update={"layout": reduced.layout})
+            check_layout(run, reduced.ranks)
+        if is_rank0():
+            write_effective_layout(self.directory, reduced.layout if reduced else None)
+        return run
+
+    def _remove_old_outputs(self) -> None:
+        """Remove dumps and measurements of an earlier start, which perhaps had other ranks."""
+        if is_rank0():
+            remove_dumps_from_rank(self.directory, dist.get_world_size() if dist.is_initialized() else 1)
+        if self.options.measure or self.options.window:
+            remove_measured(self.directory)
+
+    def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
+        """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
+        options = self.options
+        resume = options.resume or self.is_prepared
+        spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
+        allowed = run.recovery.max_rollbacks
+        rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, self.directory))
+        peak_flops = rank_peak_flops(run, device)
+        timeout_seconds = run.training.collective_timeout_seconds
+        with Watchdog(self.directory, timeout_seconds) as watchdog, OrderGuard(self.directory) as order_guard:
+            while True:
+                run = run if self.trainer is None else self.trainer.run  # its number of steps may be decided
+                trainer = Trainer(run, corpus, self.directory, device=device, peak_flops=peak_flops)
+                watchdog.trainer = self.trainer = trainer
+                trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
+                detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
+                try:
+                    return train_session(
+                        trainer,
+                        resume,
+                        detector,
+                        measure=options.measure,
+                        window=options.window,
+                        order_guard=order_guard,
+                    )
+                except DivergenceError as error:
+                    if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
+                        raise
+                    rollbacks_left -= 1
+                    resume = True
+                    _roll_back(trainer, error)
 
 
-def _run(
-    context: _RankContext,
-    overrides: list[str],
-    resume: bool,
-    measure: bool,
-    window: range | None,
-    reduced: ReducedRanks | None,
-    device_type: str | None,
-    force: bool,
-) -> None:
-    source = context.directory
-    prepared = context.directory.is_dir()
-    if prepared and overrides:
-        raise UserError("--set", overrides, "has no effect on a run directory", fix="use the run file instead")
-    run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
-    if prepared:
-        remove_dumps(source, env_rank())
-    if run.training.deterministic:
-        use_deterministic_kernels()
-    timeout_seconds = run.training.collective_timeout_seconds
-    device = init_distributed(device_type or select_device(run), timeout_seconds, reduced.ranks if reduced else None)
-    if not prepared:
-        context.directory = _set_up_on_rank0(run, resume, force)
-    directory = context.directory
-    run, data = read_run_directory(directory)
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    # A rank of a previous start that lost the others exits only after the timeout of its collective.
-    lock_timeout = timeout_seconds if LAUNCHER_PID_ENV in os.environ else SHUTDOWN_GRACE_SECONDS
-    launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
-    lock = acquire_run_lock(directory, lock_timeout + SHUTDOWN_GRACE_SECONDS, launcher) if is_rank0 else None
-    if reduced is not None:
-        run = run.model_copy(update={"layout": reduced.layout})
-        check_layout(run, reduced.ranks)
-    if is_rank0:
-        write_effective_layout(directory, reduced.layout if reduced else None)
-        remove_dumps_from_rank(directory, dist.get_world_size() if dist.is_initialized() else 1)
-    fresh = not checkpoints(directory / CHECKPOINTS_DIR)
-    if measure or window:
-        remove_measured(directory)  # from an earlier start, perhaps with other ranks
-    corpus = open_training_data(run, data, fresh)
-    peak_flops = rank_peak_flops(run, device)
-    with Watchdog(directory, timeout_seconds) as watchdog, OrderGuard(directory) as order_guard:
-
-        def make_trainer() -> Trainer:
-            current_run = run if context.trainer is None else context.trainer.run  # its number of steps may be decided
-            watchdog.trainer = context.trainer = Trainer(
-                current_run, corpus, directory, device=device, peak_flops=peak_flops
-            )
-            context.trainer.stop_requested = bool(context.signals)  # signals that arrived before there was a trainer
-            return context.trainer
-
-        train = partial(train_session, measure=measure, window=window, order_guard=order_guard)
-        _train_with_rollbacks(make_trainer, run, directory, train=train, resume=resume or prepared)
-    if lock is not None:
-        lock.close()
+def is_rank0() -> bool:
+    """Return whether this process is rank 0, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _train_with_rollbacks(
-    make_trainer: Callable[[], Trainer],
-    run: RunSpec,
-    directory: Path,
-    train: Callable[[Trainer, bool, LossSpikeDetector], None],
-    resume: bool,
-) -> None:
-    """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
-    allowed = run.recovery.max_rollbacks
-    spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
-    rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
-    while True:
-        trainer = make_trainer()
-        try:
-            return train(trainer, resume, spike_detector if rollbacks_left > 0 else LossSpikeDetector(None))
-        except DivergenceError as error:
-            if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
-                raise
-            rollbacks_left, resume = rollbacks_left - 1, True
-            _roll_back(trainer, error)
-
-
-def _record_failure(context: _RankContext, error: BaseException) -> int:
+def _record_failure(session: RankSession, error: BaseException) -> int:
     """Write a failure record for the launcher, or print the error without one; return the exit code."""
-    trainer, error = context.trainer, as_user_error(error, context.directory)
+    trainer = session.trainer
+    error = as_user_error(error, session.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
-    if is_run_directory(context.directory):
+    if is_run_directory(session.directory):
         memory = oom_report(error, trainer)
         final = isinstance(error, DivergenceError | CallbackError)
-        write_failure(context.directory, rank, step, error=error, memory=memory, final=final)
+        write_failure(session.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:
         is_user_error = isinstance(error, UserError | DivergenceError)
         print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)

@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
+from phalanx.train.callbacks.records import JsonLines
 from phalanx.train.create_run import create_run
-from phalanx.train.loggers import open_loggers
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import command_json
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
@@ -24,7 +24,7 @@ def run_directory(tmp_path_factory) -> Path:
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
     directory = create_run(run, 1, resume=False)
     under_way = make_trainer(run)
-    train_to_end(under_way, open_loggers(directory, 0, None, run.name, {}))
+    train_to_end(under_way, {"metrics": JsonLines()})
     return directory
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from phalanx.runs.metrics import read_metrics
 from phalanx.train import worker
-from phalanx.train.callbacks.records import numbers
 from phalanx.train.create_run import create_run
+from phalanx.train.loggers import numbers
 from tests.helpers.small_runs import small_run
 
 pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'phalanx[mlflow]'")

@@ -101,7 +101,7 @@ class StagePasses:
             losses: Computes the loss and the auxiliary loss.
         """
         if stage == self.stages.last:
-            return SavedActivation(x, *losses(lambda _, documents: self.inner.model(x, documents, stage), micro))
+            return SavedActivation(x, *losses(lambda _, documents=None: self.inner.model(x, documents, stage), micro))
         with self.forward_context():
             return SavedActivation(x, *self.inner.model(x, micro.documents, stage))
 

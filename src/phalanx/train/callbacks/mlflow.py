@@ -8,15 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.extras import missing_package
-from phalanx.train.callbacks.callback import Callback
-from phalanx.train.callbacks.records import is_recorded, numbers
+from phalanx.train.callbacks.records import RecordWriter
+from phalanx.train.loggers import Logger, numbers
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 
-class MLflow(Callback):
-    """Writes on rank 0 what metrics.jsonl has; a run that resumes from a checkpoint continues its MLflow run."""
+class MLflowLogger:
+    """A run of MLflow, which receives the finite numbers of metrics.jsonl."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        client.set_terminated(run_id, "RUNNING")
+
+    def write(self, record: MetricsRecord) -> None:
+        """Send a record."""
+        from mlflow.entities import Metric
+
+        at = {"timestamp": int(1000 * time.time()), "step": record["step"]}
+        metrics = [Metric(name, value, **at) for name, value in numbers(record).items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, failed: bool = False) -> None:
+        """Mark the run of MLflow as failed or finished."""
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+class MLflow(RecordWriter):
+    """Writes to an experiment of MLflow. A run that resumes from a checkpoint continues its run of MLflow."""
 
     def __init__(self, experiment: str = "phalanx", tracking_uri: str | None = None) -> None:
         """Choose the destination.
@@ -30,59 +51,28 @@ class MLflow(Callback):
         self.experiment = experiment
         self.tracking_uri = tracking_uri
         self.run_id: str | None = None
-        self._client: Any = None
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Create the MLflow run, or open it again."""
-        if not trainer.is_main:
-            return
+    def open(self, trainer: Trainer) -> Logger:
+        """Create the run of MLflow, or open it again."""
         from mlflow import MlflowClient
 
-        self._client = MlflowClient(self.tracking_uri)
+        client = MlflowClient(self.tracking_uri)
         if self.run_id is None:
-            known = self._client.get_experiment_by_name(self.experiment)
-            experiment_id = known.experiment_id if known else self._client.create_experiment(self.experiment)
-            self.run_id = self._client.create_run(experiment_id, run_name=trainer.run.name).info.run_id
+            known = client.get_experiment_by_name(self.experiment)
+            experiment_id = known.experiment_id if known else client.create_experiment(self.experiment)
+            run_id: str = client.create_run(experiment_id, run_name=trainer.run.name).info.run_id
             for name, value in _flatten(trainer.run.model_dump(mode="json", exclude_none=True)).items():
-                self._client.log_param(self.run_id, name, value)
-        self._client.set_terminated(self.run_id, "RUNNING")
-
-    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record if it is due."""
-        if is_recorded(trainer, record):
-            self._write(record)
-
-    def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record."""
-        self._write(record)
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Mark the MLflow run as failed."""
-        self._end("FAILED")
-
-    def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Mark the MLflow run as finished."""
-        self._end("FINISHED")
+                client.log_param(run_id, name, value)
+            self.run_id = run_id
+        return MLflowLogger(client, self.run_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the id of the MLflow run."""
+        """Return the id of the run of MLflow."""
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the id of the MLflow run."""
+        """Restore the id of the run of MLflow."""
         self.run_id = state["run_id"]
-
-    def _write(self, record: MetricsRecord) -> None:
-        if self._client is not None:
-            from mlflow.entities import Metric
-
-            at = {"timestamp": int(1000 * time.time()), "step": record["step"]}
-            metrics = [Metric(name, value, **at) for name, value in numbers(record).items()]
-            self._client.log_batch(self.run_id, metrics=metrics)
-
-    def _end(self, status: str) -> None:
-        if self._client is not None:
-            self._client.set_terminated(self.run_id, status)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,63 +2,85 @@
 
 from __future__ import annotations
 
-import math
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from phalanx.runs.metrics import MetricsRecord
+from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsRecord
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.evaluator import evaluation_message
-from phalanx.train.loggers import Logger
+from phalanx.train.loggers import JsonLinesLogger, Logger, TensorBoardLogger
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 
-class MetricsLogging(Callback):
-    """Writes the records of steps, every `metrics.every` steps, and of evaluations."""
+class RecordWriter(Callback, ABC):
+    """Writes records on rank 0: of steps, every `metrics.every` steps, and of evaluations.
 
-    def __init__(self, logs: list[Logger]) -> None:
-        self.logs = logs
+    A subclass opens the destination."""
+
+    logger: Logger | None = None
+
+    @abstractmethod
+    def open(self, trainer: Trainer) -> Logger:
+        """Open the destination on rank 0, before the first step of a start."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Open the destination."""
+        self.logger = self.open(trainer) if trainer.is_main else None
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record if it is due."""
-        if is_recorded(trainer, record):
+        """Write the record if it is due; that of the last step is."""
+        if record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps:
             self._write(record)
 
     def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Write the record."""
         self._write(record)
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Close the destination of a failed run."""
+        self._close(failed=True)
+
+    def on_train_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Close the destination."""
+        self._close(failed=False)
+
     def _write(self, record: MetricsRecord) -> None:
-        for log in self.logs:
-            log.write({**record, "time": round(time.time(), 3)})
+        if self.logger is not None:
+            self.logger.write({**record, "time": round(time.time(), 3)})
+
+    def _close(self, failed: bool) -> None:
+        if self.logger is not None:
+            self.logger.close(failed)
+            self.logger = None
 
 
-class RankRecords(Callback):
-    """Writes this rank's record of each step, and shows the progress."""
+class JsonLines(RecordWriter):
+    """Writes metrics.jsonl in the run directory."""
+
+    def open(self, trainer: Trainer) -> Logger:
+        """Open the file, and drop steps that run again."""
+        return JsonLinesLogger(trainer.directory / METRICS_FILE, trainer.step)
+
+
+class TensorBoard(RecordWriter):
+    """Writes the event files of TensorBoard in the run directory."""
+
+    def open(self, trainer: Trainer) -> Logger:
+        """Open the event file, and hide steps that run again."""
+        return TensorBoardLogger(trainer.directory / TENSORBOARD_DIR, trainer.step)
+
+
+class Progress(Callback):
+    """Shows the progress and evaluations on rank 0."""
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write this rank's record, and advance the progress."""
-        if trainer.rank_log is not None and trainer.step_record is not None:
-            trainer.rank_log.write(dict(trainer.step_record))
+        """Advance the progress."""
         trainer.progress.advance(record)
 
     def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Print the evaluation, except the last one, which is printed at the end."""
         if trainer.step < trainer.run.training.steps:
             trainer.progress.log(f"step {trainer.step}: {evaluation_message(record)}")
-
-
-def is_recorded(trainer: Trainer, record: MetricsRecord) -> bool:
-    """Return whether the record of a step is written: every `metrics.every` steps, and that of the last step."""
-    return record["step"] % trainer.run.metrics.every == 0 or record["step"] == trainer.run.training.steps
-
-
-def numbers(record: MetricsRecord) -> dict[str, float]:
-    """Return the finite numbers of a record, without its step."""
-    return {
-        name: value
-        for name, value in record.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.callbacks.checkpoints import Checkpoints, InMemoryCopies
 from phalanx.train.callbacks.evaluation import Evaluation, Samples
 from phalanx.train.callbacks.guards import LossSpikes, NonfiniteSteps, ReplicaCheck
-from phalanx.train.callbacks.records import MetricsLogging, RankRecords
+from phalanx.train.callbacks.rank_records import RankRecords
+from phalanx.train.callbacks.records import JsonLines, Progress, TensorBoard
+from phalanx.train.callbacks.wandb import Wandb
 from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
 from phalanx.train.guards.divergence import LossSpikeDetector
-from phalanx.train.loggers import Logger
 from phalanx.train.time_budget import TimeBudget
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 
+def build_record_writers(run: RunSpec) -> dict[str, Callback]:
+    """Return the writers of a run's records besides the user's callbacks, by name.
+
+    Raises:
+        UserError: W&B is requested and not available.
+    """
+    writers: dict[str, Callback] = {}
+    if run.metrics.wandb is not None:
+        writers["wandb"] = Wandb(run.metrics.wandb)  # first: it may refuse to open
+    writers |= {"metrics": JsonLines(), "tensorboard": TensorBoard()}
+    return {**writers, "rank records": RankRecords()} if run.metrics.per_rank_records else writers
+
+
 def standard_callbacks(
     trainer: Trainer,
-    logs: list[Logger],
+    record_writers: Mapping[str, Callback] | None = None,
     user_callbacks: Mapping[str, Callback] | None = None,
     spike_detector: LossSpikeDetector | None = None,
 ) -> dict[str, Callback]:
@@ -32,15 +47,15 @@ def standard_callbacks(
 
     Args:
         trainer: Trainer of the run.
-        logs: Loggers of metrics.
+        record_writers: Writers of records, by name; None: records are not written.
         user_callbacks: Callbacks of the run file, by name.
         spike_detector: Detector of loss spikes; None: spikes are ignored.
     """
     scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
     return {
         "time budget": TimeBudget(),
-        "metrics": MetricsLogging(logs),
-        "rank records": RankRecords(),
+        **(record_writers or {}),
+        "progress": Progress(),
         "replica check": ReplicaCheck(),
         "nonfinite steps": NonfiniteSteps(),
         "loss spikes": LossSpikes(spike_detector or LossSpikeDetector(None)),
