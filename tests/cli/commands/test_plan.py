@@ -250,7 +250,7 @@ def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(
     evaluated = partial(evaluate_layout, described, world_size)
     chosen = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
-    plan = Plan([chosen], [], 1, chosen, None)
+    plan = Plan(layouts=[chosen], candidates=[], fitting=1, fastest=chosen, closest_to_fitting=None)
     monkeypatch.setattr("phalanx.cli.commands.plan._search", lambda *_, **__: plan)
     (note,) = _why_not_best(described, world_size, exported, "torchtitan")
     assert str(chosen.candidate) in note

@@ -101,7 +101,7 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     times = ActionTimes(F / chunks, B / chunks, W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
     one = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
-    whole = StageTime(np.array([F]), np.array([B + W]), np.array([W]))
+    whole = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))
     said = float(step_time._bubble_seconds(one, whole.scaled(p - 1))[0])
     assert said == pytest.approx(float(simulated), rel=0.02)
 

@@ -121,12 +121,27 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
 
     The core excludes the projections. Flash kernels compute half of the T x T pairs (causal), and 2.5 times the FLOPs
     in the backward pass (arXiv 2307.08691, section 3.1). Other kernels compute all pairs and write the scores to
-    memory.
+    memory. Causal ring attention runs these on half of the pairs, and its backward pass recomputes the forward pass.
     """
-    T = jobs.sequence
-    heads = jobs.heads / jobs.tp
-    pairs = jobs.micro_batch * heads * T * T / jobs.cp
-    flops = 2 * pairs * (jobs.head_dim + jobs.value_dim)
+    is_flash = jobs.attention >= AttentionKernel.FLASH_1
+    is_ring = jobs.attention == AttentionKernel.RING_PLAIN
+    flash_forward = _flash_attention_seconds(constants, jobs)
+    flash_backward = 2.5 * constants.flash_backward * flash_forward
+    unfused_forward, unfused_backward = _unfused_attention_seconds(constants, jobs)
+    forward = np.where(is_ring, unfused_forward / 2, np.where(is_flash, flash_forward, unfused_forward))
+    ring_backward = (unfused_forward + unfused_backward) / 2
+    backward = np.where(is_ring, ring_backward, np.where(is_flash, flash_backward, unfused_backward))
+    return forward, backward
+
+
+def _score_pairs(jobs: JobTable) -> Column:
+    """Return the number of pairs of a query and a key on a rank's heads, without a causal mask."""
+    return jobs.micro_batch * (jobs.heads / jobs.tp) * jobs.sequence * jobs.sequence / jobs.cp
+
+
+def _flash_attention_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
+    """Return the seconds of a forward pass of flash attention."""
+    flops = 2 * _score_pairs(jobs) * (jobs.head_dim + jobs.value_dim)
     peak_fraction = np.select(
         [
             jobs.attention == AttentionKernel.FLASH_1,
@@ -137,36 +152,29 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
         [constants.flash_1, constants.flash_2, constants.flash_4, constants.flash_3],
         constants.flash_2_later,
     )
+    diagonal_factor = 1 + constants.flash_start / jobs.sequence
     narrow_head_factor = np.where(jobs.head_dim <= 64, 1.3, 1.0)
-    flash_seconds = (
-        flops / 2 * (1 + constants.flash_start / T) / (peak_fraction * jobs.peak_flops) * narrow_head_factor
-        + constants.gap_seconds
+    causal_flops = flops / 2
+    return (
+        causal_flops * diagonal_factor / (peak_fraction * jobs.peak_flops) * narrow_head_factor + constants.gap_seconds
     )
 
-    rows = T / jobs.cp
-    is_aligned = jobs.head_dim % 8 == 0
+
+def _unfused_attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
+    """Return the seconds of attention that writes its scores to memory, forward and backward."""
+    queries = jobs.sequence / jobs.cp
+    num_products = jobs.micro_batch * (jobs.heads / jobs.tp)
     product_seconds = matmul_seconds(
-        constants, jobs, rows, n=T, k=jobs.head_dim, batch=jobs.micro_batch * heads, linear=False
+        constants, jobs, queries, n=jobs.sequence, k=jobs.head_dim, batch=num_products, linear=False
     )
     product_seconds = product_seconds + matmul_seconds(
-        constants, jobs, rows, n=jobs.value_dim, k=T, batch=jobs.micro_batch * heads, linear=False
+        constants, jobs, queries, n=jobs.value_dim, k=jobs.sequence, batch=num_products, linear=False
     )
+    is_aligned = jobs.head_dim % 8 == 0
     product_seconds = np.where(is_aligned, product_seconds, product_seconds / constants.misaligned)
-    separate_factor = np.where(
-        (jobs.attention == AttentionKernel.SEPARATE) | (jobs.attention == AttentionKernel.RING_PLAIN),
-        constants.score_separate,
-        1.0,
-    )
+    has_separate_kernels = (jobs.attention == AttentionKernel.SEPARATE) | (jobs.attention == AttentionKernel.RING_PLAIN)
+    separate_factor = np.where(has_separate_kernels, constants.score_separate, 1.0)
     score_seconds = memory_pass_seconds(
-        constants, jobs, jobs.compute_dtype_bytes * pairs * constants.score_passes * separate_factor
+        constants, jobs, jobs.compute_dtype_bytes * _score_pairs(jobs) * constants.score_passes * separate_factor
     )
-
-    unfused_forward = product_seconds + score_seconds
-    unfused_backward = 2 * product_seconds + score_seconds * constants.score_backward
-    is_flash = jobs.attention >= AttentionKernel.FLASH_1
-    is_ring = jobs.attention == AttentionKernel.RING_PLAIN
-    forward = np.where(is_ring, unfused_forward / 2, np.where(is_flash, flash_seconds, unfused_forward))
-    flash_backward = np.where(
-        is_ring, (unfused_forward + unfused_backward) / 2, 2.5 * constants.flash_backward * flash_seconds
-    )
-    return forward, np.where(is_flash, flash_backward, unfused_backward)
+    return product_seconds + score_seconds, 2 * product_seconds + score_seconds * constants.score_backward

@@ -7,27 +7,25 @@ byte.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import erf, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
+from phalanx.cost.estimate.block_activations import BlockActivations, activation_bytes
 from phalanx.cost.estimate.constants import MemoryConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
-from phalanx.cost.kinds import RECOMPUTING_METHODS, AttentionKernel, Column, ScheduleKind
+from phalanx.cost.kinds import Column, ScheduleKind
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 from phalanx.spec.formatting import GIB
 
-GATED_BYTES = 8.0
-"""Bytes per element of a gated MLP's inner width.
-
-Gate, up, the activated gate and their product, in 2 bytes each.
-"""
 DEEPSPEED_BUCKET_ELEMENTS = 5e8
 """Elements of DeepSpeed's reduce and gather buffers (reduce_bucket_size, allgather_bucket_size)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Peak allocated bytes on a rank of one stage."""
 
@@ -69,50 +67,103 @@ class StageMemoryTable:
         return np.maximum(np.maximum(self.first.host, self.middle.host), self.last.host)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Contents of a rank of one pipeline stage, as far as its memory depends on them."""
+
+    blocks: Column
+    moe_blocks: Column
+    num_tables: Column | float
+    """Tables of vocab x width parameters: embedding and output projection."""
+    has_head: NDArray[np.bool_]
+    in_flight: Column
+    """Micro-batches whose activations exist at once."""
+
+
 def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTable:
-    """Return the bytes of the first, the second and the last stage.
+    """Return the bytes of the first, the second and the last stage."""
+    first, middle, last = _pipeline_stages(jobs)
+    estimate_stage = partial(
+        _stage_memory,
+        constants,
+        jobs,
+        block=activation_bytes(constants, jobs),
+        logits=_logit_bytes(constants, jobs),
+        buffers=_buffer_bytes(constants, jobs),
+    )
+    return StageMemoryTable(estimate_stage(first), estimate_stage(middle), estimate_stage(last))
 
-    DeepSpeed's pipeline engine saves the tensors that a stage sends, in addition to the activations of its blocks, for
-    all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers).
-    """
-    has_no_pipeline = jobs.pp == 1
-    shares_rank = jobs.embedding_and_head_share_rank
-    saved_bytes, recomputed_bytes = _activation_bytes(constants, jobs)
-    tokens = jobs.tokens
-    logits = _logit_bytes(constants, jobs, tokens)
-    buffers = 4 * jobs.compute_dtype_bytes * constants.working * tokens * jobs.width + constants.workspace_gib * GIB
+
+def _pipeline_stages(jobs: JobTable) -> tuple[_Stage, _Stage, _Stage]:
+    """Return the first, the second and the last stage. Without a pipeline, the first and the last have all blocks."""
     first_in_flight, middle_in_flight, last_in_flight = micro_batches_in_flight(jobs)
+    shares_rank = jobs.embedding_and_head_share_rank
     num_tables = np.where(shares_rank, 2 - jobs.tied, 1.0)
-    uses_pipeline_engine = (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
-    buffers = buffers + np.where(
-        uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0
-    )
-    sent_bytes = np.where(uses_pipeline_engine & ~has_no_pipeline, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
-
-    def estimate_stage(
-        blocks: Column, moe_blocks: Column, num_tables: Column | float, in_flight: Column, logits: Column | float
-    ) -> StageMemory:
-        state, host = _state_bytes(constants, jobs, blocks, moe_blocks=moe_blocks, num_tables=num_tables)
-        fragmented = np.where((in_flight > 1) & (in_flight < jobs.micro_batches), blocks * saved_bytes, 0.0)
-        activations = in_flight * (blocks * saved_bytes + sent_bytes) + recomputed_bytes
-        return StageMemory(state, activations, fragmented, logits=np.zeros(1) + logits, buffers=buffers, host=host)
-
-    first = estimate_stage(
-        jobs.first_blocks,
-        jobs.first_moe_blocks,
-        num_tables,
+    first = _Stage(
+        blocks=jobs.first_blocks,
+        moe_blocks=jobs.first_moe_blocks,
+        num_tables=num_tables,
+        has_head=shares_rank,
         in_flight=first_in_flight,
-        logits=np.where(shares_rank, logits, 0.0),
     )
-    middle = estimate_stage(
-        np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0),
-        jobs.middle_moe_blocks,
+    middle = _Stage(
+        blocks=np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0),
+        moe_blocks=jobs.middle_moe_blocks,
         num_tables=0.0,
+        has_head=np.zeros(1, bool),
         in_flight=middle_in_flight,
-        logits=0.0,
     )
-    last = estimate_stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, in_flight=last_in_flight, logits=logits)
-    return StageMemoryTable(first, middle, last)
+    last = _Stage(
+        blocks=jobs.last_blocks,
+        moe_blocks=jobs.last_moe_blocks,
+        num_tables=num_tables,
+        has_head=np.ones(1, bool),
+        in_flight=last_in_flight,
+    )
+    return first, middle, last
+
+
+def _stage_memory(
+    constants: MemoryConstants,
+    jobs: JobTable,
+    stage: _Stage,
+    block: BlockActivations,
+    logits: Column,
+    buffers: Column,
+) -> StageMemory:
+    """Return the bytes of a rank of one stage; one block at a time is recomputed."""
+    state, host = _state_bytes(constants, jobs, stage)
+    saved_bytes = stage.blocks * block.saved
+    scatters = (stage.in_flight > 1) & (stage.in_flight < jobs.micro_batches)
+    return StageMemory(
+        state=state,
+        activations=stage.in_flight * (saved_bytes + _sent_bytes(jobs)) + block.recomputed,
+        fragmented=np.where(scatters, saved_bytes, 0.0),
+        logits=np.where(stage.has_head, logits, 0.0),
+        buffers=buffers,
+        host=host,
+    )
+
+
+def _uses_pipeline_engine(jobs: JobTable) -> NDArray[np.bool_]:
+    return (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
+
+
+def _sent_bytes(jobs: JobTable) -> Column:
+    """Return the bytes of the tensor that a stage sends and that DeepSpeed's pipeline engine saves.
+
+    It saves one for every micro-batch in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers).
+    """
+    saves_sent_tensor = _uses_pipeline_engine(jobs) & (jobs.pp > 1)
+    return np.where(saves_sent_tensor, jobs.compute_dtype_bytes * jobs.tokens * jobs.width, 0.0)
+
+
+def _buffer_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
+    """Return the bytes of temporary tensors, libraries, and DeepSpeed's buckets."""
+    working_bytes = 4 * jobs.compute_dtype_bytes * constants.working * jobs.tokens * jobs.width
+    has_buckets = _uses_pipeline_engine(jobs) & (jobs.zero_stage > 0)
+    bucket_bytes = np.where(has_buckets, 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0)
+    return working_bytes + constants.workspace_gib * GIB + bucket_bytes
 
 
 def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -> Column:
@@ -191,12 +242,10 @@ def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
     return np.minimum(first, m), np.minimum(middle, m), np.minimum(last, m)
 
 
-def _state_bytes(
-    constants: MemoryConstants, jobs: JobTable, blocks: Column, moe_blocks: Column, num_tables: Column | float
-) -> tuple[Column, Column]:
+def _state_bytes(constants: MemoryConstants, jobs: JobTable, stage: _Stage) -> tuple[Column, Column]:
     """Return the bytes of parameters, gradients and optimizer state on the device and in CPU memory.
 
-    ZeRO shards them (arXiv 1910.02054, section 5).
+    ZeRO shards them (arXiv 1910.02054, section 5). ZeRO-3 gathers the parameters of a few blocks.
     """
     table_parameters = jobs.vocab * jobs.width
     dense_per_block = (
@@ -204,20 +253,18 @@ def _state_bytes(
     )
     num_moe_blocks = np.maximum(jobs.layers - jobs.dense_layers, 1)
     experts_per_block = jobs.expert_parameters / num_moe_blocks / jobs.expert_shards
-    expert_replicas = jobs.expert_replicas
-    dense_parameters = blocks * dense_per_block + num_tables * table_parameters / jobs.tp
-    expert_parameters = moe_blocks * experts_per_block
+    dense_parameters = stage.blocks * dense_per_block + stage.num_tables * table_parameters / jobs.tp
+    expert_parameters = stage.moe_blocks * experts_per_block
     gathered_bytes = np.where(
         jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0
     )
     device_bytes = (
         _sharded_state_bytes(jobs, dense_parameters, jobs.shard_group_size)
-        + _sharded_state_bytes(jobs, expert_parameters, expert_replicas)
+        + _sharded_state_bytes(jobs, expert_parameters, jobs.expert_replicas)
         + gathered_bytes
     )
-    return device_bytes, (dense_parameters / jobs.shard_group_size + expert_parameters / expert_replicas) * host_bytes(
-        jobs
-    )
+    owned_parameters = dense_parameters / jobs.shard_group_size + expert_parameters / jobs.expert_replicas
+    return device_bytes, owned_parameters * host_bytes(jobs)
 
 
 def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> Column:
@@ -227,57 +274,7 @@ def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> C
     )
 
 
-def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Column, Column]:
-    """Return the saved bytes of a block, and the bytes of the block that is recomputed.
-
-    Values are a view of the joint output of the query, key and value projection. If queries and keys are rotated, as in
-    models with gated MLPs, the full output is saved in addition to the rotated tensors.
-    """
-    tokens = jobs.tokens
-    tp = jobs.tp
-    sequence_shards = np.where(jobs.sequence_parallel > 0, tp, 1.0)
-    is_gated = jobs.mlp_matrices > 2
-    is_fused = (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
-    is_gated_unfused = is_gated & ~is_fused
-    queries = jobs.heads * jobs.head_dim
-    values = jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
-    width_bytes = np.where(is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(
-        is_gated_unfused, constants.norm_bytes, 0.0
-    )
-    attention_bytes = 2 * (queries + values + jobs.heads * jobs.value_dim)
-    attention_bytes = attention_bytes + np.where(is_gated, 2 * (queries + jobs.kv_heads * jobs.head_dim), 0.0)
-    inner_bytes = np.where(
-        is_gated_unfused,
-        constants.gated_separate_bytes,
-        np.where(jobs.hardware_generation > 0, constants.gated_bytes, GATED_BYTES),
-    )
-    mlp_bytes = np.where(is_gated, inner_bytes, constants.plain_bytes) * jobs.ffn / tp
-    expert_bytes = (jobs.top_k * (inner_bytes * jobs.expert_ffn + 4 * jobs.width) + inner_bytes * jobs.shared_ffn) / tp
-    is_flash = jobs.attention >= AttentionKernel.FLASH_1
-    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
-    score_bytes = jobs.heads / tp * np.where(is_flash, 4.0, constants.score_bytes * separate_factor * jobs.sequence)
-
-    dense_fraction = jobs.dense_layers / jobs.layers
-    inner_bytes = dense_fraction * mlp_bytes + (1 - dense_fraction) * np.where(jobs.experts > 0, expert_bytes, 0.0)
-    unscored_bytes = width_bytes * jobs.width / sequence_shards + attention_bytes / tp + inner_bytes
-    token_scale = tokens * jobs.compute_dtype_bytes / 2  # the constants are for 16 bits
-    block_bytes = token_scale * (unscored_bytes + score_bytes)
-    conditions = [jobs.recompute == kind for kind in RECOMPUTING_METHODS]
-    attention_block_bytes = token_scale * (attention_bytes / tp + score_bytes)
-    saved_by_kind = [
-        2 * token_scale * jobs.width / sequence_shards,
-        token_scale * unscored_bytes,
-        block_bytes * constants.operations_kept,
-        block_bytes - attention_block_bytes,
-    ]
-    saved_bytes = np.select(conditions, saved_by_kind, block_bytes)
-    recomputed_bytes = np.select(
-        conditions, [block_bytes, token_scale * score_bytes, 0.0 * block_bytes, attention_block_bytes], 0.0
-    )
-    return saved_bytes, recomputed_bytes
-
-
-def _logit_bytes(constants: MemoryConstants, jobs: JobTable, tokens: Column) -> Column:
+def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     """Return the bytes of the logits.
 
     Most of them are the loss's own, which is in fp32 if products are in 16 bits.
@@ -289,4 +286,4 @@ def _logit_bytes(constants: MemoryConstants, jobs: JobTable, tokens: Column) -> 
         / STATE_BYTES["bf16"]
     )
     gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
-    return tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * bytes_per_logit * gather_factor
+    return jobs.tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * bytes_per_logit * gather_factor

@@ -5,22 +5,23 @@ Blocks, embedding, head, the schedule's bubble, sends, exposed data-parallel com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.estimate.block_time import StageTime, block_seconds, smooth_max
-from phalanx.cost.estimate.collective_time import network_bandwidth, p2p_seconds, ring_seconds
+from phalanx.cost.estimate.collective_time import p2p_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_seconds
-from phalanx.cost.estimate.offload import offload_seconds, upload_seconds
+from phalanx.cost.estimate.offload import offload_seconds
 from phalanx.cost.estimate.update_time import data_parallel_seconds, owned_parameters, update_seconds
+from phalanx.cost.estimate.zero3_time import add_zero3_communication
 from phalanx.cost.kinds import Column, ScheduleKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of one optimizer step by part: the parts are disjoint, and `total` is their sum."""
 
@@ -49,7 +50,7 @@ class StepTime:
 PARTS = tuple(part.name for part in fields(StepTime))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerTimes:
     """Times of the layers of a model, of which stages consist."""
 
@@ -63,177 +64,90 @@ class LayerTimes:
 
 
 def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
-    """Return the seconds of a step, by part."""
-    dense, routed = _block_times(constants, jobs)
-    layer_times = _make_layer_times(constants, jobs, dense, routed=routed)
-    slowest, middle = _slowest_and_middle_stages(jobs, layer_times)
-    all_layers = layer_times.dense.scaled(jobs.dense_layers) + layer_times.routed.scaled(
-        jobs.layers - jobs.dense_layers
-    )
-    all_layers = all_layers + layer_times.embedding + layer_times.head
-    p = jobs.pp
-    m = jobs.micro_batches
-    v = np.maximum(jobs.virtual_stages, 1)
+    """Return the seconds of a step, by part.
+
+        T_step   = m t_max + T_bubble + T_send + T_dp + T_update + T_offload + T_wait
+
+        t_s      = F_s + B_s                                passes of one micro-batch in pipeline stage s
+        T_bubble = (sum of t_s over p stages - t_max) / v   1F1B (v = 1) and interleaved 1F1B (arXiv 2104.04473)
+        T_wait   = w (m t_max + T_bubble + T_send) log2(d)
+
+    m is the number of micro-batches, p of stages, v of chunks per stage, and d of fast-link domains that wait for each
+    other. t_max is the time of the slowest stage, and w the straggler factor. `_bubble_seconds` has the bubbles of
+    other schedules. T_dp is in `data_parallel_seconds`, and T_send in `_pipeline_send_seconds`.
+    """
+    layers = layer_seconds(constants, jobs)
+    slowest, middle = _slowest_and_middle_stages(jobs, layers)
+    all_stages = _sum_of_all_stages(jobs, layers)
     engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
-    busy, bubble = _adjust_for_shared_cores(
+    passes, bubble = _adjust_for_shared_cores(
         jobs,
-        slowest.scaled(m * engine_factor),
-        all_layers.scaled(m * engine_factor / p),
-        bubble=_bubble_seconds(jobs, all_layers - slowest),
+        slowest=slowest.scaled(jobs.micro_batches * engine_factor),
+        mean=all_stages.scaled(jobs.micro_batches * engine_factor / jobs.pp),
+        bubble=_bubble_seconds(jobs, all_stages - slowest),
     )
-    send = _pipeline_send_seconds(constants, jobs, m, v=v)
-    data_parallel = data_parallel_seconds(constants, jobs, middle) + busy.sharding
-    update = update_seconds(constants, jobs) + constants.step_seconds
-    offload = offload_seconds(constants, jobs, owned_parameters(jobs)) + busy.upload
-    waiting = (
-        (busy.forward_backward + bubble + send)
-        * constants.straggler_factor
-        * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1))
-    )
+    send = _pipeline_send_seconds(constants, jobs)
     return StepTime(
-        busy.compute,
-        busy.exchange,
-        bubble,
+        compute=passes.compute,
+        exchange=passes.exchange,
+        bubble=bubble,
         send=send,
-        data_parallel=data_parallel,
-        update=update,
-        offload=offload,
-        waiting=waiting,
+        data_parallel=data_parallel_seconds(constants, jobs, middle) + passes.sharding,
+        update=update_seconds(constants, jobs) + constants.step_seconds,
+        offload=offload_seconds(constants, jobs, owned_parameters(jobs)) + passes.upload,
+        waiting=_straggler_seconds(constants, jobs, passes.forward_backward + bubble + send),
     )
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model."""
-    return _make_layer_times(constants, jobs, *_block_times(constants, jobs))
-
-
-def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     dense, routed = block_seconds(constants, jobs)
     experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
-    return _add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)), _add_zero3_communication(
-        constants, jobs, routed, experts=experts
-    )
-
-
-@dataclass(frozen=True)
-class _ShardingTime:
-    """Seconds of ZeRO-3's communication for one block."""
-
-    gather: Column
-    upload: Column
-    """Copies of offloaded parameters to the device before the gather."""
-    scatter: Column
-
-    def __add__(self, other: _ShardingTime) -> _ShardingTime:
-        return _ShardingTime(self.gather + other.gather, self.upload + other.upload, self.scatter + other.scatter)
-
-
-def _sharding_seconds(
-    constants: TimeConstants, jobs: JobTable, parameters: Column, ranks: Column, copies: Column, stride: Column
-) -> _ShardingTime:
-    """Return the seconds to gather sharded parameters and to reduce-scatter their gradients.
-
-    `ranks` that are `stride` apart share the parameters, and gradients are summed over `copies` of them. DeepSpeed
-    gathers single parameters, each in one ring that leaves a node through one network card.
-    """
-    calls = np.sign(parameters)
-
-    def ring_exchange_seconds(size_bytes: Column) -> Column:
-        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks=ranks, stride=stride, calls=calls)
-        return np.where(_gathers_singly(jobs), size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
-
-    gradient_bytes = jobs.gradient_wire_bytes * parameters
-    replica_reduce = ring_seconds(
-        constants, jobs, gradient_bytes / ranks, ranks=copies, stride=stride * ranks, reduces=True, calls=calls
-    )
-    return _ShardingTime(
-        ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
-        upload_seconds(jobs, parameters / ranks),
-        ring_exchange_seconds(gradient_bytes) + replica_reduce,
-    )
-
-
-def _gathers_singly(jobs: JobTable) -> NDArray[np.bool_]:
-    return (jobs.deepspeed > 0) & (jobs.ranks > jobs.fast_link_domain)
-
-
-def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: StageTime, experts: Column) -> StageTime:
-    """Return `block` with ZeRO-3's gathers and reduce-scatters, which overlap with the passes.
-
-    Each pass gathers the next block's parameters. `experts` is the number of parameters of a rank's experts, which
-    ranks with the same experts share. DeepSpeed prefetches few parameters at a time, which hides worse than a full
-    block.
-    """
-    parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks = jobs.shard_group_size
-    copies = jobs.dp * jobs.cp / jobs.shard_group_size
-    expert_ranks = np.clip(ranks * jobs.tp / jobs.expert_shards, 1, jobs.expert_replicas)
-    sharding = _sharding_seconds(
-        constants, jobs, parameters, ranks=ranks, copies=copies, stride=jobs.tp
-    ) + _sharding_seconds(
-        constants,
-        jobs,
-        experts,
-        ranks=expert_ranks,
-        copies=jobs.expert_replicas / expert_ranks,
-        stride=jobs.expert_shards,
-    )
-    gather = sharding.gather + sharding.upload
-    upload = sharding.upload
-    backward_exchange = gather + sharding.scatter
-
-    def exposed_seconds(pass_seconds: Column, exchange_seconds: Column) -> Column:
-        return np.where(
-            jobs.comm_uses_compute_cores > 0,
-            exchange_seconds,
-            np.where(
-                _gathers_singly(jobs),
-                smooth_max(pass_seconds, exchange_seconds, 2),
-                smooth_max(pass_seconds, exchange_seconds, 6),
-            )
-            - pass_seconds,
-        )
-
-    forward = exposed_seconds(block.forward, gather)
-    backward = exposed_seconds(block.backward, backward_exchange)
-    uploads = upload * (forward / np.maximum(gather, 1e-30) + backward / np.maximum(backward_exchange, 1e-30))
-    sharded = replace(
-        block,
-        forward=block.forward + forward,
-        backward=block.backward + backward,
-        sharding=forward + backward - uploads,
-        upload=uploads,
-    )
-    return block.replaced_where(jobs.zero_stage >= 3, sharded)
-
-
-def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime, routed: StageTime) -> LayerTimes:
-    tokens = jobs.tokens
-    head = matmul_seconds(constants, jobs, tokens, n=jobs.vocab / jobs.tp, k=jobs.width, linear=False)
-    loss = _loss_seconds(constants, jobs, tokens)
-    embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * tokens * jobs.width)
-    zero = np.zeros(1)
     return LayerTimes(
-        StageTime(embedding / 2, embedding / 2, zero),
-        dense,
-        routed,
-        head=StageTime(head + 0.4 * loss, 2 * head + 0.6 * loss, zero),
+        embedding=_embedding_time(constants, jobs),
+        dense=add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)),
+        routed=add_zero3_communication(constants, jobs, routed, experts=experts),
+        head=_head_time(constants, jobs),
     )
 
 
-def _slowest_and_middle_stages(jobs: JobTable, layer_times: LayerTimes) -> tuple[StageTime, StageTime]:
+def _sum_of_all_stages(jobs: JobTable, layers: LayerTimes) -> StageTime:
+    """Return the times of one micro-batch in all layers of the model."""
+    blocks = layers.dense.scaled(jobs.dense_layers) + layers.routed.scaled(jobs.layers - jobs.dense_layers)
+    return blocks + layers.embedding + layers.head
+
+
+def _straggler_seconds(constants: TimeConstants, jobs: JobTable, pipeline_seconds: Column) -> Column:
+    """Return the seconds in which fast-link domains wait for the slowest of them."""
+    domains = np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1)
+    return pipeline_seconds * constants.straggler_factor * np.log2(domains)
+
+
+def _embedding_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
+    seconds = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * jobs.tokens * jobs.width)
+    return StageTime(forward=seconds / 2, backward=seconds / 2, weight_grad=np.zeros(1))
+
+
+def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
+    """Return the times of the output projection and of the loss."""
+    product = matmul_seconds(constants, jobs, jobs.tokens, n=jobs.vocab / jobs.tp, k=jobs.width, linear=False)
+    loss = _loss_seconds(constants, jobs)
+    return StageTime(forward=product + 0.4 * loss, backward=2 * product + 0.6 * loss, weight_grad=np.zeros(1))
+
+
+def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes) -> tuple[StageTime, StageTime]:
     """Return the times of the slowest rank, and of a rank with neither embedding nor head."""
 
     def sum_stage(blocks: Column, moe_blocks: Column) -> StageTime:
-        return layer_times.dense.scaled(blocks - moe_blocks) + layer_times.routed.scaled(moe_blocks)
+        return layers.dense.scaled(blocks - moe_blocks) + layers.routed.scaled(moe_blocks)
 
     shares_rank = jobs.embedding_and_head_share_rank
-    first = sum_stage(jobs.first_blocks, jobs.first_moe_blocks) + layer_times.embedding
+    first = sum_stage(jobs.first_blocks, jobs.first_moe_blocks) + layers.embedding
     middle = sum_stage(jobs.middle_blocks, jobs.middle_moe_blocks)
     last = (
         sum_stage(jobs.last_blocks, jobs.last_moe_blocks)
-        + layer_times.head
-        + layer_times.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
+        + layers.head
+        + layers.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
     )
     slowest = _elementwise_slower(last, first, ~shares_rank)
     return _elementwise_slower(slowest, middle, jobs.has_middle_stages), middle
@@ -244,13 +158,13 @@ def _elementwise_slower(stage: StageTime, other: StageTime, exists: NDArray[np.b
     return stage.replaced_where(exists & (other.forward_backward > stage.forward_backward), other)
 
 
-def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
+def _loss_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
     """Return the seconds of the loss, forward and backward.
 
     The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary.
     """
     gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
-    logits = jobs.compute_dtype_bytes * tokens * jobs.vocab
+    logits = jobs.compute_dtype_bytes * jobs.tokens * jobs.vocab
     gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, ranks=jobs.tp, stride=1.0), 0.0)
     return gather + memory_pass_seconds(
         constants, jobs, np.where(gathers_vocab, logits, logits / jobs.tp) * constants.head_passes
@@ -260,35 +174,34 @@ def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> C
 def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
     """Return the idle seconds of the slowest stage.
 
-    `others` is the time of one micro-batch in all other stages together; F, B and W are sums over these stages. 1F1B
-    and GPipe wait for that time once, interleaved schedules for 1/v of it (arXiv 2104.04473, section 2.2). Split
-    backward passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362). The remainder is
-    F + B - W for ZB-H1, max(F, F + B - 2W) for ZB-H2, and max(F, B) / 2 for ZB-V. With postponed optimizer checks, the
-    next step starts in the ramp of the last one. The 2p - 1 forward passes at the start of ZB-H2 then fill the rest,
-    except B - F where gradients of weights do not cover it.
+        1F1B, GPipe   F + B + W
+        interleaved   (F + B + W) / v
+        ZB-H1         F + B - W
+        ZB-H2         max(F, F + B - 2 W)
+        ZB-V          max(F, B) / 2
+
+    `others` has the times of one micro-batch in all other stages together: F of their forward passes, B of gradients
+    of inputs, and W of gradients of weights. v is the number of chunks per stage (arXiv 2104.04473, section 2.2). Split
+    backward passes fill the bubble with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362).
+
+    With postponed optimizer checks, the next step starts in the ramp of the last one. The 2p - 1 forward passes at the
+    start of ZB-H2 then fill the rest, except B - F where gradients of weights do not cover it.
     """
-    v = np.maximum(jobs.virtual_stages, 1)
     is_post_validated = jobs.optimizer_post_validation > 0
     F = others.forward
     W = others.weight_grad
     B = others.backward - W
+    zb_h2_ramp = np.maximum(F + B - 2 * W, 0.0)
+    idle_by_schedule = {
+        ScheduleKind.NONE: 0.0 * others.forward_backward,
+        ScheduleKind.INTERLEAVED: others.forward_backward / np.maximum(jobs.virtual_stages, 1),
+        ScheduleKind.ZB_H1: np.maximum(F + B - W, 0.0),
+        ScheduleKind.ZB_H2: np.where(is_post_validated, np.clip(B - F, 0.0, zb_h2_ramp), np.maximum(F, F + B - 2 * W)),
+        ScheduleKind.ZB_V: np.where(is_post_validated, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
+    }
     idle: Column = np.select(
-        [
-            jobs.schedule == ScheduleKind.NONE,
-            jobs.schedule == ScheduleKind.INTERLEAVED,
-            jobs.schedule == ScheduleKind.ZB_H1,
-            jobs.schedule == ScheduleKind.ZB_H2,
-            jobs.schedule == ScheduleKind.ZB_V,
-        ],
-        [
-            0.0 * others.forward_backward,
-            others.forward_backward / v,
-            np.maximum(F + B - W, 0.0),
-            np.where(
-                is_post_validated, np.clip(B - F, 0.0, np.maximum(F + B - 2 * W, 0.0)), np.maximum(F, F + B - 2 * W)
-            ),
-            np.where(is_post_validated, np.maximum(B - F, 0.0), np.maximum(F, B)) / 2,
-        ],
+        [jobs.schedule == schedule for schedule in idle_by_schedule],
+        list(idle_by_schedule.values()),
         others.forward_backward,
     )
     return idle
@@ -308,22 +221,24 @@ def _adjust_for_shared_cores(
     return slowest.replaced_where(shares_core, mean), np.where(shares_core, shared_bubble, bubble)
 
 
-def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable, m: Column, v: Column) -> Column:
-    """Return the seconds that stages wait for messages: forward and backward, per micro-batch and chunk.
+def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
+    """Return the seconds that stages wait for messages, forward and backward.
 
+        T_send = 2 e c (m + p - 1) t_message
+
+    m is the number of micro-batches, p of stages, c of chunks per rank, and e the exposed fraction of a message.
     Tensor-parallel ranks split a message if they split its tokens, and always in Megatron-LM and DeepSpeed's engine
     (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Interleaved chunks wait for
     their message unless sends run ahead, as does DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends).
     """
-    tokens = jobs.tokens
-    is_message_split = (
-        (jobs.sequence_parallel > 0) | (jobs.schedule == ScheduleKind.INTERLEAVED) | (jobs.scatter_gather_p2p > 0)
-    )
-    message_seconds = p2p_seconds(
-        constants, jobs, jobs.compute_dtype_bytes * tokens * jobs.width / np.where(is_message_split, jobs.tp, 1.0)
-    )
-    interleaved = jobs.schedule == ScheduleKind.INTERLEAVED
-    is_blocking = (jobs.deepspeed > 0) | (interleaved & (jobs.hardware_generation == 0) & (jobs.overlap_tp == 0))
+    is_interleaved = jobs.schedule == ScheduleKind.INTERLEAVED
+    is_message_split = (jobs.sequence_parallel > 0) | is_interleaved | (jobs.scatter_gather_p2p > 0)
+    message_shards = np.where(is_message_split, jobs.tp, 1.0)
+    message_bytes = jobs.compute_dtype_bytes * jobs.tokens * jobs.width / message_shards
+    message_seconds = p2p_seconds(constants, jobs, message_bytes)
+    is_blocking = (jobs.deepspeed > 0) | (is_interleaved & (jobs.hardware_generation == 0) & (jobs.overlap_tp == 0))
     exposed_fraction = np.where(is_blocking, 1.0, constants.exposed_p2p_fraction)
-    chunks = np.where(interleaved, v, np.where(jobs.schedule == ScheduleKind.ZB_V, 2.0, 1.0))
-    return np.where(jobs.pp > 1, 2 * exposed_fraction * message_seconds * (m + jobs.pp - 1) * chunks, 0.0)
+    chunks_in_other_schedules = np.where(jobs.schedule == ScheduleKind.ZB_V, 2.0, 1.0)
+    chunks = np.where(is_interleaved, np.maximum(jobs.virtual_stages, 1), chunks_in_other_schedules)
+    num_slots = jobs.micro_batches + jobs.pp - 1
+    return np.where(jobs.pp > 1, 2 * exposed_fraction * message_seconds * num_slots * chunks, 0.0)

@@ -15,49 +15,89 @@ from phalanx.cost.kinds import Column
 def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:
     """Return the seconds of gradient and parameter communication that the passes do not hide.
 
-    Parameters are gathered after the update. If the gather overlaps, it does so with the next step's forward pass.
+        T_dp = exposed(R + G + E - G_late) + G_late + (n - 1) exposed(S)
+
+    R reduces the dense gradients, and G gathers the updated dense parameters (ZeRO-1 and 2). E does both for experts.
+    G_late is the part of G that cannot overlap with the next step's forward pass. Of n gradient reductions per step,
+    all but the last are reduce-scatters S. ZeRO-3 communicates within the passes (`step_time`), so R, G and E are 0.
 
     Args:
         constants: Fitted constants of time.
         jobs: Columns of jobs.
         stage: Times of a stage, in whose passes the communication can hide.
     """
-    dense, experts = parameters_per_rank(jobs)
-    ranks = jobs.dp * jobs.cp
-    bucket = np.where(jobs.overlap_grad_reduce > 0, constants.bucket_bytes / 2, np.inf)
-    num_calls = np.maximum(1, dense / bucket)
-    num_expert_calls = np.maximum(1, experts / bucket)
     is_zero12 = (jobs.zero_stage >= 1) & (jobs.zero_stage < 3)
-    shards_over_all_ranks = jobs.shard_group_size >= ranks
-    scatter_seconds = ring_seconds(
-        constants, jobs, jobs.gradient_wire_bytes * dense, ranks=ranks, stride=jobs.tp, calls=num_calls
+    is_zero3 = jobs.zero_stage >= 3
+    shards_over_all_ranks = jobs.shard_group_size >= jobs.dp * jobs.cp
+    grad_scatter_seconds = _grad_sync_seconds(constants, jobs, all_reduce=False)
+    grad_reduce_seconds = np.where(
+        is_zero12 & shards_over_all_ranks, grad_scatter_seconds, _grad_sync_seconds(constants, jobs, all_reduce=True)
     )
-    reduce_seconds = ring_seconds(
-        constants, jobs, jobs.gradient_wire_bytes * dense, ranks=ranks, stride=jobs.tp, reduces=True, calls=num_calls
+    param_gather_seconds = np.where(is_zero12, _param_gather_seconds(constants, jobs), 0.0)
+    expert_seconds = np.where(jobs.experts > 0, _expert_sync_seconds(constants, jobs), 0.0)
+    total_seconds = np.where(is_zero3, 0.0, grad_reduce_seconds + param_gather_seconds + expert_seconds)
+    late_gather_seconds = np.where(jobs.overlap_param_gather == 0, param_gather_seconds, 0.0)
+    window_seconds = _overlap_window_seconds(constants, jobs, stage)
+    earlier_seconds = (jobs.grad_reductions_per_step - 1) * _exposed_seconds(
+        constants, grad_scatter_seconds, window_seconds
     )
-    gather_seconds = ring_seconds(
-        constants, jobs, jobs.compute_dtype_bytes * dense, ranks=jobs.shard_group_size, stride=jobs.tp, calls=num_calls
-    )
-    expert_replicas = jobs.expert_replicas
-    expert_bytes = (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts
-    expert_seconds = ring_seconds(
-        constants, jobs, expert_bytes, ranks=expert_replicas, stride=jobs.expert_shards, calls=num_expert_calls
-    )
-    total_seconds = np.where(is_zero12 & shards_over_all_ranks, scatter_seconds, reduce_seconds) + np.where(
-        is_zero12, gather_seconds, 0.0
-    )
-    total_seconds = total_seconds + np.where(jobs.experts > 0, expert_seconds, 0.0)
-    total_seconds = np.where(jobs.zero_stage >= 3, 0.0, total_seconds)
-    exposed_gather = np.where(is_zero12 & (jobs.overlap_param_gather == 0), gather_seconds, 0.0)
-    window_seconds = np.where(
-        (jobs.overlap_grad_reduce > 0) & (jobs.comm_uses_compute_cores == 0),
-        constants.overlap * (stage.backward + stage.forward / 2),
-        0.0,
-    )
-    earlier_seconds = (jobs.grad_reductions_per_step - 1) * _exposed_seconds(constants, scatter_seconds, window_seconds)
     return (
-        _exposed_seconds(constants, total_seconds - exposed_gather, window_seconds) + exposed_gather + earlier_seconds
+        _exposed_seconds(constants, total_seconds - late_gather_seconds, window_seconds)
+        + late_gather_seconds
+        + earlier_seconds
     )
+
+
+def _grad_sync_seconds(constants: TimeConstants, jobs: JobTable, all_reduce: bool) -> Column:
+    """Return the seconds to all-reduce or reduce-scatter the dense gradients among all data-parallel ranks."""
+    dense, _ = parameters_per_rank(jobs)
+    return ring_seconds(
+        constants,
+        jobs,
+        jobs.gradient_wire_bytes * dense,
+        ranks=jobs.dp * jobs.cp,
+        stride=jobs.tp,
+        reduces=all_reduce,
+        calls=_bucket_count(constants, jobs, dense),
+    )
+
+
+def _param_gather_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
+    """Return the seconds to all-gather the updated dense parameters within a ZeRO shard group."""
+    dense, _ = parameters_per_rank(jobs)
+    return ring_seconds(
+        constants,
+        jobs,
+        jobs.compute_dtype_bytes * dense,
+        ranks=jobs.shard_group_size,
+        stride=jobs.tp,
+        calls=_bucket_count(constants, jobs, dense),
+    )
+
+
+def _expert_sync_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
+    """Return the seconds to reduce gradients and gather parameters of experts, among ranks with the same experts."""
+    _, experts = parameters_per_rank(jobs)
+    return ring_seconds(
+        constants,
+        jobs,
+        (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts,
+        ranks=jobs.expert_replicas,
+        stride=jobs.expert_shards,
+        calls=_bucket_count(constants, jobs, experts),
+    )
+
+
+def _bucket_count(constants: TimeConstants, jobs: JobTable, parameters: Column) -> Column:
+    """Return the number of collectives: one per bucket if they overlap with the backward pass, else one."""
+    bucket_elements = np.where(jobs.overlap_grad_reduce > 0, constants.bucket_bytes / 2, np.inf)
+    return np.maximum(1, parameters / bucket_elements)
+
+
+def _overlap_window_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:
+    """Return the seconds of a micro-batch's passes in which data-parallel communication can hide."""
+    can_overlap = (jobs.overlap_grad_reduce > 0) & (jobs.comm_uses_compute_cores == 0)
+    return np.where(can_overlap, constants.overlap * (stage.backward + stage.forward / 2), 0.0)
 
 
 def _exposed_seconds(constants: TimeConstants, exchange_seconds: Column, window_seconds: Column) -> Column:

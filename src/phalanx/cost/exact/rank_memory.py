@@ -12,6 +12,7 @@ reserve beyond the total, and `nccl` is NCCL's buffers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.comm_buffers import comm_buffer_peaks, parameter_server_buffers
@@ -37,7 +38,7 @@ from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Bytes that a rank allocates, by part; each part is its maximum over time."""
 
@@ -130,7 +131,7 @@ def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     return [rank_model_state(run, rank, micro_batches) for rank in rank_tensors(run, world_size)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Setup:
     """Properties of a run on its ranks that all stages share."""
 
@@ -147,7 +148,7 @@ class _Setup:
         return self.batch_plan.gradient_accumulation_steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _StageState:
     """State of a rank from step to step, and its communication buffers."""
 
@@ -157,24 +158,60 @@ class _StageState:
     buffer_peaks: list[CommBufferPeak]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Peaks:
+    """Maximum bytes of a rank in a step; the parts peak at different times, so `total` is at most their sum."""
+
+    activations: int
+    buffers: int
+    """Communication buffers, including gathered parameters."""
+    total: int
+    """State, activations and buffers together."""
+
+
 def _setup(run: RunSpec, world_size: int) -> _Setup:
     data_dims = parallel_dims(run.layout, world_size).with_cp_as_data_parallel(run.layout)
-    strategy = effective_strategy(run.layout, data_dims.dp_shard)
-    return _Setup(run, world_size, plan_batch(run, world_size), data_dims=data_dims, strategy=strategy)
+    return _Setup(
+        run=run,
+        world_size=world_size,
+        batch_plan=plan_batch(run, world_size),
+        data_dims=data_dims,
+        strategy=effective_strategy(run.layout, data_dims.dp_shard),
+    )
 
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Return the memory of a worker per pipeline rank."""
     setup = _setup(run, world_size)
-    cache: dict[object, _StageState] = {}
-    memories = []
+    ranks = rank_tensors(run, world_size)
+    states = _stage_states(setup, ranks)
     working_by_rank = working_memories(run, setup.batch_plan, setup.strategy)
-    for rank, working in zip(rank_tensors(run, world_size), working_by_rank, strict=True):
-        signature = rank.signature
-        if signature not in cache:
-            cache[signature] = _stage_state(setup, rank)
-        memories.append(_stage_memory(setup, rank, cache[signature], working=working))
-    return memories
+    return [
+        _stage_memory(setup, rank, state, working=working)
+        for rank, state, working in zip(ranks, states, working_by_rank, strict=True)
+    ]
+
+
+def _stage_states(setup: _Setup, ranks: Sequence[RankTensors]) -> list[_StageState]:
+    """Return the state of each pipeline rank.
+
+    Stages repeat: between the first and the last, ranks have tensors of equal shapes in other blocks. Each distinct
+    state is counted once, because a search counts the memory of hundreds of layouts.
+    """
+    signatures = [rank.signature for rank in ranks]
+    state_by_signature: dict[object, _StageState] = {}
+    for signature, rank in zip(signatures, ranks, strict=True):
+        if signature not in state_by_signature:
+            state_by_signature[signature] = _stage_state(setup, rank)
+    return [state_by_signature[signature] for signature in signatures]
+
+
+def _stage_state(setup: _Setup, rank: RankTensors) -> _StageState:
+    """Return the state and the buffers of a rank, which depend on its tensors only."""
+    run = setup.run
+    resident, offloaded, on_disk = resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)
+    buffer_peaks = comm_buffer_peaks(rank, run, setup.strategy, dims=setup.data_dims, accumulation=setup.micro_batches)
+    return _StageState(resident=resident, offloaded=offloaded, on_disk=on_disk, buffer_peaks=buffer_peaks)
 
 
 def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working: WorkingMemory) -> RankMemory:
@@ -188,34 +225,35 @@ def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working:
         accumulation=setup.micro_batches,
         num_replicas=setup.data_dims.dp_size,
     )
-    peak_bytes = max(working.peaks(persistent, state.buffer_peaks))
+    peaks = _stage_peaks(persistent, state, working)
     memory = RankMemory(
-        state.resident.parameters,
-        state.resident.gradients,
-        state.resident.optimizer,
-        activations=working.activations,
-        communication=working.exchanged + max((peak.bytes for peak in state.buffer_peaks), default=0),
+        parameters=state.resident.parameters,
+        gradients=state.resident.gradients,
+        optimizer=state.resident.optimizer,
+        activations=peaks.activations,
+        communication=peaks.buffers,
         offloaded=state.offloaded,
         on_disk=state.on_disk,
     )
-    memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
+    memory = replace(memory, non_concurrent_bytes=memory.total - peaks.total)
     if not run.cluster.uses_cuda:
         return memory
     reserved = _reserved_bytes(setup, rank, state, persistent=persistent, working=working)
     return replace(
         memory,
-        unused=max(0, reserved - peak_bytes),
+        unused=max(0, reserved - peaks.total),
         nccl=nccl_bytes(run, setup.world_size),
         checkpoint_copy=checkpoint_copy_bytes(run, rank, setup.strategy),
     )
 
 
-def _stage_state(setup: _Setup, rank: RankTensors) -> _StageState:
-    """Return the state and the buffers of a rank, which depend on its tensors only."""
-    run = setup.run
-    resident, offloaded, on_disk = resident_and_offloaded(run, rank, setup.strategy, micro_batches=setup.micro_batches)
-    buffer_peaks = comm_buffer_peaks(rank, run, setup.strategy, dims=setup.data_dims, accumulation=setup.micro_batches)
-    return _StageState(resident, offloaded, on_disk, buffer_peaks=buffer_peaks)
+def _stage_peaks(persistent: PersistentMemory, state: _StageState, working: WorkingMemory) -> _Peaks:
+    """Return the peaks of a rank over the times of a step that `working.peaks` lists."""
+    return _Peaks(
+        activations=working.activations,
+        buffers=working.exchanged + max((peak.bytes for peak in state.buffer_peaks), default=0),
+        total=max(working.peaks(persistent, state.buffer_peaks)),
+    )
 
 
 def _reserved_bytes(
@@ -257,5 +295,12 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
         owned, states = owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
         state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned=owned, states=states)
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
-        servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
+        servers.append(
+            RankMemory(
+                parameters=state.parameters,
+                gradients=state.gradients,
+                optimizer=state.optimizer,
+                communication=buffers,
+            )
+        )
     return max(servers, key=lambda server: server.total)

@@ -43,18 +43,37 @@ def working_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
         batch_plan: Sizes of the run's batches.
         strategy: Effective strategy of the layout.
     """
-    batch = batch_plan.micro_batch_size
-    exchange = activation_exchange_bytes(run, batch)
     if run.layout.pp == 1:
-        activations = _stage_activations(run, batch, strategy)
-        peaks = partial(memory_peaks, activations=activations, exchange=exchange)
-        return [WorkingMemory(activations.peak, exchange, peaks)]
+        return [_single_stage_memory(run, batch_plan, strategy)]
+    return _pipeline_stage_memories(run, batch_plan, strategy)
+
+
+def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
+    """Return the working memory without a pipeline: one micro-batch at a time, and the exchanges inside blocks."""
+    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
+    activations = _stage_activations(run, batch_plan.micro_batch_size, strategy)
+    return WorkingMemory(
+        activations=activations.peak,
+        exchanged=exchange,
+        peaks=partial(memory_peaks, activations=activations, exchange=exchange),
+    )
+
+
+def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[WorkingMemory]:
+    """Return the working memory per pipeline rank: the micro-batches in flight, and messages between stages.
+
+    The bytes of a micro-batch in flight include the exchanges inside blocks.
+    """
     memories = []
-    passes_by_rank = _in_flight_peaks(run, batch_plan, strategy, exchange=exchange)
-    for pp_rank, passes in enumerate(passes_by_rank):  # these include the communication inside blocks
-        messages = pipeline_buffer_bytes(run, batch, pp_rank)
-        peaks = partial(pipeline_memory_peaks, passes=passes, links=messages)
-        memories.append(WorkingMemory(max(passes.forward_only, passes.with_gradients), messages, peaks))
+    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, strategy)):
+        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
+        memories.append(
+            WorkingMemory(
+                activations=max(passes.forward_only, passes.with_gradients),
+                exchanged=messages,
+                peaks=partial(pipeline_memory_peaks, passes=passes, links=messages),
+            )
+        )
     return memories
 
 
@@ -75,16 +94,24 @@ def _stage_activations(
     )
 
 
-def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, exchange: int) -> list[PeakInFlightBytes]:
+def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
     """Return the peak activations per pipeline rank, with the bytes that are exchanged inside blocks."""
+    batch = batch_plan.micro_batch_size
     schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    cache = dict[object, ActivationBytes]()
-    stage_activations = []
-    for stage in pipeline_stages(layers_per_stage(run), schedule):
-        signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
-        if signature not in cache:
-            cache[signature] = _stage_activations(run, batch_plan.micro_batch_size, strategy, stage=stage)
-        stage_activations.append(cache[signature])
+    stages = pipeline_stages(layers_per_stage(run), schedule)
+    # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations.
+    signatures = [_stage_signature(run, stage) for stage in stages]
+    activations_by_signature = dict[object, ActivationBytes]()
+    for signature, stage in zip(signatures, stages, strict=True):
+        if signature not in activations_by_signature:
+            activations_by_signature[signature] = _stage_activations(run, batch, strategy, stage=stage)
+    stage_activations = [activations_by_signature[signature] for signature in signatures]
+    exchange = activation_exchange_bytes(run, batch)
     return [
         peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchange) for pp_rank in range(run.layout.pp)
     ]
+
+
+def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:
+    """Return a key that is equal for stages with equal activations: the kinds of their blocks, and their ends."""
+    return tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last

@@ -111,7 +111,7 @@ def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
         cp = changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
         yield with_layout(
-            changed, rank_order=choose_rank_order(dp, tp, pp, cp=cp, domain=run.cluster.fast_link_domain_size)
+            changed, rank_order=choose_rank_order(dp=dp, tp=tp, pp=pp, cp=cp, domain=run.cluster.fast_link_domain_size)
         )
 
 

@@ -42,7 +42,7 @@ SCHEDULE_KINDS: dict[str, ScheduleKind] = {
 NOT_PREDICTED = "is not supported by the planner"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CandidateLayout:
     """Choices of one layout, as numbers and names."""
 
@@ -113,19 +113,19 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     require(
         known, "layout", value, problem=NOT_PREDICTED, fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}"
     )
-    data = effective_strategy(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
-    keeps_parameters = layout.pp == 1 or ZERO_STAGES[data] < 3
+    data_parallel = effective_strategy(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
+    keeps_parameters = layout.pp == 1 or ZERO_STAGES[data_parallel] < 3
     require(
         keeps_parameters,
         "layout.data_parallel",
-        data,
+        data_parallel,
         problem=f"{NOT_PREDICTED} in a pipeline",
         fix='use layout.data_parallel = "zero1", or layout.pp = 1',
     )
     candidate = CandidateLayout(
-        data,
-        sizes.dp_size,
-        sizes.dp_shard,
+        data_parallel=data_parallel,
+        dp=sizes.dp_size,
+        dp_shard=sizes.dp_shard,
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.formulas.collectives import Strategy
@@ -19,6 +19,19 @@ MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Degrees of parallelism. dp x tp x pp x cp is the number of ranks; expert parallelism is within a stage."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    cp_method: str
+    """Attention of context-parallel ranks: ring or ulysses."""
+    ep: int
+
+
 def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     """Return all layouts among which the planner chooses, without offload.
 
@@ -26,31 +39,33 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     sequence parallelism if the sequence divides. In pipelines, ZeRO-2 and 3 are not included, because there they store
     and send at least as much as ZeRO-1. Raises UserError if the precision is unknown."""
     check_precision(run)
+    return list(_generate_layouts(run, world_size))
+
+
+def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout]:
     domain = run.cluster.fast_link_domain_size
-    return [
-        CandidateLayout(
-            data,
-            dp,
-            shard,
-            tp=tp,
-            pp=pp,
-            cp=cp,
-            cp_method=context,
-            ep=ep,
-            micro_batch_size=micro_batch,
-            micro_batches=m,
-            activation_checkpointing=checkpointing,
-            schedule=schedule,
-            virtual_stages=v,
-            rank_order=rank_order,
-        )
-        for tp, pp, cp, context, ep, dp in _enumerate_degrees(run, world_size)
-        for rank_order in (choose_rank_order(dp, tp, pp, cp=cp, domain=domain),)
-        for data, shard in _data_parallel_options(dp, tp, pp, cp=cp, domain=domain)
-        for micro_batch, m in _micro_batch_options(run, dp)
-        for schedule, v in _schedule_options(pp, m, run.model.num_layers, halves=not run.training.compile)
-        for checkpointing in PHALANX_CHECKPOINTING
-    ]
+    for degrees in _enumerate_degrees(run, world_size):
+        rank_order = choose_rank_order(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, domain=domain)
+        for data_parallel, dp_shard in _data_parallel_options(degrees, domain):
+            for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp):
+                for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches):
+                    for activation_checkpointing in PHALANX_CHECKPOINTING:
+                        yield CandidateLayout(
+                            data_parallel=data_parallel,
+                            dp=degrees.dp,
+                            dp_shard=dp_shard,
+                            tp=degrees.tp,
+                            pp=degrees.pp,
+                            cp=degrees.cp,
+                            cp_method=degrees.cp_method,
+                            ep=degrees.ep,
+                            micro_batch_size=micro_batch_size,
+                            micro_batches=micro_batches,
+                            activation_checkpointing=activation_checkpointing,
+                            schedule=schedule,
+                            virtual_stages=virtual_stages,
+                            rank_order=rank_order,
+                        )
 
 
 def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
@@ -66,55 +81,64 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
     targets: dict[str, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
     if run.layout.offload_directory is not None:
         targets["nvme"] = run.layout.offload_directory
-    for data in strategies if alone else (candidate.data_parallel,):
-        for target, directory in targets.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
-            yield replace(candidate, data_parallel=data, offload=target, offload_directory=directory)
+    for data_parallel in strategies if alone else (candidate.data_parallel,):
+        if data_parallel not in VALID_DATA_STRATEGIES["offload"]:
+            continue
+        for target, directory in targets.items():
+            yield replace(candidate, data_parallel=data_parallel, offload=target, offload_directory=directory)
 
 
-def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
-    """Yield tp, pp, cp, cp_method, ep and dp of all degrees that divide the ranks and the model."""
+def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:
+    """Yield all degrees that divide the ranks, the batch and the model."""
     sequences = run.training.tokens_per_step // run.training.seq_len
-    experts = run.model.moe.num_experts if run.model.moe else 1
+    num_experts = run.model.moe.num_experts if run.model.moe else 1
     for tp in divisors(world_size):
-        for pp in (p for p in divisors(world_size // tp) if p <= run.model.num_layers):
+        for pp in divisors(world_size // tp):
+            if pp > run.model.num_layers:
+                continue
             for cp in divisors(world_size // tp // pp):
                 dp = world_size // (tp * pp * cp)
-                if sequences % dp == 0:
-                    for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
-                        context = _choose_cp_method(run, world_size, tp, pp=pp, cp=cp, ep=ep)
-                        if context:
-                            yield tp, pp, cp, context, ep, dp
+                if sequences % dp > 0:
+                    continue
+                for ep in divisors(dp * cp * tp):
+                    if num_experts % ep > 0:
+                        continue
+                    cp_method = _choose_cp_method(run, world_size, tp=tp, pp=pp, cp=cp, ep=ep)
+                    if cp_method:
+                        yield Degrees(dp=dp, tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep)
 
 
-def _choose_cp_method(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
+def _choose_cp_method(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> str:
     """Return the method of context parallelism, or "" if these degrees cannot share the model.
 
     On a GPU, ranks exchange tokens for heads if there are enough heads, because the ring has no flash kernel there."""
     methods: list[Literal["ulysses", "ring"]] = ["ulysses", "ring"]
-    for context in methods if cp > 1 and not run.cluster.uses_cpu else methods[1:]:
-        layout = Layout(data_parallel="zero1", tp=tp, pp=pp, cp=cp, cp_method=context, ep=ep, micro_batch_size=1)
+    for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[1:]:
+        layout = Layout(data_parallel="zero1", tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep, micro_batch_size=1)
         try:
             check_divisibility(run.model_copy(update={"layout": layout}), world_size)
         except UserError:
             continue
-        return context
+        return cp_method
     return ""
 
 
-def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
+def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
     """Yield data-parallel strategies with the ranks that share a copy; with hsdp, those of a domain."""
     yield "ddp", 1
-    if dp * cp > 1:
-        yield "zero1", dp
-    if dp * cp > 1 and pp == 1:
-        yield "zero2", dp
-        yield "zero3", dp
-        near = domain // (tp * cp)
-        if 1 < near < dp and dp % near == 0:
-            yield "hsdp", near
+    if degrees.dp * degrees.cp == 1:
+        return
+    yield "zero1", degrees.dp
+    if degrees.pp > 1:
+        return
+    yield "zero2", degrees.dp
+    yield "zero3", degrees.dp
+    dp_in_domain = domain // (degrees.tp * degrees.cp)
+    if 1 < dp_in_domain < degrees.dp and degrees.dp % dp_in_domain == 0:
+        yield "hsdp", dp_in_domain
 
 
-def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
+def choose_rank_order(*, dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
     """Return the rank order: stages outermost if several ranks of a stage could share a domain.
 
     Data-parallel ranks and experts send much more than stages, and those of a domain send it together.
@@ -131,25 +155,27 @@ def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOr
 
 def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
     """Yield the micro-batch size and the number of micro-batches per rank and step."""
-    share = run.training.tokens_per_step // run.training.seq_len // dp
-    for micro_batch in divisors(share):
-        if micro_batch <= MAX_MICRO_BATCH:
-            yield micro_batch, share // micro_batch
+    sequences_per_rank = run.training.tokens_per_step // run.training.seq_len // dp
+    for micro_batch_size in divisors(sequences_per_rank):
+        if micro_batch_size <= MAX_MICRO_BATCH:
+            yield micro_batch_size, sequences_per_rank // micro_batch_size
 
 
-def _schedule_options(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
+def _schedule_options(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
 
     Compiled blocks cannot split their backward passes, and too few micro-batches cannot fill bubbles."""
     yield "1f1b", 1
     if pp == 1:
         return
-    if halves and m >= pp:
+    splits_backward = not run.training.compile
+    layers = run.model.num_layers
+    if splits_backward and micro_batches >= pp:
         yield "zb-h1", 1
-        if m >= 2 * pp - 1:
+        if micro_batches >= 2 * pp - 1:
             yield "zb-h2", 1
             if layers >= 2 * pp:
                 yield "zb-v", 1
-    if m % pp == 0:
-        for v in range(2, min(layers // pp, MAX_VIRTUAL_STAGES) + 1):
-            yield "interleaved", v
+    if micro_batches % pp == 0:
+        for virtual_stages in range(2, min(layers // pp, MAX_VIRTUAL_STAGES) + 1):
+            yield "interleaved", virtual_stages

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import StageMemoryTable, estimate_memory, oom_probability
+from phalanx.cost.estimate.memory import StageMemory, StageMemoryTable, estimate_memory, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
@@ -76,8 +77,8 @@ def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayo
         layouts: Candidate layouts.
     """
     jobs = candidate_jobs(run, world_size, layouts)
-    c = memory_constants_for(run.cluster)
-    return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(layouts))
+    constants = memory_constants_for(run.cluster)
+    return np.broadcast_to(oom_probability(constants, jobs, estimate_memory(constants, jobs)), len(layouts))
 
 
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
@@ -105,20 +106,26 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
         world_size: Number of ranks.
         option: Evaluated layout.
     """
-    layout_run = run.model_copy(update={"layout": option.candidate.layout()})
     cluster = run.cluster
+    layout_run = run.model_copy(update={"layout": option.candidate.layout()})
     memories = list(rank_memory(layout_run, world_size).values())
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
-    used, *stage_bytes = (
-        process_bytes(cluster, size) if cluster.calibration else size
-        for size in (device_bytes, *(device_and_host_bytes(cluster, [memories[index]])[0] for index in (0, -1)))
+    first_bytes, _ = device_and_host_bytes(cluster, memories[:1])
+    last_bytes, _ = device_and_host_bytes(cluster, memories[-1:])
+
+    def used_bytes(size: float) -> float:
+        return process_bytes(cluster, size) if cluster.calibration else size
+
+    return replace(
+        option,
+        memory_bytes=used_bytes(device_bytes),
+        host_bytes=host_bytes,
+        stage_bytes={"first": used_bytes(first_bytes), "last": used_bytes(last_bytes)},
+        p_oom=max(option.p_oom, layout_oom_probability(cluster, device_bytes, host_bytes)),
     )
-    stages = dict(zip(("first", "last"), stage_bytes, strict=True))
-    risk = max(option.p_oom, layout_oom_probability(cluster, device_bytes, host_bytes))
-    return replace(option, memory_bytes=used, host_bytes=host_bytes, stage_bytes=stages, p_oom=risk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutPredictions:
     """Predictions of many layouts at once: a row each, in their order. Memory is a formula's estimate."""
 
@@ -140,13 +147,13 @@ def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout
         layouts: Layouts to predict; at least one.
     """
     jobs = candidate_jobs(run, world_size, layouts)
-    c = memory_constants_for(run.cluster)
-    memory = estimate_memory(c, jobs)
+    constants = memory_constants_for(run.cluster)
+    memory = estimate_memory(constants, jobs)
     return LayoutPredictions(
-        step_seconds(time_constants_for(run.cluster), jobs),
-        memory,
-        np.exp(interval_half_width(run.cluster, jobs)),
-        p_oom=oom_probability(c, jobs, memory),
+        time=step_seconds(time_constants_for(run.cluster), jobs),
+        memory=memory,
+        interval_factor=np.exp(interval_half_width(run.cluster, jobs)),
+        p_oom=oom_probability(constants, jobs, memory),
         peak_flops=float(jobs.peak_flops[0]),
     )
 
@@ -161,46 +168,53 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     """
     if not layouts:
         return []
-    size = len(layouts)
     predictions = predict_layouts(run, world_size, layouts)
-    time = predictions.time
     memory = predictions.memory
-    tokens = run.training.tokens_per_step
-    sequence = run.training.seq_len
-    flops = training_flops_per_token(run.model, sequence)
-    peak = predictions.peak_flops
-    recomputed_flops = {
-        name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
-    }
-
-    def scalar_at(column: Column, index: int) -> float:
-        return float(np.broadcast_to(column, size)[index])
-
+    step_times = predictions.time.total
+    flops_per_token = _flops_by_checkpointing(run)
     options = []
     for index, candidate in enumerate(layouts):
-        seconds = scalar_at(time.total, index)
+        seconds = _value_at(step_times, index)
+        interval_factor = _value_at(predictions.interval_factor, index)
         stages = {
-            name: {
-                part: scalar_at(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")
-            }
-            for name, stage in (("first", memory.first), ("last", memory.last))
+            name: _bytes_by_part(stage, index) for name, stage in (("first", memory.first), ("last", memory.last))
         }
-        speed = tokens / seconds
+        tokens_per_second = run.training.tokens_per_step / seconds
+        utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
         options.append(
             EvaluatedLayout(
-                candidate,
-                seconds,
-                seconds / scalar_at(predictions.interval_factor, index),
-                high_seconds=seconds * scalar_at(predictions.interval_factor, index),
-                parts={part: scalar_at(getattr(time, part), index) for part in PARTS},
-                memory_bytes=scalar_at(memory.allocated, index),
-                host_bytes=scalar_at(memory.host, index),
+                candidate=candidate,
+                step_seconds=seconds,
+                low_seconds=seconds / interval_factor,
+                high_seconds=seconds * interval_factor,
+                parts={part: _value_at(getattr(predictions.time, part), index) for part in PARTS},
+                memory_bytes=_value_at(memory.allocated, index),
+                host_bytes=_value_at(memory.host, index),
                 stages=stages,
                 stage_bytes={name: sum(parts.values()) for name, parts in stages.items()},
-                p_oom=scalar_at(predictions.p_oom, index),
-                tokens_per_second=speed,
-                mfu=mfu(speed, flops, peak, ranks=world_size),
-                hfu=mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, ranks=world_size),
+                p_oom=_value_at(predictions.p_oom, index),
+                tokens_per_second=tokens_per_second,
+                mfu=utilization(flops_per_token["none"]),
+                hfu=utilization(flops_per_token[candidate.activation_checkpointing]),
             )
         )
     return options
+
+
+def _value_at(column: Column, index: int) -> float:
+    """Return a row's value; a column in which all rows agree may have one element."""
+    return float(column[index]) if column.size > 1 else float(column.item())
+
+
+def _bytes_by_part(stage: StageMemory, index: int) -> dict[str, float]:
+    return {part: _value_at(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")}
+
+
+def _flops_by_checkpointing(run: RunSpec) -> dict[str, float]:
+    """Return the FLOPs to train on a token, with recomputation, for each value of `layout.activation_checkpointing`."""
+    sequence = run.training.seq_len
+    flops = training_flops_per_token(run.model, sequence)
+    return {
+        name: flops + recomputed_flops_per_token(run.model, sequence, kind)
+        for name, kind in PHALANX_CHECKPOINTING.items()
+    }

@@ -51,7 +51,13 @@ def plan_or_raise(
         UserError: If no layout is wanted, or none fits; then the fix says which change makes one fit.
     """
     plan = search_layouts(
-        run, world_size, keep, report=report, is_wanted=is_wanted, prefer_simple=True, group_schedules=group_schedules
+        run,
+        world_size,
+        keep=keep,
+        report=report,
+        is_wanted=is_wanted,
+        prefer_simple=True,
+        group_schedules=group_schedules,
     )
     if plan.layouts:
         return plan
@@ -117,7 +123,7 @@ def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
     return warnings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WhatIf:
     """Change of a run, and the best layout after it."""
 
@@ -154,7 +160,8 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
         if changed is not None:
             options = search_layouts(changed, world_size, keep=1).layouts
             option = options[0] if options else None
-            yield WhatIf(change, option, option.tokens_per_second / fastest.tokens_per_second if option else 0.0)
+            speedup = option.tokens_per_second / fastest.tokens_per_second if option else 0.0
+            yield WhatIf(change=change, option=option, speedup=speedup)
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
@@ -186,10 +193,27 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     return f"{suggestion}; with {sequences} sequences per step, more devices do not help: shorten training.seq_len"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MemoryUse:
+    """Memory of one kind: used and available bytes of a rank."""
+
+    kind: str
+    used_bytes: float
+    available_bytes: float
+
+    @property
+    def utilization(self) -> float:
+        return self.used_bytes / GIB / (self.available_bytes / GIB)
+
+
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
     """Return the use of the fuller memory: the device's, with driver and libraries, or the CPU's."""
-    used = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
-    device = used / GIB, (cluster.rank_memory_bytes or 1) / GIB, "device"
-    host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"
-    taken, there, kind = max(device, host, key=lambda memory: memory[0] / memory[1])
-    return f"{taken:.1f} GiB of {there:.1f} of {kind} memory (P(OOM) {option.p_oom:.0%})"
+    device = _MemoryUse(
+        kind="device",
+        used_bytes=option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes),
+        available_bytes=cluster.rank_memory_bytes or 1,
+    )
+    host = _MemoryUse(kind="CPU", used_bytes=option.host_bytes, available_bytes=host_memory(cluster))
+    fuller = max(device, host, key=lambda memory: memory.utilization)
+    used = f"{fuller.used_bytes / GIB:.1f} GiB of {fuller.available_bytes / GIB:.1f}"
+    return f"{used} of {fuller.kind} memory (P(OOM) {option.p_oom:.0%})"

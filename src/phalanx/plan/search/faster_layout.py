@@ -27,7 +27,7 @@ SEQ_LEN_DIVISORS = (2, 4)
 """Divisors of the sequence length that are tried."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FasterLayout:
     """Layout that does not fit and is much faster than the fastest fitting one."""
 
@@ -87,9 +87,11 @@ def _count_shortage(
     used = counted.memory_bytes if cluster.calibration else process_bytes(cluster, counted.memory_bytes)
     host_bytes = max(by_formula.host_bytes, counted.host_bytes)
     return FasterLayout(
-        counted,
-        fastest.step_seconds / counted.step_seconds,
-        max(0.0, max(reserved, used) - enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)),
+        option=counted,
+        speedup=fastest.step_seconds / counted.step_seconds,
+        missing_device_bytes=max(
+            0.0, max(reserved, used) - enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)
+        ),
         missing_host_bytes=max(0.0, host_bytes - enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)),
         fitting_seq_len=None,
         fitting_step_seconds=None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluatedLayout:
     """A layout with its predicted step time, memory and OOM risk.
 
@@ -106,7 +106,7 @@ def _format_figures(layout: EvaluatedLayout) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Plan:
     """The result of a search: the layouts that fit, in order of preference.
 

@@ -89,7 +89,7 @@ def search_layouts(
             shown.add(_without_schedule(option.candidate))
         report("counting memory of the fastest", len(offered), keep)
     smallest = None if offered else evaluate_smallest(run, world_size, layouts)
-    return Plan(offered, layouts, len(ordered), fastest=fastest, closest_to_fitting=smallest)
+    return Plan(layouts=offered, candidates=layouts, fitting=len(ordered), fastest=fastest, closest_to_fitting=smallest)
 
 
 def _offer_wanted(
@@ -215,10 +215,10 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
     if not layouts:
         return []
     jobs = candidate_jobs(run, world_size, layouts)
-    c = memory_constants_for(run.cluster)
-    held = estimate_memory(c, jobs)
-    memory = np.broadcast_to(held.allocated, len(layouts))
-    risk = np.broadcast_to(oom_probability(c, jobs, held), len(layouts))
+    constants = memory_constants_for(run.cluster)
+    stage_memory = estimate_memory(constants, jobs)
+    memory = np.broadcast_to(stage_memory.allocated, len(layouts))
+    risk = np.broadcast_to(oom_probability(constants, jobs, stage_memory), len(layouts))
     fitting = np.flatnonzero(risk < MAX_OOM_PROBABILITY)
     if not len(fitting):
         return []
@@ -238,8 +238,9 @@ def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout
         layouts: Layouts to compare; at least one.
     """
     jobs = candidate_jobs(run, world_size, layouts)
-    c = memory_constants_for(run.cluster)
-    return layouts[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(layouts))))]
+    constants = memory_constants_for(run.cluster)
+    utilization = memory_utilisation(constants, jobs, estimate_memory(constants, jobs))
+    return layouts[int(np.argmin(np.broadcast_to(utilization, len(layouts))))]
 
 
 def evaluate_smallest(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> EvaluatedLayout:
