@@ -234,7 +234,14 @@ class RingBlock:
         return attention_with_lse(q[:, :, self.queries], k, v, causal=self.causal, mask=self.mask)
 
     def merge(self, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention to these keys into that to the keys of earlier steps (in place)."""
+        """Merge the attention to these keys into that to the keys of earlier steps (in place).
+
+        Args:
+            partial_out: Attention of these queries to these keys.
+            partial_lse: Log-sum-exp of its scores.
+            out: Attention of all queries.
+            lse: Log-sum-exp of its scores.
+        """
         _merge_partial_attention(out[:, :, self.queries], lse[:, :, self.queries], partial_out, partial_lse=partial_lse)
 
     def gradients(
@@ -254,7 +261,13 @@ class RingBlock:
         return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal, mask=self.mask)
 
     def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
-        """Add the gradients of these queries, keys and values to those of all tokens (in place)."""
+        """Add the gradients of these queries, keys and values to those of all tokens (in place).
+
+        Args:
+            gradients: Result of `gradients`.
+            grad_q: Gradients of all queries of this rank.
+            grad_kv: Gradients of all keys and values of the other rank.
+        """
         grad_q[:, :, self.queries] += gradients[0]
         grad_kv[0][:, :, self.keys] += gradients[1]
         grad_kv[1][:, :, self.keys] += gradients[2]

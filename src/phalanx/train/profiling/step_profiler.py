@@ -75,7 +75,7 @@ class StepProfiler:
         assert trainer.step_record is not None
         trainer.step_record |= profile.as_step_record(self.clock_offset)
         pass_times = trainer.strategy.clock.resolve(pass_timestamps(trainer.strategy))
-        trainer.step_record["spans"] = executed_passes(trainer.strategy, pass_times)
+        trainer.step_record["spans"] = [span.to_row() for span in executed_passes(trainer.strategy, pass_times)]
         if trainer.experts.layers:
             trainer.step_record["expert_tokens"] = (trainer.experts.current - tokens).long().tolist()
         return record | {"profiled": True}
