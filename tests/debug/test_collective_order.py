@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -18,8 +17,14 @@ def write_log(file: Path, groups: str | list[str]) -> None:
     """Append a sum over each of these groups."""
     with file.open("a") as log:
         for group in groups:
-            call = LoggedCall(COLLECTIVE, group, PAIRS[group], "all_reduce of 1 float32", f"x.py:1 ({group})")
-            log.write(json.dumps(call) + "\n")
+            call = LoggedCall(
+                kind=COLLECTIVE,
+                group=group,
+                ranks=PAIRS[group],
+                signature="all_reduce of 1 float32",
+                caller=f"x.py:1 ({group})",
+            )
+            log.write(call.to_json() + "\n")
 
 
 @pytest.fixture

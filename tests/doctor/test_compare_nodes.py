@@ -339,7 +339,14 @@ def test_check_node_pairs_blames_no_node_for_slow_pair() -> None:
 
 
 def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
-    good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
+    good = CollectiveResult(
+        name="all_reduce among data",
+        ranks=16,
+        size_bytes=LARGE_BYTES,
+        bus_bytes_per_second=330e9,
+        link_bytes_per_second=400e9,
+        wrong=0,
+    )
     assert filter_problems(cross_node_bandwidth.check_collectives([good])) == []
     (slow,) = filter_problems(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
@@ -364,7 +371,9 @@ fits of stas00/ml-engineering's and SimuMax's sweeps)."""
 def test_check_collectives_accepts_published_busbw(name: str) -> None:
     links, *reached = PUBLISHED_BUSBW[name]
     for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
-        each = CollectiveResult(name, 8, size, speed, links, 0)
+        each = CollectiveResult(
+            name=name, ranks=8, size_bytes=size, bus_bytes_per_second=speed, link_bytes_per_second=links, wrong=0
+        )
         assert filter_problems(cross_node_bandwidth.check_collectives([each])) == []
         assert filter_problems(
             cross_node_bandwidth.check_collectives([replace(each, bus_bytes_per_second=speed / 2)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.debug.explain_run import explain_run
-from phalanx.debug.hang_evidence import Explanation
+from phalanx.debug.hang_messages import Explanation
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.hang_dumps import read_failures
 from phalanx.runs.metrics import read_metrics

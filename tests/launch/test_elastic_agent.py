@@ -45,7 +45,9 @@ def launch(who: str, port: str) -> None:
 
 def test_local_address_is_not_loopback_for_host_name_mapped_to_loopback() -> None:
     """As Debian's installer has it. A machine in no network has none."""
-    meeting = Rendezvous("run", "127.0.1.1", 29_400, 1, 2, join_seconds=60, last_call_seconds=5)
+    meeting = Rendezvous(
+        name="run", host="127.0.1.1", port=29_400, min_nodes=1, max_nodes=2, join_seconds=60, last_call_seconds=5
+    )
     routes = [line.split()[1] for line in Path("/proc/net/route").read_text().splitlines()[1:]]
     assert (interface_of(local_address(meeting)) != "lo") is ("00000000" in routes)
     assert local_address(SINGLE_NODE) == "127.0.0.1"

@@ -23,7 +23,9 @@ from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.recovery import RecoverySpec
 from tests.helpers.hang_dumps import WAITING, make_dump
 
-REMOTE_RENDEZVOUS = Rendezvous("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)
+REMOTE_RENDEZVOUS = Rendezvous(
+    name="run", host="192.0.2.1", port=29500, min_nodes=1, max_nodes=2, join_seconds=1, last_call_seconds=1
+)
 """Two nodes, which meet at an address that is not this machine's."""
 PEER_LOSS_REASON = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
 

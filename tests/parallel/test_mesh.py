@@ -41,14 +41,15 @@ def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
     assert made == ParallelDims(*expected)
     assert made.world_size == world_size
     assert [
-        Mesh(made, rank, None, made.with_cp_as_data_parallel(Layout())).dp_rank for rank in range(world_size)
+        Mesh(dims=made, rank=rank, device_mesh=None, data_dims=made.with_cp_as_data_parallel(Layout())).dp_rank
+        for rank in range(world_size)
     ] == dp_ranks
     assert set(dp_ranks) == set(range(made.dp_size))
 
 
 def test_mesh_of_single_rank_has_no_process_groups() -> None:
     sizes = parallel_dims(Layout(), 1)
-    mesh = Mesh(sizes, 0, None, sizes.with_cp_as_data_parallel(Layout()))
+    mesh = Mesh(dims=sizes, rank=0, device_mesh=None, data_dims=sizes.with_cp_as_data_parallel(Layout()))
     assert mesh.submesh("dp_replicate", "tp") is None
     assert mesh.dp_group is None
 

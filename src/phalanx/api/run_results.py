@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.debug.explain_run import explain_run
-from phalanx.debug.hang_evidence import Explanation
+from phalanx.debug.hang_messages import Explanation
 from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
 from phalanx.report.formatting import as_sentence, bottleneck_headline

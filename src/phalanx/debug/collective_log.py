@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 
-from phalanx.runs.hang_dumps import Frame, HangDump, RecordedCollective, format_frame
+from phalanx.runs.hang_dumps import FAILED, Frame, HangDump, RecordedCollective, format_frame
 from phalanx.spec.formatting import join_words
 
 Key = tuple[str, tuple[int, ...]]
@@ -66,6 +66,14 @@ def was_waiting(dump: HangDump) -> bool:
     in_autograd = bool(dump["stack"]) and AUTOGRAD_FILE in dump["stack"][0][0]
     in_collective = in_autograd and any(not call["over"] for call in dump["calls"])
     return dump["waiting"] or in_collective or is_peer_loss(dump.get("error", ""))
+
+
+def was_in_collective(dump: HangDump, call: RecordedCollective) -> bool:
+    """Return whether a rank was in a collective.
+
+    Gloo marks a failed collective as finished. A failed message implies nothing about the collectives before it."""
+    failed = dump["why"] == FAILED and was_waiting(dump) and not was_in_pipeline_p2p(dump)
+    return not call["over"] or (failed and call is dump["calls"][-1])
 
 
 def was_in_pipeline_p2p(dump: HangDump) -> bool:

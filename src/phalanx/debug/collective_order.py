@@ -11,10 +11,10 @@ import json
 import os
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from itertools import permutations
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, Self
 
 from phalanx.debug.collective_log import minority_ranks
 from phalanx.spec.formatting import join_words
@@ -28,10 +28,11 @@ NUM_LAST_CALLS = 3
 """Number of calls that are shown for a hung rank."""
 
 
-class LoggedCall(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class LoggedCall:
     """One kind of call.
 
-    A line of a log contains all of these fields, or the index of an earlier line with equal fields.
+    A line of a log contains the values of all of these fields, or the index of an earlier line with equal values.
     """
 
     kind: str
@@ -50,6 +51,18 @@ class LoggedCall(NamedTuple):
     """Number of elements expected from each member."""
     in_background: bool = False
     """True if a background thread made the call, in no fixed order with the other calls."""
+
+    def to_json(self) -> str:
+        """Return the line of the log."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Self:
+        """Return the call of a line of the log: its fields in the order of this class."""
+        call: dict[str, Any] = {}
+        for entry, value in zip(fields(cls), values, strict=True):
+            call[entry.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**call)
 
     @property
     def members(self) -> str:
@@ -75,7 +88,7 @@ class OrderDifference:
     """Kind of difference: other calls in a group (mismatch), or other orders across groups (crossed)."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Log:
     """Reader of a rank's log file."""
 
@@ -95,7 +108,7 @@ class _Log:
         for line in lines.splitlines():
             entry = json.loads(line)
             if isinstance(entry, list):
-                self.kinds.append(LoggedCall._make(tuple(x) if isinstance(x, list) else x for x in entry))
+                self.kinds.append(LoggedCall.from_values(entry))
                 entry = len(self.kinds) - 1
             calls.append(self.kinds[entry])
         self.offset += len(lines) + bool(lines)
@@ -122,7 +135,7 @@ class CollectiveOrder:
         Args:
             files: The log file of each rank.
         """
-        self._logs = {rank: _Log(file) for rank, file in files.items()}
+        self._logs = {rank: _Log(file=file) for rank, file in files.items()}
         self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
         self._pending: dict[int, deque[LoggedCall]] = {rank: deque() for rank in files}
         """Collectives of each rank, over all groups, that are not yet matched with those of the other ranks."""
@@ -155,19 +168,21 @@ class CollectiveOrder:
         """
         candidates = list(self._pending)
         while candidates:
-            if calls := self._pending[candidates.pop()]:
-                members = [rank for rank in calls[0].ranks if rank in self._pending]
-                if all(self._stands_in(rank, calls[0]) for rank in members):
-                    candidates.extend(members)
-                    for rank in members:
-                        self._pending[rank].popleft()
-        if cycle := self._find_wait_cycle():
-            places = [f"rank {rank} in {self._pending[rank][0].place}" for rank in cycle]
-            message = f"ranks wait for each other in different groups: {join_words(places)}"
-            return OrderDifference(tuple(sorted(cycle)), message, "crossed")
-        return None
+            calls = self._pending[candidates.pop()]
+            members = [rank for rank in calls[0].ranks if rank in self._pending] if calls else []
+            if calls and all(self._is_next_call(rank, calls[0]) for rank in members):
+                candidates.extend(members)
+                for rank in members:
+                    self._pending[rank].popleft()
+        cycle = self._find_wait_cycle()
+        if not cycle:
+            return None
+        places = [f"rank {rank} in {self._pending[rank][0].place}" for rank in cycle]
+        message = f"ranks wait for each other in different groups: {join_words(places)}"
+        return OrderDifference(tuple(sorted(cycle)), message, "crossed")
 
-    def _stands_in(self, rank: int, call: LoggedCall) -> bool:
+    def _is_next_call(self, rank: int, call: LoggedCall) -> bool:
+        """Return whether a rank's next pending call is in the group of this call."""
         pending = self._pending[rank]
         return bool(pending) and (pending[0].group, pending[0].ranks) == (call.group, call.ranks)
 
@@ -179,13 +194,16 @@ class CollectiveOrder:
         waits_for: dict[int, set[int]] = {}
         for rank, calls in self._pending.items():
             others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
-            waits_for[rank] = {other for other in others if not self._stands_in(other, calls[0])}
-        while free := {rank for rank, others in waits_for.items() if not others}:
-            waits_for = {rank: others - free for rank, others in waits_for.items() if rank not in free}
-        path = list(waits_for)[:1]
-        while path and (following := min(waits_for[path[-1]])) not in path:
-            path.append(following)
-        return path[path.index(following) :] if path else []
+            waits_for[rank] = {other for other in others if not self._is_next_call(other, calls[0])}
+        waits_for = _without_free_ranks(waits_for)
+        if not waits_for:
+            return []
+        path = []
+        rank = next(iter(waits_for))
+        while rank not in path:
+            path.append(rank)
+            rank = min(waits_for[rank])
+        return path[path.index(rank) :]
 
     def bytes_read(self, rank: int) -> int:
         """Return the number of bytes read from a rank's file."""
@@ -195,6 +213,16 @@ class CollectiveOrder:
         """Return the last calls of a rank that were read, as text."""
         calls = self._logs[rank].last_calls if rank in self._logs else ()
         return "; ".join(call.place for call in calls)
+
+
+def _without_free_ranks(waits_for: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """Return the ranks that never become free, and the ranks that each waits for: cycles, and what waits for them."""
+    remaining = dict(waits_for)
+    free = {rank for rank, others in remaining.items() if not others}
+    while free:
+        remaining = {rank: others - free for rank, others in remaining.items() if rank not in free}
+        free = {rank for rank, others in remaining.items() if not others}
+    return remaining
 
 
 def _compare(
@@ -223,7 +251,8 @@ def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequ
         return None
     differing = sorted(minority_ranks(signatures))
     texts = [_describe_ranks(kind, differing, calls)]
-    if others := [rank for rank in signatures if rank not in differing]:
+    others = [rank for rank in signatures if rank not in differing]
+    if others:
         texts.append(_describe_ranks(kind, others, calls))
     return OrderDifference(tuple(differing), ", while ".join(texts))
 
@@ -259,9 +288,14 @@ def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedC
         if call is None:
             texts.append(f"{names} called nothing more")
             continue
-        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == call.ranks[0] else "received"
-        texts.append(f"{names} {verb} {signature} at {call.caller}")
+        texts.append(f"{names} {_call_verb(kind, call, same_ranks[0])} {signature} at {call.caller}")
     return " and ".join(texts)
+
+
+def _call_verb(kind: str, call: LoggedCall, rank: int) -> str:
+    if kind == COLLECTIVE:
+        return "called"
+    return "sent" if rank == call.ranks[0] else "received"
 
 
 def is_check_enabled() -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.debug.collective_order import CollectiveOrder, OrderDifference
-from phalanx.debug.hang_analysis import MISMATCH_FIXES, diagnose_hang
-from phalanx.debug.hang_evidence import Explanation, Verdict
+from phalanx.debug.hang_analysis import diagnose_hang
+from phalanx.debug.hang_messages import MISMATCH_FIXES, Explanation, Verdict
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import (
     FINISHED,
@@ -99,32 +99,50 @@ def _verdict_without_dumps(
         rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
-    advice = f"run phalanx report {directory} for a summary"
-    resume_advice = f"run phalanx train {directory} --resume to continue"
+    if is_running(directory):
+        return _describe_active_run(directory, run)
     lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
-    steps = run.training.steps
-    if is_running(directory):
-        summary = "the run is active, and no rank has hung since it started"
-        if seconds_since_write := [
-            time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")
-        ]:
-            summary += f"; the last step was recorded {min(seconds_since_write):.0f} s ago"
-        advice = f"wait: a hung rank writes its stack within {run.training.collective_timeout_seconds:g} s"
-    elif last_event["what"] == FINISHED and last_event["step"] < steps:
-        place = f"step {last_event['step']} of {run.training.steps_text}"
-        summary = f"the run was stopped cleanly after {place}"
-        advice = resume_advice
-    elif last_event["what"] == FINISHED:
-        summary = f"the run finished after step {last_event['step']}"
-    elif last_event["what"] == STARTED:
-        if faults := {rank: fault for rank in range(last_event["ranks"]) if (fault := describe_fault(directory, rank))}:
-            summary = "; ".join(f"rank {rank} was killed by a signal: {fault}" for rank, fault in faults.items())
-            return Verdict(
-                "killed", tuple(faults), summary, fix=f"read {fault_file(directory, min(faults))}; {resume_advice}"
-            )
+    if last_event["what"] == FINISHED:
+        return _describe_finished_run(directory, run, last_step=last_event["step"])
+    if last_event["what"] == STARTED:
+        return _describe_vanished_run(directory, last_event["ranks"])
+    summary = "the run is not known to be active, and no rank reported a pending collective"
+    return Verdict("nothing", (), summary, fix=_report_advice(directory))
+
+
+def _describe_active_run(directory: Path, run: RunSpec) -> Verdict:
+    summary = "the run is active, and no rank has hung since it started"
+    written_at = [file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]
+    if written_at:
+        summary += f"; the last step was recorded {time.time() - max(written_at):.0f} s ago"
+    timeout_seconds = run.training.collective_timeout_seconds
+    return Verdict("nothing", (), summary, fix=f"wait: a hung rank writes its stack within {timeout_seconds:g} s")
+
+
+def _describe_finished_run(directory: Path, run: RunSpec, last_step: int) -> Verdict:
+    if last_step < run.training.steps:
+        summary = f"the run was stopped cleanly after step {last_step} of {run.training.steps_text}"
+        return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+    summary = f"the run finished after step {last_step}"
+    return Verdict("nothing", (), summary, fix=_report_advice(directory))
+
+
+def _describe_vanished_run(directory: Path, num_ranks: int) -> Verdict:
+    """Return the verdict on a run that started and left neither an end nor failure records."""
+    fault_by_rank = {rank: describe_fault(directory, rank) for rank in range(num_ranks)}
+    killed_ranks = tuple(rank for rank, fault in fault_by_rank.items() if fault)
+    if not killed_ranks:
         summary = "the run ended without a record: its launcher was killed, or the machine stopped"
-        advice = resume_advice
-    else:
-        summary = "the run is not known to be active, and no rank reported a pending collective"
-    return Verdict("nothing", (), summary, fix=advice)
+        return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+    summary = "; ".join(f"rank {rank} was killed by a signal: {fault_by_rank[rank]}" for rank in killed_ranks)
+    fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
+    return Verdict("killed", killed_ranks, summary, fix=fix)
+
+
+def _resume_advice(directory: Path) -> str:
+    return f"run phalanx train {directory} --resume to continue"
+
+
+def _report_advice(directory: Path) -> str:
+    return f"run phalanx report {directory} for a summary"

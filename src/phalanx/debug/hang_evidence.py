@@ -1,12 +1,10 @@
-"""Evidence of a hang: what each rank recorded, and which ranks wait for which."""
+"""Evidence of a hang: what each rank recorded, and its description as text."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.debug.collective_log import (
     Key,
@@ -16,15 +14,12 @@ from phalanx.debug.collective_log import (
     innermost_user_frame,
     is_peer_loss,
     minority_ranks,
-    was_in_pipeline_p2p,
-    was_waiting,
+    was_in_collective,
 )
-from phalanx.runs.hang_dumps import FAILED, STALLED, HangDump, RecordedCollective, format_frame
+from phalanx.debug.wait_graph import IncompleteCollective, build_wait_graph
+from phalanx.runs.hang_dumps import STALLED, HangDump, format_frame
 from phalanx.spec.formatting import join_words
 from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups
-
-Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
-
 
 PROCESS_STATES = {
     "T": "was stopped (SIGSTOP)",
@@ -35,33 +30,8 @@ PROCESS_STATES = {
     "D": "waited for a disk or a driver (state D)",
 }
 """States of a process in /proc, as other ranks on its host saw it."""
-
-
 STOPPED_STATES = ("T", "t")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The probable cause of a hang or a failure."""
-
-    kind: Kind
-    ranks: tuple[int, ...]
-    """The ranks to look at."""
-    summary: str
-    fix: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The diagnosis of a run that hung or failed."""
-
-    verdict: Verdict
-    step: int | None
-    """The last step that all ranks with a hang dump had finished."""
-    ranks: dict[int, str]
-    """A line on each rank, if any rank wrote a record."""
-    earlier_failures: tuple[str, ...] = ()
-    """A line on each failure from which the run recovered."""
+EXITED_STATES = ("Z", "X", "gone")
 
 
 def format_coordinates(sizes: ParallelDims, rank: int) -> str:
@@ -87,7 +57,6 @@ class Evidence:
     ) -> None:
         self.failures = failures
         self.sizes = sizes
-        self.all = dumps
         self.states: dict[int, str] = {}
         """The worst state of each process that other ranks saw."""
         for dump in dumps.values():
@@ -98,6 +67,7 @@ class Evidence:
         self.dumps = {rank: dump for rank, dump in dumps.items() if self.states.get(rank) not in STOPPED_STATES}
         self.silent = [rank for rank in range(sizes.world_size) if rank not in self.dumps]
         self.groups = collectives_by_group(self.dumps)
+        self.wait_graph = build_wait_graph(self.dumps, self.groups, ranks_silent=self.silent)
         self.expert_groups = set(expert_parallel_groups(sizes))
 
     def name(self, rank: int) -> str:
@@ -132,20 +102,11 @@ class Evidence:
         """Return the innermost frame of a rank outside of libraries, or "" if it wrote no dump."""
         return innermost_user_frame(self.dumps[rank]["stack"]) if rank in self.dumps else ""
 
-    def is_in_collective(self, rank: int, call: RecordedCollective) -> bool:
-        """Return whether a rank was in a collective.
-
-        Gloo marks a failed collective as finished. A failed message implies nothing about the collectives before it.
-        """
-        dump = self.dumps[rank]
-        failed = dump["why"] == FAILED and was_waiting(dump) and not was_in_pipeline_p2p(dump)
-        return not call["over"] or (failed and call is dump["calls"][-1])
-
     def last_call(self, rank: int) -> str:
         """Return the collective in which a rank waited, or "" if it waited in no recorded collective."""
         dump = self.dumps[rank]
         call = dump["calls"][-1] if dump["calls"] else None
-        if call is None or not self.is_in_collective(rank, call):
+        if call is None or not was_in_collective(dump, call):
             return ""
         key = call["group"], tuple(dump["groups"].get(call["group"], ()))
         return f"{describe_call(call)}, number {call['number']} of {self.group(key)}"
@@ -170,56 +131,25 @@ class Evidence:
         return "; ".join(parts)
 
 
-def _incomplete_collectives(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
-    """Yield the first incomplete collective of each group in which ranks wait for others.
-
-    Yields:
-        The group, the collective, the ranks that wait in it, and the ranks that did not reach it.
-    """
-    for key, calls in evidence.groups.items():
-        last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
-        waited_numbers = {
-            n
-            for rank, rank_calls in calls.items()
-            for n, call in rank_calls.items()
-            if evidence.is_in_collective(rank, call)
-        }
-        for number in sorted(waited_numbers):
-            missing = [rank for rank in key[1] if last_numbers.get(rank, 0) < number]
-            if missing:
-                waiters = [
-                    rank
-                    for rank, rank_calls in calls.items()
-                    if number in rank_calls and evidence.is_in_collective(rank, rank_calls[number])
-                ]
-                yield key, calls[waiters[0]][number], waiters, missing
-                break
-
-
-def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
-    """Map each lagging rank to the ranks of its groups that are ahead of it."""
-    ranks_ahead: dict[int, set[int]] = defaultdict(set)
-    for _, _, waiters, missing in _incomplete_collectives(evidence):
-        for rank in missing:
-            ranks_ahead[rank].update(waiters)
-    return dict(ranks_ahead)
-
-
 def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
     """Describe the collective that these ranks did not reach, or else the one in which others waited."""
-    for key, call, waiters, missing in _incomplete_collectives(evidence):
-        if set(ranks) & set(missing):
-            other_missing = [rank for rank in missing if rank not in ranks and rank in evidence.dumps]
-            waiting = describe_other_ranks(evidence, waiters, key)
-            text = f"; {waiting} waited in {describe_call(call)}, number {call['number']}"
-            missing_note = f", which {evidence.names(other_missing)} had not reached either" if other_missing else ""
-            return f"{text} of {evidence.group(key)}{missing_note}"
-    waiting_ranks = [rank for rank, dump in evidence.dumps.items() if was_waiting(dump) and rank not in ranks]
+    for collective in evidence.wait_graph.collectives:
+        if set(ranks) & set(collective.ranks_missing):
+            return _describe_missed_collective(evidence, ranks, collective)
+    waiting_ranks = [rank for rank in evidence.wait_graph.ranks_waiting if rank not in ranks]
     if not waiting_ranks:
         return ""
-    collective = evidence.last_call(waiting_ranks[0])
-    call_text = f"{collective}, " if collective else ""
+    call = evidence.last_call(waiting_ranks[0])
+    call_text = f"{call}, " if call else ""
     return f"; {evidence.names(waiting_ranks)} waited in {call_text}{evidence.where(waiting_ranks[0])}"
+
+
+def _describe_missed_collective(evidence: Evidence, ranks: Sequence[int], collective: IncompleteCollective) -> str:
+    other_missing = [rank for rank in collective.ranks_missing if rank not in ranks and rank in evidence.dumps]
+    missing_note = f", which {evidence.names(other_missing)} had not reached either" if other_missing else ""
+    waiting = describe_other_ranks(evidence, collective.ranks_inside, collective.group)
+    call_text = f"{describe_call(collective.call)}, number {collective.call['number']}"
+    return f"; {waiting} waited in {call_text} of {evidence.group(collective.group)}{missing_note}"
 
 
 def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
@@ -227,18 +157,19 @@ def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
 
     Such a difference means that a call was skipped or added.
     """
-    for key, calls in evidence.groups.items():
+    for group, calls in evidence.groups.items():
         number = first_difference(calls, lambda call: call["at"] and tuple(call["at"]))
-        if number is None or all(number - 1 not in mine for mine in calls.values()):
+        if number is None or all(number - 1 not in rank_calls for rank_calls in calls.values()):
             continue
-        frame_by_rank = {rank: mine[number]["at"] for rank, mine in calls.items() if number in mine}
+        frame_by_rank = {rank: rank_calls[number]["at"] for rank, rank_calls in calls.items() if number in rank_calls}
         deviating_ranks = minority_ranks({rank: tuple(frame or ()) for rank, frame in frame_by_rank.items()})
-        if set(deviating_ranks) & set(ranks):
-            mine = next(rank for rank in deviating_ranks if rank in ranks)
-            other_frame = next((frame for frame in frame_by_rank.values() if frame != frame_by_rank[mine]), None)
+        suspects = [rank for rank in deviating_ranks if rank in ranks]
+        if suspects:
+            suspect_frame = frame_by_rank[suspects[0]]
+            other_frame = next((frame for frame in frame_by_rank.values() if frame != suspect_frame), None)
             return (
-                f"; from call number {number} of {evidence.group(key)}, its calls came from different lines "
-                f"({format_frame(frame_by_rank[mine])}; other ranks: {format_frame(other_frame)}): "
+                f"; from call number {number} of {evidence.group(group)}, its calls came from different lines "
+                f"({format_frame(suspect_frame)}; other ranks: {format_frame(other_frame)}): "
                 "a call was skipped or added there"
             )
     return ""

@@ -39,9 +39,9 @@ COLLECTIVES_FILE = "collectives.json"
 USER_ERROR_CODE = 2
 """The code of a failure that the user must fix, and that blames no host."""
 NODES = CheckRule(
-    "nodes.missing",
-    "nodes with a report",
-    "FAIL",
+    id="nodes.missing",
+    quantity="nodes with a report",
+    severity="FAIL",
     threshold="all of the run's",
     unit="nodes",
     source="the run (cluster.nodes)",
@@ -49,9 +49,9 @@ NODES = CheckRule(
     command="sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
 )
 BREAKS = CheckRule(
-    "nodes.drift_breaks",
-    f"{', '.join(CRITICAL_FACTS)}",
-    "FAIL",
+    id="nodes.drift_breaks",
+    quantity=f"{', '.join(CRITICAL_FACTS)}",
+    severity="FAIL",
     threshold="equal to most nodes",
     unit="",
     source="Primus, GCM (drift against the majority)",
@@ -59,9 +59,9 @@ BREAKS = CheckRule(
     command="phalanx doctor --compare-reports DIR --json",
 )
 DRIFT = CheckRule(
-    "nodes.drift",
-    "kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
-    "WARN",
+    id="nodes.drift",
+    quantity="kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
+    severity="WARN",
     threshold="equal to most nodes",
     unit="",
     source="Primus, GCM (drift against the majority)",
@@ -69,9 +69,9 @@ DRIFT = CheckRule(
     command="phalanx doctor --compare-reports DIR --json",
 )
 CLOCK = CheckRule(
-    "nodes.clock",
-    "clock offset from the shared storage, relative to the median node's",
-    "FAIL",
+    id="nodes.clock",
+    quantity="clock offset from the shared storage, relative to the median node's",
+    severity="FAIL",
     threshold=f"at most {MAX_OFFSET_SECONDS}",
     unit="s",
     source="Primus (clock skew 30 s)",
@@ -79,9 +79,9 @@ CLOCK = CheckRule(
     command="chronyc makestep",
 )
 STALE = CheckRule(
-    "nodes.old",
-    "age of a node's report compared with the newest",
-    "FAIL",
+    id="nodes.old",
+    quantity="age of a node's report compared with the newest",
+    severity="FAIL",
     threshold=f"at most {MAX_REPORT_AGE_MINUTES}",
     unit="min",
     source="ours: the old report of a node that hangs now would hide the hang",
@@ -91,7 +91,7 @@ STALE = CheckRule(
 RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeReport:
     """The report of a node."""
 
@@ -204,9 +204,9 @@ def _read_node_report(file: Path) -> NodeReport:
         findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
         job_hosts = tuple(map(str, report.get("job_nodes", ())))
         return NodeReport(
-            str(report["host"]),
-            float(report["clock_offset_seconds"]),
-            dict(report["facts"]),
+            host=str(report["host"]),
+            clock_offset_seconds=float(report["clock_offset_seconds"]),
+            facts=dict(report["facts"]),
             findings=findings,
             job_nodes=job_hosts,
         )

@@ -22,9 +22,9 @@ Healthy nodes of 8 A100 and 8 H200 reach 0.60 (all-to-all) to 0.77 at 64 MiB, an
 SLOW_RATIO = 0.75
 """NVRx classifies a rank below 0.75 of the median as a straggler."""
 WRONG = CheckRule(
-    "between.wrong",
-    "wrong elements in the result of a collective",
-    "FAIL",
+    id="between.wrong",
+    quantity="wrong elements in the result of a collective",
+    severity="FAIL",
     threshold="0",
     unit="numbers",
     source="nccl-tests (#wrong)",
@@ -32,9 +32,9 @@ WRONG = CheckRule(
     command="phalanx bench collectives RUN.toml; dcgmi diag -r 3",
 )
 BANDWIDTH = CheckRule(
-    "between.busbw",
-    f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
-    "WARN",
+    id="between.busbw",
+    quantity=f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
+    severity="WARN",
     threshold=f"at least {MIN_BANDWIDTH_SHARE:.0%} of the links' bandwidth, from {HUGE_BYTES // GIB} GiB on "
     f"{MIN_HUGE_BANDWIDTH_SHARE:.0%}",
     unit="GB/s",
@@ -43,9 +43,9 @@ BANDWIDTH = CheckRule(
     command="phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )
 PAIR = CheckRule(
-    "between.slow_node",
-    "bandwidth of a node with its best partner, relative to the median node's",
-    "FAIL",
+    id="between.slow_node",
+    quantity="bandwidth of a node with its best partner, relative to the median node's",
+    severity="FAIL",
     threshold=f"at least {SLOW_RATIO:.0%}",
     unit="%",
     source="NVRx (straggler below 0.75 of the median)",
@@ -53,9 +53,9 @@ PAIR = CheckRule(
     command="srun --exclude=$(cat failing_nodes.txt) ...",
 )
 LINK = CheckRule(
-    "between.slow_pair",
-    "bandwidth between two nodes, relative to the same",
-    "WARN",
+    id="between.slow_pair",
+    quantity="bandwidth between two nodes, relative to the same",
+    severity="WARN",
     threshold=f"at least {SLOW_RATIO:.0%}",
     unit="%",
     source="NVRx (straggler below 0.75 of the median)",
@@ -63,9 +63,9 @@ LINK = CheckRule(
     command="torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
 )
 FAILED = CheckRule(
-    "between.failed",
-    "ranks of this measurement",
-    "FAIL",
+    id="between.failed",
+    quantity="ranks of this measurement",
+    severity="FAIL",
     threshold="all finished it",
     unit="",
     source="ours",
@@ -75,7 +75,7 @@ FAILED = CheckRule(
 RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
     """The measurement of one collective at one size."""
 

@@ -16,9 +16,9 @@ CounterSnapshot = dict[str, dict[str, int]]
 MAX_MARKED_SHARE = 1e-3
 MAX_RESENT_SHARE = 1e-2
 LINK = CheckRule(
-    "counters.link",
-    "errors of RDMA links in the benchmark",
-    "FAIL",
+    id="counters.link",
+    quantity="errors of RDMA links in the benchmark",
+    severity="FAIL",
     threshold="0",
     unit="errors",
     source="NVRx (link_downed), OCI (raw BER)",
@@ -26,9 +26,9 @@ LINK = CheckRule(
     command="mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
 )
 RESENT = CheckRule(
-    "counters.resent",
-    "packets lost and retransmitted over RDMA in the benchmark",
-    "WARN",
+    id="counters.resent",
+    quantity="packets lost and retransmitted over RDMA in the benchmark",
+    severity="WARN",
     threshold="0",
     unit="packets",
     source="NVIDIA, hw_counters (out_of_sequence and similar)",
@@ -36,9 +36,9 @@ RESENT = CheckRule(
     command="cat /sys/class/infiniband/*/ports/*/hw_counters/*",
 )
 MARKED = CheckRule(
-    "counters.ecn",
-    "share of received packets with an ECN mark in the benchmark",
-    "WARN",
+    id="counters.ecn",
+    quantity="share of received packets with an ECN mark in the benchmark",
+    severity="WARN",
     threshold=f"at most {MAX_MARKED_SHARE:g}",
     unit="of packets",
     source="ours: each mark slows senders down (DCQCN)",
@@ -46,9 +46,9 @@ MARKED = CheckRule(
     command="phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
 )
 PAUSED = CheckRule(
-    "counters.pause",
-    "received (rx) or sent (tx) pause frames in the benchmark",
-    "WARN",
+    id="counters.pause",
+    quantity="received (rx) or sent (tx) pause frames in the benchmark",
+    severity="WARN",
     threshold="0",
     unit="frames",
     source="NVIDIA, DCQCN (ECN should act before PFC)",
@@ -57,9 +57,9 @@ PAUSED = CheckRule(
     command="ethtool -S INTERFACE | grep pause",
 )
 DROPPED = CheckRule(
-    "counters.dropped",
-    "packets dropped or corrupted at an interface in the benchmark",
-    "WARN",
+    id="counters.dropped",
+    quantity="packets dropped or corrupted at an interface in the benchmark",
+    severity="WARN",
     threshold="0",
     unit="packets",
     source="Linux (statistics of interfaces)",
@@ -67,9 +67,9 @@ DROPPED = CheckRule(
     command="ethtool -S INTERFACE | grep -e discard -e err -e drop",
 )
 PCIE = CheckRule(
-    "counters.pcie",
-    "uncorrected PCIe errors in the benchmark",
-    "FAIL",
+    id="counters.pcie",
+    quantity="uncorrected PCIe errors in the benchmark",
+    severity="FAIL",
     threshold="0",
     unit="errors",
     source="Linux, PCIe AER; DCGM",
@@ -77,9 +77,9 @@ PCIE = CheckRule(
     command="cat /sys/bus/pci/devices/*/aer_dev_*",
 )
 NVLINK = CheckRule(
-    "counters.nvlink",
-    "errors of NVLinks in the benchmark",
-    "FAIL",
+    id="counters.nvlink",
+    quantity="errors of NVLinks in the benchmark",
+    severity="FAIL",
     threshold="0",
     unit="errors",
     source="GCM (any error > 0)",
@@ -87,9 +87,9 @@ NVLINK = CheckRule(
     command="nvidia-smi nvlink -e",
 )
 ECC = CheckRule(
-    "counters.ecc",
-    "uncorrectable ECC errors in the benchmark",
-    "FAIL",
+    id="counters.ecc",
+    quantity="uncorrectable ECC errors in the benchmark",
+    severity="FAIL",
     threshold="0",
     unit="errors",
     source="Imbue, GCM",
@@ -97,9 +97,9 @@ ECC = CheckRule(
     command="nvidia-smi -q -d ECC",
 )
 TCP = CheckRule(
-    "counters.tcp",
-    "share of retransmitted TCP segments in the benchmark",
-    "WARN",
+    id="counters.tcp",
+    quantity="share of retransmitted TCP segments in the benchmark",
+    severity="WARN",
     threshold=f"at most {MAX_RESENT_SHARE:g}",
     unit="of segments",
     source="ours: TCP halves its speed at each loss",

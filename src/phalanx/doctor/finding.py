@@ -12,7 +12,7 @@ Value = str | int | float
 Measured = TypeVar("Measured", str, int, float)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DoctorFinding:
     """The result of one rule on one device of one host."""
 
@@ -34,7 +34,7 @@ class DoctorFinding:
     """A command that shows details, or fixes the problem."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckRule:
     """A measured quantity, its expected value and the source of it, and the remedy for a violation."""
 
@@ -83,9 +83,9 @@ class CheckRule:
         if severity in ("OK", "SKIP"):
             remedy = command = ""
         return DoctorFinding(
-            self.id,
-            severity,
-            host,
+            id=self.id,
+            severity=severity,
+            host=host,
             device=device,
             measured=measured,
             unit=self.unit,

@@ -68,9 +68,9 @@ CHECKS = (
 CHECK_SECONDS = 50
 """Time limit of all checks together: more than that of any program, and less than --quick's minute."""
 STUCK = CheckRule(
-    "doctor.stuck",
-    "completion of a check",
-    "FAIL",
+    id="doctor.stuck",
+    quantity="completion of a check",
+    severity="FAIL",
     threshold="before its time limit",
     unit="s",
     source="ours: a program that hangs here also hangs a run",
@@ -78,9 +78,9 @@ STUCK = CheckRule(
     command="cat /proc/PID/stack; dmesg | tail",
 )
 UNREADABLE = CheckRule(
-    "doctor.unreadable",
-    "parsing of a program's output",
-    "WARN",
+    id="doctor.unreadable",
+    quantity="parsing of a program's output",
+    severity="WARN",
     threshold="succeeds",
     unit="",
     source="ours",
@@ -122,9 +122,9 @@ def examine_node(
         facts = node_facts(machine) if with_facts else {}
     findings_with_host = tuple(replace(finding, host=finding.host or machine.host) for finding in findings)
     return NodeReport(
-        machine.host,
-        clock_offset_seconds,
-        facts,
+        host=machine.host,
+        clock_offset_seconds=clock_offset_seconds,
+        facts=facts,
         findings=findings_with_host,
         job_nodes=job_nodes(machine) if with_facts else (),
     )
@@ -150,9 +150,9 @@ def run_check(module: object, machine: Machine, expected: Expectations) -> list[
     except CheckSkipped as skipped:
         return [
             DoctorFinding(
-                name,
-                "SKIP",
-                "",
+                id=name,
+                severity="SKIP",
+                host="",
                 device="",
                 measured=str(skipped),
                 unit="",

@@ -32,7 +32,7 @@ PROBE_ADDRESS = "198.51.100.1"
 SIOCGIFADDR = 0x8915
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rendezvous:
     """Rendezvous address of a run, and its numbers of nodes."""
 
@@ -61,7 +61,9 @@ class Rendezvous:
         return True
 
 
-SINGLE_NODE = Rendezvous("", "localhost", 0, min_nodes=1, max_nodes=1, join_seconds=60, last_call_seconds=1)
+SINGLE_NODE = Rendezvous(
+    name="", host="localhost", port=0, min_nodes=1, max_nodes=1, join_seconds=60, last_call_seconds=1
+)
 """Rendezvous of a single node."""
 
 

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import struct
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,30 @@ SLOTS_ENV = "PHALANX_COPIES"
 LOCAL_SLOTS = (0, 1)
 NEIGHBOR_SLOTS = (2, 3)
 """Two slots of each kind, used alternately: while one is written the other is complete."""
-HEADER = struct.Struct("<qqq")
-"""Step (-1 while the copy is incomplete), rank of the copied state, and length of the metadata."""
+_HEADER_FORMAT = struct.Struct("<qqq")
+HEADER_BYTES = _HEADER_FORMAT.size
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """The first bytes of a slot: three integers, in the order of these fields."""
+
+    step: int = -1
+    """Step after which the state was copied; -1 if the slot has no complete copy."""
+    rank: int = 0
+    """Rank whose state was copied."""
+    metadata_length: int = 0
+    """Bytes of the metadata (JSON), which follow the header."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the slot has a complete copy."""
+        return self.step >= 0
+
+    @property
+    def copy_id(self) -> tuple[int, int]:
+        """Step and rank of the copy."""
+        return self.step, self.rank
 
 
 def allocate_slots(num_ranks: int) -> None:
@@ -57,30 +80,51 @@ class SharedMemorySlot:
         return self._map
 
     @property
-    def header(self) -> tuple[int, int, int]:
-        """Step, rank and metadata length of a complete copy; the step is -1 if there is none."""
-        empty = os.fstat(self._file.fileno()).st_size < HEADER.size
-        return (-1, 0, 0) if empty else HEADER.unpack_from(self.memory)
+    def header(self) -> SlotHeader:
+        """The header of the copy; that of an incomplete copy if the slot is empty."""
+        if os.fstat(self._file.fileno()).st_size < HEADER_BYTES:
+            return SlotHeader()
+        return SlotHeader(*_HEADER_FORMAT.unpack_from(self.memory))
 
     def invalidate(self) -> None:
         """Mark the copy as incomplete."""
-        self.ensure_size(HEADER.size)
-        HEADER.pack_into(self.memory, 0, -1, 0, 0)
+        self.ensure_size(HEADER_BYTES)
+        self.commit(SlotHeader())
 
-    def commit(self, step: int, rank: int, metadata_length: int) -> None:
-        """Mark the copy as complete.
-
-        Args:
-            step: Step after which the state was copied.
-            rank: Rank whose state was copied.
-            metadata_length: Bytes of the metadata at the start of the content.
-        """
-        HEADER.pack_into(self.memory, 0, step, rank, metadata_length)
+    def commit(self, header: SlotHeader) -> None:
+        """Mark the copy as complete: write its header."""
+        _HEADER_FORMAT.pack_into(self.memory, 0, *astuple(header))
 
     def bytes(self) -> Tensor:
         """Return the content of the copy, after its header, as a tensor that shares the memory."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER.size)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER_BYTES)
 
-    def metadata(self, length: int) -> dict[str, Any]:
-        """Return the metadata of the copy."""
-        return dict(json.loads(self.memory[HEADER.size : HEADER.size + length]))
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of a complete copy."""
+        return dict(json.loads(self.memory[HEADER_BYTES : HEADER_BYTES + self.header.metadata_length]))
+
+
+class SlotPair:
+    """Two slots for copies of one rank, used alternately: while `next` is written, `current` is complete."""
+
+    def __init__(self, first: SharedMemorySlot, second: SharedMemorySlot) -> None:
+        self.slots = (first, second)
+        self._next_index = 0
+
+    @property
+    def current(self) -> SharedMemorySlot:
+        """The slot with the newest complete copy, if there is any."""
+        return self.slots[1 - self._next_index]
+
+    @property
+    def next(self) -> SharedMemorySlot:
+        """The slot that the next copy overwrites."""
+        return self.slots[self._next_index]
+
+    def flip(self) -> None:
+        """Make the slot that was written the current one."""
+        self._next_index = 1 - self._next_index
+
+    def make_current(self, index: int) -> None:
+        """Let the next copy overwrite the other slot than the first (0) or the second (1)."""
+        self._next_index = 1 - index

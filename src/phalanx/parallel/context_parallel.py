@@ -15,6 +15,7 @@ Shapes: B batch, T tokens of the full row, t = T / ranks, H heads."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -173,17 +174,13 @@ class _RingAttention(torch.autograd.Function):
         accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros_like(q, dtype=accumulate_dtype)
         lse = out.new_full(q.shape[:3], float("-inf"))
-        local_kv = kv = torch.stack([k, v])
+        local_kv = torch.stack([k, v])
+        kv = local_kv
         for step in range(ranks.size):
-            source = (ranks.rank - step) % ranks.size
-            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
-            query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _block_mask(ranks, source, starts_BT, query_slice=query_slice, key_slice=key_slice)
-            k, v = kv[:, :, :, key_slice].unbind()
-            partial_out, partial_lse = attention_with_lse(q[:, :, query_slice], k, v, causal=step == 0, mask=mask)
-            _merge_partial_attention(
-                out[:, :, query_slice], lse[:, :, query_slice], partial_out, partial_lse=partial_lse
-            )
+            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, _no_wait)
+            block = ring_block(ranks, step, q.shape[2], starts_BT=starts_BT)
+            partial_out, partial_lse = block.attend(q, kv)
+            block.merge(partial_out, partial_lse, out, lse=lse)
             wait_next_kv()
             kv = next_kv
         ctx.starts = starts_BT
@@ -195,30 +192,100 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (q, kv, out, lse) = ctx.saved_tensors
-        ranks = ctx.ranks
         gradient = gradient.contiguous()
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         # Gradients follow their keys and values around the ring, and return to their owner one step later.
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        wait_grad_kv: Callable[[], None] = lambda: None  # noqa: E731
-        for step in range(ranks.size):
-            source = (ranks.rank - step) % ranks.size
-            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
-            query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _block_mask(ranks, source, ctx.starts, query_slice=query_slice, key_slice=key_slice)
-            k, v = kv[:, :, :, key_slice].unbind()
-            g, local_q, o, local_lse = (x[:, :, query_slice] for x in (gradient, q, out, lse))
-            grads = attention_backward(g, local_q, k, v=v, out=o, lse=local_lse, causal=step == 0, mask=mask)
+        wait_grad_kv: Callable[[], None] = _no_wait
+        for step in range(ctx.ranks.size):
+            next_kv, wait_next_kv = ctx.ranks.send_to_next(kv) if step + 1 < ctx.ranks.size else (kv, _no_wait)
+            block = ring_block(ctx.ranks, step, q.shape[2], starts_BT=ctx.starts)
+            grads = block.gradients(gradient, q, kv, out=out, lse=lse)
             wait_grad_kv()
-            grad_q[:, :, query_slice] += grads[0]
-            grad_kv[0][:, :, key_slice] += grads[1]
-            grad_kv[1][:, :, key_slice] += grads[2]
+            block.add(grads, grad_q, grad_kv)
             wait_next_kv()
             kv = next_kv
-            grad_kv, wait_grad_kv = ranks.send_to_next(grad_kv)
+            grad_kv, wait_grad_kv = ctx.ranks.send_to_next(grad_kv)
         wait_grad_kv()
-        grad_k, grad_v = grad_kv.to(q.dtype).unbind()
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+        grad_kv = grad_kv.to(q.dtype)
+        return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None
+
+
+def _no_wait() -> None:
+    """No-op: nothing is pending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingBlock:
+    """The work of one step of the ring: queries of this rank, and the keys of another rank that they see."""
+
+    queries: slice
+    """Tokens of this rank."""
+    keys: slice
+    """Tokens of the rank that has the keys."""
+    causal: bool
+    """True if query i sees the keys up to i; a mask replaces it."""
+    mask: Tensor | None
+    """Visible keys of each query, [B, 1, ., .] bool; None if there are no document boundaries."""
+
+    def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention to these keys alone, and the log-sum-exp of its scores."""
+        k, v = kv[:, :, :, self.keys].unbind()
+        return attention_with_lse(q[:, :, self.queries], k, v, causal=self.causal, mask=self.mask)
+
+    def merge(self, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention to these keys into that to the keys of earlier steps (in place).
+
+        Args:
+            partial_out: Attention of these queries to these keys.
+            partial_lse: Log-sum-exp of its scores.
+            out: Attention of all queries.
+            lse: Log-sum-exp of its scores.
+        """
+        _merge_partial_attention(out[:, :, self.queries], lse[:, :, self.queries], partial_out, partial_lse=partial_lse)
+
+    def gradients(
+        self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of these queries, keys and values.
+
+        Args:
+            gradient: Gradient of `out`.
+            q: Queries of this rank.
+            kv: Keys and values of the other rank.
+            out: Attention of the queries to all keys.
+            lse: Log-sum-exp of the scores of all keys.
+        """
+        k, v = kv[:, :, :, self.keys].unbind()
+        gradient, q, out, lse = (x[:, :, self.queries] for x in (gradient, q, out, lse))
+        return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal, mask=self.mask)
+
+    def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
+        """Add the gradients of these queries, keys and values to those of all tokens (in place).
+
+        Args:
+            gradients: Result of `gradients`.
+            grad_q: Gradients of all queries of this rank.
+            grad_kv: Gradients of all keys and values of the other rank.
+        """
+        grad_q[:, :, self.queries] += gradients[0]
+        grad_kv[0][:, :, self.keys] += gradients[1]
+        grad_kv[1][:, :, self.keys] += gradients[2]
+
+
+def ring_block(ranks: ContextParallelGroup, step: int, tokens: int, starts_BT: Tensor | None) -> RingBlock:
+    """Return the work of this rank in a step of the ring.
+
+    Args:
+        ranks: The ranks of the ring.
+        step: Step of the ring; in step i, this rank has the keys of the rank i before it.
+        tokens: Tokens of one rank, t.
+        starts_BT: Start of each token's document in the full row; None without document boundaries.
+    """
+    source = (ranks.rank - step) % ranks.size
+    queries, keys = visible_blocks(ranks.rank, source, tokens)
+    mask = _block_mask(ranks, source, starts_BT, query_slice=queries, key_slice=keys)
+    return RingBlock(queries=queries, keys=keys, causal=step == 0, mask=mask)
 
 
 def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:

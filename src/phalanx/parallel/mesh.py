@@ -18,7 +18,7 @@ from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """The position of this rank on the axes dp_replicate, dp_shard, pp and tp, and its process groups.
 
@@ -140,12 +140,12 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)
     if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
-        return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data_dims=data)
+        return Mesh(dims=sizes, rank=dist.get_rank() if world_size > 1 else 0, device_mesh=None, data_dims=data)
     grid = rank_grid(sizes)
     return Mesh(
-        sizes,
-        dist.get_rank(),
-        _build_data_mesh(layout, data, grid, device_type=device_type),
+        dims=sizes,
+        rank=dist.get_rank(),
+        device_mesh=_build_data_mesh(layout, data, grid, device_type=device_type),
         data_dims=data,
         cp_mesh=_build_context_mesh(sizes, grid, device_type) if sizes.cp > 1 else None,
         ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type=device_type) if sizes.ep > 1 else None,

@@ -28,7 +28,7 @@ from phalanx.parallel.step_result import StepResult
 from phalanx.schedule.schedule import Action, ScheduleStep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepReduction:
     """The result of a step over all ranks."""
 
@@ -237,7 +237,7 @@ class Strategy:
             with self.comm_wait.measure():
                 dist.all_reduce(sums, group=self.group)
         self.sync_scalars(sums)
-        return StepReduction(self.normalize_and_clip(norm, sums[0], clip_norm), sums)
+        return StepReduction(norm=self.normalize_and_clip(norm, sums[0], clip_norm), sums=sums)
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Divide the gradients by `weight`, clip them, and return their norm between the two.

@@ -10,6 +10,7 @@ from phalanx.report.drawing.schedule import executed_spans
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import simulate_measured, stage_times
 from phalanx.runs.jsonl import JsonRecord
+from phalanx.schedule.action_spans import ActionSpan
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 
@@ -34,17 +35,17 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
         return None
     step = profiled_steps[-1]
     spans = [
-        (rank, kind, stage, micro, start, end)
+        (rank, span)
         for rank, record in sorted(run_data.ranks.items())
         for line in record.steps
         if line["step"] == step
-        for kind, stage, micro, start, end in on_rank0_clock(line, record.offset_seconds)
+        for span in on_rank0_clock(line, record.offset_seconds)
     ]
-    origin = min((start for *_, start, _ in spans), default=0.0)
+    origin = min((span.start for _, span in spans), default=0.0)
     timeline: Facts = {
         "step": step,
         "metered": _has_memory_samples(run_data, step),
-        "measured": [[*labels, a - origin, b - origin] for *labels, a, b in spans],
+        "measured": [[rank, *span.shifted(-origin).to_row()] for rank, span in spans],
     }
     if run is not None and run.layout.pp > 1 and can_simulate and len(run_data.ranks) == run_data.world_size:
         timeline["simulated"] = _span_rows(simulate_measured(run, run_data.world_size, stage_times(run_data, [step])))
@@ -52,15 +53,15 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
     return timeline
 
 
-def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
+def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[ActionSpan]:
     """Yield the passes of a step on the clock of rank 0."""
     offset = line["clock"][0] if "clock" in line else offset_seconds
-    for kind, stage, micro, start, end in line["spans"]:
-        yield kind, stage, micro, start + offset, end + offset
+    for row in line["spans"]:
+        yield ActionSpan.from_row(row).shifted(offset)
 
 
 def _span_rows(timeline: Timeline) -> list[list[Any]]:
-    return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in executed_spans(timeline)]
+    return [[rank, *span.to_row()] for rank, span in executed_spans(timeline)]
 
 
 def _has_memory_samples(run_data: RunData, step: int) -> bool:

@@ -23,7 +23,7 @@ class NamespacesUnavailable(OSError):  # noqa: N818 - a fact about the machine
     """The process may not create networks, or a tool is missing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """A namespace."""
 
@@ -94,10 +94,14 @@ def star_network(
         NamespacesUnavailable: the hosts cannot be created.
     """
     pid = os.getpid()
-    hub = Host("hub", f"phalanx-{pid}-hub", "", hub="", interface="")
+    hub = Host(name="hub", namespace=f"phalanx-{pid}-hub", address="", hub="", interface="")
     hosts = {
         name: Host(
-            name, f"phalanx-{pid}-{number}", f"10.77.{number}.2", hub=f"10.77.{number}.1", interface=f"p{pid}n{number}"
+            name=name,
+            namespace=f"phalanx-{pid}-{number}",
+            address=f"10.77.{number}.2",
+            hub=f"10.77.{number}.1",
+            interface=f"p{pid}n{number}",
         )
         for number, name in enumerate(names)
     }

@@ -7,7 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class CallResult:
+    """The message that a rank sends at the end of a call."""
+
+    kind: Literal["raised", "returned"]
+    finished_at: float
+    """Time of the end, by time.monotonic()."""
+    value: bytes = b""
+    """The pickled return value."""
+    summary: str = ""
+    """One line: the exception."""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """The outcome of one rank in a run that failed on at least one rank."""
 

@@ -22,7 +22,7 @@ from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.runs.hang_dumps import HANGS_DIR, calls_file
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import start_python
-from phalanx.testing.rank_failure import RankError, RankFailure
+from phalanx.testing.rank_failure import CallResult, RankError, RankFailure
 
 START_SECONDS = 180.0
 ORDER_CHECK_SECONDS = 2.0
@@ -178,10 +178,13 @@ class RankPool:
         results: dict[int, bytes] = {}
         outcomes: dict[int, RankFailure] = {}
         difference = None
-        while len(outcomes) < self.world_size and (remaining_seconds := deadline - time.monotonic()) > 0:
+        while len(outcomes) < self.world_size and time.monotonic() < deadline:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+            remaining_seconds = max(0.0, deadline - time.monotonic())
             ready = wait(list(waiting), min(remaining_seconds, ORDER_CHECK_SECONDS))
-            if not ready and (difference := order.first_difference(results)) is not None:
+            if not ready:
+                difference = order.first_difference(results)
+            if difference is not None:
                 break  # ranks that differ wait for each other
             for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
@@ -198,15 +201,20 @@ class RankPool:
 
     def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
         try:
-            kind, finished_at, summary, content = pickle.loads(self._pipes[rank].recv_bytes())
+            result: CallResult = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             code = self._workers[rank].wait()
             summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return RankFailure(rank, "died", time.monotonic() - start, summary=summary)
-        if kind == "returned":
-            results[rank] = content
-            return RankFailure(rank, "returned", finished_at - start)
-        return RankFailure(rank, "raised", finished_at - start, summary=summary, detail=content)
+            return RankFailure(rank=rank, kind="died", seconds=time.monotonic() - start, summary=summary)
+        if result.kind == "returned":
+            results[rank] = result.value
+        return RankFailure(
+            rank=rank,
+            kind=result.kind,
+            seconds=result.finished_at - start,
+            summary=result.summary,
+            detail=result.traceback,
+        )
 
     def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """Return failures with the stacks of the missing ranks, which faulthandler writes on a signal."""
@@ -218,7 +226,9 @@ class RankPool:
         while time.monotonic() < deadline and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
-        return [RankFailure(rank, "did not return", seconds, summary="", detail=text) for rank, text in texts.items()]
+        return [
+            RankFailure(rank=rank, kind="did not return", seconds=seconds, detail=text) for rank, text in texts.items()
+        ]
 
     def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
         """Add a rank's output, and its last collectives if it did not leave the function."""

@@ -17,8 +17,10 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx.debug.collective_order import is_check_enabled
 from phalanx.runs.hang_dumps import calls_file
+from phalanx.testing.rank_failure import CallResult
 from phalanx.train.guards.collective_log import CollectiveLog
 
 # The pool's own timeout ends a hung call; the group's only has to be longer than any call.
@@ -39,47 +42,65 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    logs = Path(os.environ["PHALANX_RANK_LOGS"])
-    stack = open(logs / f"{rank}.stack", "w")  # noqa: SIM115
+    stack = open(_logs_directory() / f"{_rank()}.stack", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=rank == 0,
-        timeout=GROUP_TIMEOUT,
-        master_listen_fd=listener_fd,
-    )
-    _send_result(pipe, "returned", "", content=b"")
+    store = _connect_store(listener_fd)
+    _send_result(pipe, "returned")
     collective_log = CollectiveLog() if is_check_enabled() else None
-    count = 0
-    while True:
+    for number in count(1):
         paths, call, limit = pickle.loads(calls.get())
         sys.path[:] = paths
         # The last resort if a call holds the GIL after the pool has exited: a thread in C ends the process.
         faulthandler.dump_traceback_later(limit, exit=True)
-        count += 1
         try:
-            _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
-            function, args, kwargs = pickle.loads(call)
-            if collective_log is not None:
-                collective_log.open(calls_file(logs, rank))
-            result = pickle.dumps(function(*args, **kwargs))
+            value = _run_call(call, c10d.PrefixStore(str(number), store), collective_log)
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-            _send_result(pipe, "raised", summary, content="".join(traceback.format_exception(error)))
+            _send_result(pipe, "raised", summary=summary, traceback="".join(traceback.format_exception(error)))
         else:
-            _send_result(pipe, "returned", "", content=result)
+            _send_result(pipe, "returned", value=value)
         faulthandler.cancel_dump_traceback_later()
 
 
-def _send_result(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
-    finished_at = time.monotonic()
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _logs_directory() -> Path:
+    return Path(os.environ["PHALANX_RANK_LOGS"])
+
+
+def _connect_store(listener_fd: int | None) -> c10d.Store:
+    """Return the store of all ranks; rank 0 serves it, on a listening socket if the pool gives one."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        _world_size(),
+        is_master=_rank() == 0,
+        timeout=GROUP_TIMEOUT,
+        master_listen_fd=listener_fd,
+    )
+
+
+def _run_call(call: bytes, store: c10d.Store, collective_log: CollectiveLog | None) -> bytes:
+    """Run a pickled call with process groups of its own, and return its pickled result."""
+    _reset_world(store, _rank(), _world_size())
+    function, args, kwargs = pickle.loads(call)
+    if collective_log is not None:
+        collective_log.open(calls_file(_logs_directory(), _rank()))
+    return pickle.dumps(function(*args, **kwargs))
+
+
+def _send_result(pipe: Connection, kind: Literal["raised", "returned"], **contents: Any) -> None:
+    """Send a `CallResult` with these contents."""
+    result = CallResult(kind=kind, finished_at=time.monotonic(), **contents)
     sys.stdout.flush()
-    pipe.send_bytes(pickle.dumps((kind, finished_at, summary, content)))
+    pipe.send_bytes(pickle.dumps(result))
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:

@@ -64,7 +64,7 @@ def test_timeline_starts_follow_from_order_durations_and_waits(fields):
     timeline = simulate_candidate(found.run, found.world_size, candidate)
     shown = layout_details(found.run, found.world_size, candidate)["timeline"]
     assert shown["makespan"] == timeline.makespan
-    expected = sorted((rank, start, end, str(action)) for rank, action, start, end in executed_spans(timeline))
+    expected = sorted((rank, span.start, span.end, str(span.action)) for rank, span in executed_spans(timeline))
     rebuilt = []
     for index, rank in enumerate(shown["ranks"]):
         now, waits = 0.0, dict(rank["waits"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
@@ -159,11 +158,16 @@ def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
 def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
     """A hang is no step's end: what was called is in the files of the ranks."""
     directory = create_run_directory(text, tmp_path, 2, {})
-    calls = [LoggedCall(MESSAGE, "0", (0, 1), f"{size} float32 with tag 1", f"a.py:{size} (f)") for size in (4, 8)]
+    calls = [
+        LoggedCall(
+            kind=MESSAGE, group="0", ranks=(0, 1), signature=f"{size} float32 with tag 1", caller=f"a.py:{size} (f)"
+        )
+        for size in (4, 8)
+    ]
     for rank, order in enumerate((calls, calls[::-1])):
         file = calls_file(directory, rank)
         file.parent.mkdir(exist_ok=True)
-        file.write_text("".join(f"{json.dumps(call)}\n" for call in order) + '["half a li')
+        file.write_text("".join(f"{call.to_json()}\n" for call in order) + '["half a li')
     verdict = explain_run(directory).verdict
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))
     assert verdict.summary == (
@@ -175,8 +179,8 @@ def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_end_of_run_compares_files_as_far_as_they_come(is_shared, tmp_path, monkeypatch):
     """A shared file system shows a file late; without one it never comes, and what is not seen is no difference."""
-    call = LoggedCall("collective", "0", (0, 1), "all_reduce of 4 float32", "a.py:1")
-    line = json.dumps(call) + "\n"
+    call = LoggedCall(kind="collective", group="0", ranks=(0, 1), signature="all_reduce of 4 float32", caller="a.py:1")
+    line = call.to_json() + "\n"
     files = {rank: calls_file(tmp_path, rank) for rank in range(2)}
     files[0].parent.mkdir()
     files[0].write_text(line)

@@ -49,14 +49,24 @@ def test_collective_recorder_records_operations_groups_and_bytes() -> None:
 
 
 def test_collective_call_exposed_seconds_counts_only_waited_time() -> None:
-    call = CollectiveCall("all_reduce", "all_reduce", (0, 1), 1, start=10.0, end=14.0)
+    call = CollectiveCall(
+        operation="all_reduce", executed_as="all_reduce", group=(0, 1), size_bytes=1, start=10.0, end=14.0
+    )
     assert call.exposed_seconds([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
     assert call.exposed_seconds([]) == 0
 
 
 def test_exclude_queueing_starts_collectives_of_a_group_one_by_one() -> None:
     def call(operation: str, group_name: str, start: float, end: float | None) -> CollectiveCall:
-        return CollectiveCall(operation, operation, (0, 1), 1, start, end, group_name)
+        return CollectiveCall(
+            operation=operation,
+            executed_as=operation,
+            group=(0, 1),
+            size_bytes=1,
+            start=start,
+            end=end,
+            group_name=group_name,
+        )
 
     calls = [
         call("all_reduce", "a", 1.0, 5.0),

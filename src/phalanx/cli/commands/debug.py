@@ -12,7 +12,7 @@ import typer
 from phalanx.cli.common.options import Json
 
 if TYPE_CHECKING:
-    from phalanx.debug.hang_evidence import Explanation
+    from phalanx.debug.hang_messages import Explanation
 
 
 def debug(run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")], json_: Json = False) -> None:

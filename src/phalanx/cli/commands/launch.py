@@ -101,9 +101,9 @@ def launch(
     command = shell_join(["phalanx", "launch", str(run), *options, *override_args, *(() if check else ("--no-check",))])
     ranks = ranks_per_node(described, nproc)
     job = ClusterJob(
-        described,
-        run,
-        " ".join(command.splitlines()),
+        run=described,
+        file=run,
+        command=" ".join(command.splitlines()),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc=ranks,

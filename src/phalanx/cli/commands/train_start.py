@@ -152,8 +152,9 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
         max_nodes = run.cluster.nodes
         run, plan = decide_and_check(run, ranks, start, layout_ranks=ranks)
         rendezvous = Rendezvous(
-            run.name,
-            *endpoint,
+            name=run.name,
+            host=endpoint[0],
+            port=endpoint[1],
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             join_seconds=run.recovery.rendezvous_timeout_seconds,

@@ -10,9 +10,9 @@ from phalanx.doctor.machine import Machine
 
 MAX_OFFSET_SECONDS = 30
 SYNCHRONISED = CheckRule(
-    "clock.synchronised",
-    "clock synchronization with a server",
-    "WARN",
+    id="clock.synchronised",
+    quantity="clock synchronization with a server",
+    severity="WARN",
     threshold="yes",
     unit="",
     source="Primus (clock skew 30 s)",
@@ -20,9 +20,9 @@ SYNCHRONISED = CheckRule(
     command="systemctl enable --now chronyd; chronyc sources",
 )
 OFFSET = CheckRule(
-    "clock.offset",
-    "offset of the clock from the server's",
-    "FAIL",
+    id="clock.offset",
+    quantity="offset of the clock from the server's",
+    severity="FAIL",
     threshold=f"at most {MAX_OFFSET_SECONDS}",
     unit="s",
     source="Primus (clock skew 30 s)",

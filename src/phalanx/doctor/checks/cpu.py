@@ -11,9 +11,9 @@ from phalanx.doctor.probes import pci
 
 CPUS = "/sys/devices/system/cpu"
 GOVERNOR = CheckRule(
-    "cpu.governor",
-    "frequency governor of the cores",
-    "WARN",
+    id="cpu.governor",
+    quantity="frequency governor of the cores",
+    severity="WARN",
     threshold="performance",
     unit="",
     source="GCM (governor performance)",
@@ -21,9 +21,9 @@ GOVERNOR = CheckRule(
     command="cpupower frequency-set -g performance",
 )
 OFFLINE = CheckRule(
-    "cpu.offline",
-    "offline cores",
-    "WARN",
+    id="cpu.offline",
+    quantity="offline cores",
+    severity="WARN",
     threshold="none",
     unit="",
     source="ours: the node is weaker than the others",
@@ -31,9 +31,9 @@ OFFLINE = CheckRule(
     command="cat /sys/devices/system/cpu/offline; lscpu",
 )
 BALANCING = CheckRule(
-    "cpu.numa_balancing",
-    "automatic NUMA balancing, on nodes with GPUs",
-    "WARN",
+    id="cpu.numa_balancing",
+    quantity="automatic NUMA balancing, on nodes with GPUs",
+    severity="WARN",
     threshold="0",
     unit="",
     source="AMD, ROCm system optimization (page migration stalls GPUs); NVIDIA, the same for GH200",
@@ -42,9 +42,9 @@ BALANCING = CheckRule(
 )
 AVX512 = ("avx512bw", "avx512dq", "avx512vl")
 BF16 = CheckRule(
-    "cpu.bf16",
-    "CPU features, for runs in bf16",
-    "WARN",
+    id="cpu.bf16",
+    quantity="CPU features, for runs in bf16",
+    severity="WARN",
     threshold=f"{', '.join(AVX512)}; or ARM's bf16",
     unit="",
     source="PyTorch (mkldnn_bf16_device_check): without them bf16 is computed element by element, some 30 times slower",

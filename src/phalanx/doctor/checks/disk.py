@@ -23,9 +23,9 @@ WRITE_MIB = 256
 QUICK_WRITE_MIB = 64
 WRITE_SECONDS = 20
 FULL = CheckRule(
-    "disk.full",
-    "share of the disk that is in use",
-    "WARN",
+    id="disk.full",
+    quantity="share of the disk that is in use",
+    severity="WARN",
     threshold=f"less than {FULL_WARN}",
     unit="%",
     source="GCM (80 %)",
@@ -33,9 +33,9 @@ FULL = CheckRule(
     command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 VERY_FULL = CheckRule(
-    "disk.very_full",
-    "share of the disk that is in use",
-    "FAIL",
+    id="disk.very_full",
+    quantity="share of the disk that is in use",
+    severity="FAIL",
     threshold=f"less than {FULL_FAIL}",
     unit="%",
     source="Imbue (disk >= 95 %)",
@@ -43,9 +43,9 @@ VERY_FULL = CheckRule(
     command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 ROOM = CheckRule(
-    "disk.room",
-    "free space",
-    "FAIL",
+    id="disk.room",
+    quantity="free space",
+    severity="FAIL",
     threshold="at least the checkpoints that the run keeps, and one more",
     unit="GB",
     source="the run (checkpoint.keep)",
@@ -53,9 +53,9 @@ ROOM = CheckRule(
     command="df -h {device}",
 )
 WRITE = CheckRule(
-    "disk.write",
-    "write speed of a synced file",
-    "WARN",
+    id="disk.write",
+    quantity="write speed of a synced file",
+    severity="WARN",
     threshold=f"at least {WRITE_MB_PER_SECOND}",
     unit="MB/s",
     source="ours: a rank that saves 1 GB waits for 10 s",
@@ -63,9 +63,9 @@ WRITE = CheckRule(
     command="python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
 )
 WRITABLE = CheckRule(
-    "disk.writable",
-    "write access",
-    "FAIL",
+    id="disk.writable",
+    quantity="write access",
+    severity="FAIL",
     threshold="yes",
     unit="",
     source="ours",

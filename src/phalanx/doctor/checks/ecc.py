@@ -10,9 +10,9 @@ from phalanx.doctor.probes import nvidia_smi
 MAX_CORRECTED_ERRORS = 50_000_000
 """GCM (Meta): corrected errors > 50 million."""
 UNCORRECTED_RULE = CheckRule(
-    "ecc.uncorrected",
-    "uncorrectable ECC errors since the driver was loaded",
-    "FAIL",
+    id="ecc.uncorrected",
+    quantity="uncorrectable ECC errors since the driver was loaded",
+    severity="FAIL",
     threshold="0",
     unit="errors",
     source="Imbue, GCM (volatile uncorrected > 0)",
@@ -20,9 +20,9 @@ UNCORRECTED_RULE = CheckRule(
     command="nvidia-smi -q -d ECC,ROW_REMAPPER",
 )
 CORRECTED_RULE = CheckRule(
-    "ecc.corrected",
-    "corrected ECC errors since the driver was loaded",
-    "WARN",
+    id="ecc.corrected",
+    quantity="corrected ECC errors since the driver was loaded",
+    severity="WARN",
     threshold=f"at most {MAX_CORRECTED_ERRORS:,}",
     unit="errors",
     source="GCM (corrected > 50 M)",
@@ -30,9 +30,9 @@ CORRECTED_RULE = CheckRule(
     command="dcgmi diag -r 3",
 )
 PENDING = CheckRule(
-    "ecc.remap_pending",
-    "rows pending remapping",
-    "FAIL",
+    id="ecc.remap_pending",
+    quantity="rows pending remapping",
+    severity="FAIL",
     threshold="none",
     unit="",
     source="NVIDIA, GPU Memory Error Management; OCI (row remap)",
@@ -40,9 +40,9 @@ PENDING = CheckRule(
     command="nvidia-smi --gpu-reset -i {device}",
 )
 FAILED = CheckRule(
-    "ecc.remap_failed",
-    "rows that could not be remapped",
-    "FAIL",
+    id="ecc.remap_failed",
+    quantity="rows that could not be remapped",
+    severity="FAIL",
     threshold="none",
     unit="",
     source="NVIDIA, GPU Memory Error Management (RMA criterion)",

@@ -22,9 +22,9 @@ STATE_FIELDS = (
     "clocks_throttle_reasons.hw_power_brake_slowdown",
 )
 ANSWERS = CheckRule(
-    "gpu.answers",
-    "nvidia-smi",
-    "FAIL",
+    id="gpu.answers",
+    quantity="nvidia-smi",
+    severity="FAIL",
     threshold=f"answers within {COMMAND_SECONDS} s",
     unit="",
     source="Primus (smi latency > 5 s fails)",
@@ -32,9 +32,9 @@ ANSWERS = CheckRule(
     command="nvidia-smi; dmesg | grep -i -e nvrm -e xid",
 )
 COUNT = CheckRule(
-    "gpu.count",
-    "GPUs that nvidia-smi lists",
-    "FAIL",
+    id="gpu.count",
+    quantity="GPUs that nvidia-smi lists",
+    severity="FAIL",
     threshold="at least the number of the run, and of this process's GPUs on the bus",
     unit="GPUs",
     source="AZNHC, GCM (manifest)",
@@ -42,9 +42,9 @@ COUNT = CheckRule(
     command="nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
 )
 MODEL = CheckRule(
-    "gpu.model",
-    "name of each GPU",
-    "WARN",
+    id="gpu.model",
+    quantity="name of each GPU",
+    severity="WARN",
     threshold="equal to the others",
     unit="",
     source="Primus (drift against the majority)",
@@ -52,9 +52,9 @@ MODEL = CheckRule(
     command="nvidia-smi -L",
 )
 BUSY = CheckRule(
-    "gpu.busy",
-    "memory in use",
-    "WARN",
+    id="gpu.busy",
+    quantity="memory in use",
+    severity="WARN",
     threshold=f"less than {BUSY_MIB}",
     unit="MiB",
     source="Primus (HBM busy >= 2 GiB)",
@@ -62,9 +62,9 @@ BUSY = CheckRule(
     command="nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
 )
 HEADROOM = CheckRule(
-    "gpu.headroom",
-    "free memory",
-    "FAIL",
+    id="gpu.headroom",
+    quantity="free memory",
+    severity="FAIL",
     threshold="at least the need of the run's largest rank",
     unit="MiB",
     source="the run (`phalanx memory`)",
@@ -72,9 +72,9 @@ HEADROOM = CheckRule(
     command="phalanx memory RUN.toml; nvidia-smi",
 )
 PERSISTENCE = CheckRule(
-    "gpu.persistence",
-    "persistence mode",
-    "WARN",
+    id="gpu.persistence",
+    quantity="persistence mode",
+    severity="WARN",
     threshold="Enabled",
     unit="",
     source="NVIDIA, Driver Persistence",
@@ -82,9 +82,9 @@ PERSISTENCE = CheckRule(
     command="systemctl enable --now nvidia-persistenced",
 )
 MIG = CheckRule(
-    "gpu.mig",
-    "MIG mode",
-    "FAIL",
+    id="gpu.mig",
+    quantity="MIG mode",
+    severity="FAIL",
     threshold="Disabled",
     unit="",
     source="NVIDIA, MIG User Guide (no P2P between instances)",
@@ -92,9 +92,9 @@ MIG = CheckRule(
     command="nvidia-smi -i {gpu} -mig 0",
 )
 COMPUTE = CheckRule(
-    "gpu.compute_mode",
-    "compute mode",
-    "FAIL",
+    id="gpu.compute_mode",
+    quantity="compute mode",
+    severity="FAIL",
     threshold="not Prohibited",
     unit="",
     source="nvidia-smi manual (no process may use the GPU)",
@@ -102,9 +102,9 @@ COMPUTE = CheckRule(
     command="nvidia-smi -i {gpu} -c DEFAULT",
 )
 POWER = CheckRule(
-    "gpu.power_limit",
-    "power limit",
-    "WARN",
+    id="gpu.power_limit",
+    quantity="power limit",
+    severity="WARN",
     threshold="at least the default",
     unit="W",
     source="DCGM diag (target_power, H100 700 W)",
@@ -112,9 +112,9 @@ POWER = CheckRule(
     command="nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
 )
 SLOWDOWN = CheckRule(
-    "gpu.slowdown",
-    "slowdown by heat or by the power supply",
-    "FAIL",
+    id="gpu.slowdown",
+    quantity="slowdown by heat or by the power supply",
+    severity="FAIL",
     threshold="Not Active",
     unit="",
     source="NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
@@ -122,9 +122,9 @@ SLOWDOWN = CheckRule(
     command="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
 )
 INFOROM = CheckRule(
-    "gpu.inforom",
-    "infoROM of each GPU",
-    "WARN",
+    id="gpu.inforom",
+    quantity="infoROM of each GPU",
+    severity="WARN",
     threshold="not corrupted",
     unit="",
     source="nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",

@@ -37,9 +37,9 @@ RECOVERY_XID = 154
 HARMLESS_ACTIONS = ("None", "Drain P2P")
 """The Xid with the recovery action of a GPU, and the actions that are neither a reset nor a reboot."""
 XID = CheckRule(
-    "kernel.xid",
-    "hardware Xids in the kernel log",
-    "FAIL",
+    id="kernel.xid",
+    quantity="hardware Xids in the kernel log",
+    severity="FAIL",
     threshold="none",
     unit="Xid",
     source="OCI (its set of Xids); NVIDIA, XID Errors",
@@ -47,9 +47,9 @@ XID = CheckRule(
     command="dmesg | grep -i xid; nvidia-bug-report.sh",
 )
 SOFTWARE_XID = CheckRule(
-    "kernel.xid_software",
-    "other Xids in the kernel log",
-    "WARN",
+    id="kernel.xid_software",
+    quantity="other Xids in the kernel log",
+    severity="WARN",
     threshold="none",
     unit="Xid",
     source="NVIDIA, XID Errors",
@@ -57,9 +57,9 @@ SOFTWARE_XID = CheckRule(
     command="dmesg | grep -i xid",
 )
 SWITCH = CheckRule(
-    "kernel.sxid",
-    "fatal errors of NVSwitches in the kernel log",
-    "FAIL",
+    id="kernel.sxid",
+    quantity="fatal errors of NVSwitches in the kernel log",
+    severity="FAIL",
     threshold="none",
     unit="SXid",
     source="NVIDIA, Fabric Manager User Guide (SXid)",
@@ -67,9 +67,9 @@ SWITCH = CheckRule(
     command="dmesg | grep -i sxid; nvidia-smi --gpu-reset",
 )
 GPU_LOST = CheckRule(
-    "kernel.gpu_lost",
-    "GPUs that fell off the bus",
-    "FAIL",
+    id="kernel.gpu_lost",
+    quantity="GPUs that fell off the bus",
+    severity="FAIL",
     threshold="none",
     unit="",
     source="NVIDIA, XID Errors (79)",
@@ -77,9 +77,9 @@ GPU_LOST = CheckRule(
     command="dmesg | grep 'fallen off the bus'",
 )
 PCIE_LIMITED = CheckRule(
-    "kernel.pcie_limited",
-    "GPUs and RDMA cards that the kernel reports as limited",
-    "WARN",
+    id="kernel.pcie_limited",
+    quantity="GPUs and RDMA cards that the kernel reports as limited",
+    severity="WARN",
     threshold="none",
     unit="",
     source="Imbue (available PCIe bandwidth, limited by)",
@@ -87,9 +87,9 @@ PCIE_LIMITED = CheckRule(
     command="dmesg | grep 'limited by'",
 )
 AER = CheckRule(
-    "kernel.aer",
-    "uncorrected PCIe errors in the kernel log",
-    "FAIL",
+    id="kernel.aer",
+    quantity="uncorrected PCIe errors in the kernel log",
+    severity="FAIL",
     threshold="none",
     unit="",
     source="Linux, PCIe AER; DCGM",
@@ -97,9 +97,9 @@ AER = CheckRule(
     command="dmesg | grep -i aer; lspci -s {device} -vv",
 )
 MACHINE_CHECK = CheckRule(
-    "kernel.machine_check",
-    "errors of CPU or memory",
-    "WARN",
+    id="kernel.machine_check",
+    quantity="errors of CPU or memory",
+    severity="WARN",
     threshold="none",
     unit="",
     source="Linux, machine check",
@@ -107,9 +107,9 @@ MACHINE_CHECK = CheckRule(
     command="dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
 )
 OUT_OF_MEMORY = CheckRule(
-    "kernel.out_of_memory",
-    "programs that the OOM killer killed",
-    "WARN",
+    id="kernel.out_of_memory",
+    quantity="programs that the OOM killer killed",
+    severity="WARN",
     threshold="none",
     unit="",
     source="Linux (oom-killer)",
@@ -117,9 +117,9 @@ OUT_OF_MEMORY = CheckRule(
     command="dmesg | grep -i 'killed process'",
 )
 DISK = CheckRule(
-    "kernel.disk",
-    "errors of disks, or file systems made read-only",
-    "FAIL",
+    id="kernel.disk",
+    quantity="errors of disks, or file systems made read-only",
+    severity="FAIL",
     threshold="none",
     unit="",
     source="Linux (blk, ext4, xfs)",

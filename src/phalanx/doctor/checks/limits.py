@@ -15,9 +15,9 @@ MEMLOCK_GIB = 32
 SHM_GIB = 8
 SHM_SHARE = 0.4
 MEMLOCK = CheckRule(
-    "host.memlock",
-    "lockable memory of a process, for RDMA",
-    "FAIL",
+    id="host.memlock",
+    quantity="lockable memory of a process, for RDMA",
+    severity="FAIL",
     threshold=f"at least {MEMLOCK_GIB}, or unlimited",
     unit="GiB",
     source="Primus (memlock >= 32 GiB)",
@@ -25,9 +25,9 @@ MEMLOCK = CheckRule(
     command="ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
 )
 SHM = CheckRule(
-    "host.shm",
-    "size of /dev/shm",
-    "FAIL",
+    id="host.shm",
+    quantity="size of /dev/shm",
+    severity="FAIL",
     threshold=f"at least {SHM_GIB}, or {SHM_SHARE:g} of the memory if that is less",
     unit="GiB",
     source="Primus (/dev/shm >= 8 GiB)",
@@ -35,9 +35,9 @@ SHM = CheckRule(
     command="mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
 )
 SHM_FREE = CheckRule(
-    "host.shm_free",
-    "free space of /dev/shm",
-    "WARN",
+    id="host.shm_free",
+    quantity="free space of /dev/shm",
+    severity="WARN",
     threshold="the minimum of host.shm",
     unit="GiB",
     source="Primus (/dev/shm >= 8 GiB)",

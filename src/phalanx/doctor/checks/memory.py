@@ -14,9 +14,9 @@ from phalanx.spec.formatting import GIB
 
 MIN_FREE_SHARE = 0.1
 AVAILABLE = CheckRule(
-    "memory.available",
-    "share of memory that is available",
-    "WARN",
+    id="memory.available",
+    quantity="share of memory that is available",
+    severity="WARN",
     threshold=f"at least {100 * MIN_FREE_SHARE:g}",
     unit="%",
     source="ours: below that, the kernel reclaims pages during the run",
@@ -24,9 +24,9 @@ AVAILABLE = CheckRule(
     command="ps aux --sort=-rss | head",
 )
 HEADROOM = CheckRule(
-    "memory.headroom",
-    "available memory, for runs on CPUs",
-    "FAIL",
+    id="memory.headroom",
+    quantity="available memory, for runs on CPUs",
+    severity="FAIL",
     threshold="at least the need of the run's ranks",
     unit="GiB",
     source="the run (`phalanx memory`)",

@@ -11,9 +11,9 @@ from phalanx.doctor.probes.nvidia_smi import leading_number
 MIN_MTU = 4200
 """RDMA's 4096 bytes and its headers. Ethernet's usual 1500 bytes allow RDMA packets of 1024 bytes."""
 LARGE = CheckRule(
-    "mtu.large",
-    "MTU of the interfaces of RoCE ports",
-    "WARN",
+    id="mtu.large",
+    quantity="MTU of the interfaces of RoCE ports",
+    severity="WARN",
     threshold=f"at least {MIN_MTU}",
     unit="bytes",
     source="NVIDIA, RoCE (RDMA MTU 4096 needs 4200)",
@@ -21,9 +21,9 @@ LARGE = CheckRule(
     command="ip link set {device} mtu 9000",
 )
 SAME = CheckRule(
-    "mtu.same",
-    "MTU of the interfaces of RoCE ports",
-    "FAIL",
+    id="mtu.same",
+    quantity="MTU of the interfaces of RoCE ports",
+    severity="FAIL",
     threshold="equal to the others",
     unit="bytes",
     source="Primus (MTU drift against the majority)",

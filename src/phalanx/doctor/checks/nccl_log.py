@@ -12,9 +12,9 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 
 SOCKETS = CheckRule(
-    "nccl.fallback",
-    "network that NCCL selected",
-    "FAIL",
+    id="nccl.fallback",
+    quantity="network that NCCL selected",
+    severity="FAIL",
     threshold="not sockets, on machines with RDMA devices",
     unit="",
     source="NCCL (NET/IB to NET/Socket)",
@@ -23,9 +23,9 @@ SOCKETS = CheckRule(
     command="grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
 )
 DIRECT = CheckRule(
-    "nccl.gdr",
-    "channels over the network without GPUDirect RDMA",
-    "WARN",
+    id="nccl.gdr",
+    quantity="channels over the network without GPUDirect RDMA",
+    severity="WARN",
     threshold="0",
     unit="channels",
     source="NCCL (via NET/IB/0/GDRDMA)",
@@ -33,9 +33,9 @@ DIRECT = CheckRule(
     command="modprobe nvidia_peermem; grep 'via NET' LOG",
 )
 WARNINGS = CheckRule(
-    "nccl.warnings",
-    "warnings",
-    "WARN",
+    id="nccl.warnings",
+    quantity="warnings",
+    severity="WARN",
     threshold="none",
     unit="",
     source="NCCL (NCCL WARN)",
@@ -43,9 +43,9 @@ WARNINGS = CheckRule(
     command="grep 'NCCL WARN' LOG",
 )
 VERSION = CheckRule(
-    "nccl.version",
-    "NCCL version of each host",
-    "FAIL",
+    id="nccl.version",
+    quantity="NCCL version of each host",
+    severity="FAIL",
     threshold="equal",
     unit="",
     source="NCCL (ranks of one communicator need one version)",

@@ -23,9 +23,9 @@ LEFTOVER_VARIABLES = (
     "NCCL_PROTO",
 )
 EXISTS = CheckRule(
-    "nccl.interface",
-    "interfaces that NCCL_SOCKET_IFNAME selects",
-    "FAIL",
+    id="nccl.interface",
+    quantity="interfaces that NCCL_SOCKET_IFNAME selects",
+    severity="FAIL",
     threshold="at least one that exists",
     unit="",
     source="NCCL (NCCL_SOCKET_IFNAME); Primus",
@@ -33,9 +33,9 @@ EXISTS = CheckRule(
     command="ip -br link; env | grep SOCKET_IFNAME",
 )
 GLOO_EXISTS = CheckRule(
-    "nccl.gloo_interface",
-    "interfaces that GLOO_SOCKET_IFNAME names",
-    "FAIL",
+    id="nccl.gloo_interface",
+    quantity="interfaces that GLOO_SOCKET_IFNAME names",
+    severity="FAIL",
     threshold="all exist",
     unit="",
     source="gloo (transport/tcp/device.cc): full names; gloo supports neither ^ nor =, and fails if one is missing",
@@ -43,9 +43,9 @@ GLOO_EXISTS = CheckRule(
     command="ip -br link",
 )
 REACHED = CheckRule(
-    "nccl.interface_local",
-    "selected interfaces that no other node can reach",
-    "FAIL",
+    id="nccl.interface_local",
+    quantity="selected interfaces that no other node can reach",
+    severity="FAIL",
     threshold="none (lo, docker, veth, virbr)",
     unit="",
     source="NCCL (its default uses lo and docker last)",
@@ -53,9 +53,9 @@ REACHED = CheckRule(
     command="ip -br addr",
 )
 UP = CheckRule(
-    "nccl.interface_up",
-    "state of the selected interfaces",
-    "FAIL",
+    id="nccl.interface_up",
+    quantity="state of the selected interfaces",
+    severity="FAIL",
     threshold="one is up",
     unit="",
     source="Linux (operstate)",
@@ -63,9 +63,9 @@ UP = CheckRule(
     command="ip -br link",
 )
 ROUTE = CheckRule(
-    "nccl.route",
-    "interface of the route to MASTER_ADDR",
-    "WARN",
+    id="nccl.route",
+    quantity="interface of the route to MASTER_ADDR",
+    severity="WARN",
     threshold="one that NCCL_SOCKET_IFNAME selects",
     unit="",
     source="PyTorch and NCCL first rendezvous at MASTER_ADDR",
@@ -73,9 +73,9 @@ ROUTE = CheckRule(
     command="ip route get $MASTER_ADDR",
 )
 CARDS = CheckRule(
-    "nccl.hca",
-    "RDMA devices that NCCL_IB_HCA names",
-    "FAIL",
+    id="nccl.hca",
+    quantity="RDMA devices that NCCL_IB_HCA names",
+    severity="FAIL",
     threshold="exist",
     unit="",
     source="NCCL (NCCL_IB_HCA)",
@@ -83,9 +83,9 @@ CARDS = CheckRule(
     command="ls /sys/class/infiniband; echo $NCCL_IB_HCA",
 )
 FORCED = CheckRule(
-    "nccl.left_over",
-    "variables that disable transports or algorithms",
-    "WARN",
+    id="nccl.left_over",
+    quantity="variables that disable transports or algorithms",
+    severity="WARN",
     threshold="not set",
     unit="",
     source="NCCL, environment variables (meant for debugging)",

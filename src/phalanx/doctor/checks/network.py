@@ -11,9 +11,9 @@ from phalanx.doctor.probes.nvidia_smi import leading_number
 
 MIN_MBPS = 1000
 SPEED = CheckRule(
-    "network.speed",
-    "link of the interface that sockets use",
-    "WARN",
+    id="network.speed",
+    quantity="link of the interface that sockets use",
+    severity="WARN",
     threshold=f"at least {MIN_MBPS}, and without RDMA the run's network speed",
     unit="Mb/s",
     source="ours: current cables carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
@@ -21,9 +21,9 @@ SPEED = CheckRule(
     command="ethtool {device}",
 )
 DUPLEX = CheckRule(
-    "network.duplex",
-    "duplex of that link",
-    "WARN",
+    id="network.duplex",
+    quantity="duplex of that link",
+    severity="WARN",
     threshold="full",
     unit="",
     source="Linux (duplex of interfaces)",

@@ -14,9 +14,9 @@ ERROR_THRESHOLD = 5
 MIN_SPEED_RATIO = 0.99
 """Minimum share of the usual speed of a link; reported speeds are rounded."""
 ACTIVE = CheckRule(
-    "nvlink.active",
-    "inactive links",
-    "FAIL",
+    id="nvlink.active",
+    quantity="inactive links",
+    severity="FAIL",
     threshold="none where the GPU has active ones, or there are NVSwitches",
     unit="links",
     source="Imbue (inactive is an error)",
@@ -24,9 +24,9 @@ ACTIVE = CheckRule(
     command="nvidia-smi nvlink --status",
 )
 COUNT = CheckRule(
-    "nvlink.count",
-    "links of each GPU",
-    "FAIL",
+    id="nvlink.count",
+    quantity="links of each GPU",
+    severity="FAIL",
     threshold="equal to the others",
     unit="links",
     source="OCI (count and speed)",
@@ -34,9 +34,9 @@ COUNT = CheckRule(
     command="nvidia-smi nvlink --status; nvidia-smi topo -m",
 )
 SPEED = CheckRule(
-    "nvlink.speed",
-    "slowest link of each GPU",
-    "FAIL",
+    id="nvlink.speed",
+    quantity="slowest link of each GPU",
+    severity="FAIL",
     threshold="equal to the others",
     unit="GB/s",
     source="OCI (count and speed)",
@@ -44,9 +44,9 @@ SPEED = CheckRule(
     command="nvidia-smi nvlink --status",
 )
 ERRORS_RULE = CheckRule(
-    "nvlink.errors",
-    "replay, recovery and CRC errors of a GPU's worst link since the driver was loaded",
-    "WARN",
+    id="nvlink.errors",
+    quantity="replay, recovery and CRC errors of a GPU's worst link since the driver was loaded",
+    severity="WARN",
     threshold=f"less than {ERROR_THRESHOLD}",
     unit="errors",
     source="Imbue (>= 5 errors warn)",
@@ -54,9 +54,9 @@ ERRORS_RULE = CheckRule(
     command="nvidia-smi nvlink -e",
 )
 FABRIC = CheckRule(
-    "nvlink.fabric_manager",
-    "nvidia-fabricmanager, on machines with NVSwitches",
-    "FAIL",
+    id="nvlink.fabric_manager",
+    quantity="nvidia-fabricmanager, on machines with NVSwitches",
+    severity="FAIL",
     threshold="active",
     unit="",
     source="NVIDIA, Fabric Manager User Guide",

@@ -11,9 +11,9 @@ from phalanx.doctor.probes import pci
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
 WIDTH = CheckRule(
-    "pcie.width",
-    "lanes in use",
-    "FAIL",
+    id="pcie.width",
+    quantity="lanes in use",
+    severity="FAIL",
     threshold="the maximum of the device and its slot",
     unit="lanes",
     source="OCI (width 16)",
@@ -21,9 +21,9 @@ WIDTH = CheckRule(
     command="lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )
 SPEED = CheckRule(
-    "pcie.speed",
-    "speed of a network card's link (idle GPUs reduce theirs)",
-    "FAIL",
+    id="pcie.speed",
+    quantity="speed of a network card's link (idle GPUs reduce theirs)",
+    severity="FAIL",
     threshold="the maximum of the device and its slot",
     unit="GT/s",
     source="Imbue (available PCIe bandwidth, limited by ...)",
@@ -31,9 +31,9 @@ SPEED = CheckRule(
     command="lspci -s {device} -vv | grep -e LnkCap -e LnkSta",
 )
 ERRORS = CheckRule(
-    "pcie.errors",
-    "fatal and non-fatal errors since boot",
-    "WARN",
+    id="pcie.errors",
+    quantity="fatal and non-fatal errors since boot",
+    severity="WARN",
     threshold="0",
     unit="errors",
     source="Linux, PCIe AER statistics; DCGM counts replays",
@@ -41,9 +41,9 @@ ERRORS = CheckRule(
     command="cat /sys/bus/pci/devices/{device}/aer_dev_*fatal; dmesg | grep -i aer",
 )
 NUMA = CheckRule(
-    "pcie.numa",
-    "NUMA node of each device",
-    "WARN",
+    id="pcie.numa",
+    quantity="NUMA node of each device",
+    severity="WARN",
     threshold="known, on machines with several",
     unit="",
     source="Linux (numa_node is -1 if the BIOS does not report it)",

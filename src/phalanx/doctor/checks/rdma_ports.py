@@ -18,9 +18,9 @@ MAX_FLAPS = 5
 DAY_SECONDS = 86400
 MIN_RATE_RATIO = 0.99
 STATE = CheckRule(
-    "rdma.state",
-    "state of each port",
-    "FAIL",
+    id="rdma.state",
+    quantity="state of each port",
+    severity="FAIL",
     threshold="4: ACTIVE, 5: LinkUp",
     unit="",
     source="GCM, OCI",
@@ -28,9 +28,9 @@ STATE = CheckRule(
     command="cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
 )
 RATE = CheckRule(
-    "rdma.rate",
-    "rate of each port",
-    "FAIL",
+    id="rdma.rate",
+    quantity="rate of each port",
+    severity="FAIL",
     threshold="that of the others, and the run's network speed",
     unit="Gb/s",
     source="AZNHC (rate 400), OCI",
@@ -38,9 +38,9 @@ RATE = CheckRule(
     command="cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
 )
 FLAPPING = CheckRule(
-    "rdma.flaps",
-    "link-down events per 24 h since boot",
-    "WARN",
+    id="rdma.flaps",
+    quantity="link-down events per 24 h since boot",
+    severity="WARN",
     threshold=f"at most {MAX_FLAPS}",
     unit="flaps",
     source="AZNHC (> 5 flaps in 24 h)",
@@ -48,9 +48,9 @@ FLAPPING = CheckRule(
     command="cat /sys/class/infiniband/*/ports/*/counters/link_downed",
 )
 FIRMWARE = CheckRule(
-    "rdma.firmware",
-    "firmware of cards of one model",
-    "WARN",
+    id="rdma.firmware",
+    quantity="firmware of cards of one model",
+    severity="WARN",
     threshold="equal",
     unit="",
     source="Primus, GCM (manifest)",
@@ -60,7 +60,7 @@ FIRMWARE = CheckRule(
 RULES = (STATE, RATE, FLAPPING, FIRMWARE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Port:
     """A port of an RDMA device."""
 
@@ -91,7 +91,7 @@ def rdma_ports(machine: Machine) -> dict[str, Port]:
             number = path.rpartition("/")[2]
             roce = machine.read(f"{path}/link_layer") == "Ethernet"
             name = device if number == "1" else f"{device}:{number}"
-            ports[name] = Port(device, number, roce, interface=interfaces[0] if interfaces else None)
+            ports[name] = Port(device=device, number=number, roce=roce, interface=interfaces[0] if interfaces else None)
     return ports
 
 

@@ -16,9 +16,9 @@ from phalanx.doctor.machine import Machine
 
 TC_VARIABLE = "NCCL_IB_TC"
 READABLE = CheckRule(
-    "roce.readable",
-    "output of mlnx_qos for each interface",
-    "WARN",
+    id="roce.readable",
+    quantity="output of mlnx_qos for each interface",
+    severity="WARN",
     threshold="trust, mapping and PFC",
     unit="",
     source="mlnx_qos (MLNX_OFED)",
@@ -26,9 +26,9 @@ READABLE = CheckRule(
     command="mlnx_qos -i {device}",
 )
 TRUST = CheckRule(
-    "roce.trust",
-    "field that determines a packet's priority",
-    "FAIL",
+    id="roce.trust",
+    quantity="field that determines a packet's priority",
+    severity="FAIL",
     threshold="dscp",
     unit="",
     source="NVIDIA, RoCE configuration (trust state)",
@@ -36,9 +36,9 @@ TRUST = CheckRule(
     command="mlnx_qos -i {device} --trust dscp",
 )
 PFC = CheckRule(
-    "roce.pfc",
-    "priorities that PFC makes lossless",
-    "FAIL",
+    id="roce.pfc",
+    quantity="priorities that PFC makes lossless",
+    severity="FAIL",
     threshold="one",
     unit="",
     source="NVIDIA, RoCE configuration (priority 3 by default)",
@@ -46,9 +46,9 @@ PFC = CheckRule(
     command="mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
 )
 CLASS = CheckRule(
-    "roce.traffic_class",
-    f"priority of NCCL's packets ({TC_VARIABLE} = 4 x DSCP, and the DSCP's priority)",
-    "FAIL",
+    id="roce.traffic_class",
+    quantity=f"priority of NCCL's packets ({TC_VARIABLE} = 4 x DSCP, and the DSCP's priority)",
+    severity="FAIL",
     threshold="one that PFC makes lossless",
     unit="",
     source="NVIDIA, RoCE configuration; Primus sets the variable so",
@@ -56,9 +56,9 @@ CLASS = CheckRule(
     command="mlnx_qos -i {device}; export NCCL_IB_TC=106",
 )
 ECN = CheckRule(
-    "roce.ecn",
-    "ECN for that priority, at the notification point and at the reaction point",
-    "FAIL",
+    id="roce.ecn",
+    quantity="ECN for that priority, at the notification point and at the reaction point",
+    severity="FAIL",
     threshold="1, 1",
     unit="",
     source="NVIDIA, DCQCN (roce_np and roce_rp)",
@@ -67,9 +67,9 @@ ECN = CheckRule(
     "/sys/class/net/{device}/ecn/roce_rp/enable/3",
 )
 CNP = CheckRule(
-    "roce.cnp",
-    "priority of congestion notifications",
-    "WARN",
+    id="roce.cnp",
+    quantity="priority of congestion notifications",
+    severity="WARN",
     threshold="not the lossless one",
     unit="",
     source="NVIDIA, DCQCN (CNP priority 6 by default)",

@@ -16,9 +16,9 @@ No router forwards it, and NCCL never selects one by itself (validGid in its tra
 """
 INDEX_VARIABLE = "NCCL_IB_GID_INDEX"
 ROUTABLE = CheckRule(
-    "roce.gid",
-    "RoCE v2 GIDs of each port, except link-local ones",
-    "FAIL",
+    id="roce.gid",
+    quantity="RoCE v2 GIDs of each port, except link-local ones",
+    severity="FAIL",
     threshold="at least 1",
     unit="GIDs",
     source="Primus (0 RoCE-v2 GIDs fail)",
@@ -26,9 +26,9 @@ ROUTABLE = CheckRule(
     command="show_gids {device}; cma_roce_mode -d {device}",
 )
 CHOSEN = CheckRule(
-    "roce.gid_index",
-    f"the GID that {INDEX_VARIABLE} names",
-    "FAIL",
+    id="roce.gid_index",
+    quantity=f"the GID that {INDEX_VARIABLE} names",
+    severity="FAIL",
     threshold=ROCE_V2,
     unit="",
     source="NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",

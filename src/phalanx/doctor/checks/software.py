@@ -20,9 +20,9 @@ from phalanx.doctor.probes import nvidia_smi, pci
 TORCH_SECONDS = 40
 """PyTorch's libraries take long to load from a cold network disk."""
 IMPORTS = CheckRule(
-    "software.torch",
-    "PyTorch",
-    "FAIL",
+    id="software.torch",
+    quantity="PyTorch",
+    severity="FAIL",
     threshold=f"is imported within {TORCH_SECONDS} s",
     unit="",
     source="ours",
@@ -30,9 +30,9 @@ IMPORTS = CheckRule(
     command="python -X importtime -c 'import torch'",
 )
 CUDA = CheckRule(
-    "software.cuda",
-    "GPUs that PyTorch can use",
-    "FAIL",
+    id="software.cuda",
+    quantity="GPUs that PyTorch can use",
+    severity="FAIL",
     threshold="all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
     unit="GPUs",
     source="Primus (torch count = smi count)",
@@ -40,9 +40,9 @@ CUDA = CheckRule(
     command="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
 )
 CUDA_STARTS = CheckRule(
-    "software.cuda_starts",
-    "a tensor on a GPU, by PyTorch",
-    "FAIL",
+    id="software.cuda_starts",
+    quantity="a tensor on a GPU, by PyTorch",
+    severity="FAIL",
     threshold="is created",
     unit="",
     source="CUDA (errors of its initialization: driver too old, system not yet initialized)",
@@ -50,9 +50,9 @@ CUDA_STARTS = CheckRule(
     command="python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
 )
 PEER = CheckRule(
-    "software.peer_memory",
-    "nvidia_peermem, or dma-buf by the open kernel module",
-    "WARN",
+    id="software.peer_memory",
+    quantity="nvidia_peermem, or dma-buf by the open kernel module",
+    severity="WARN",
     threshold="one of them is available",
     unit="",
     source="NVIDIA, GPUDirect RDMA",

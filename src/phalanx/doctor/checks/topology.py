@@ -20,9 +20,9 @@ MAX_GDR_DISTANCE = "PXB"
 The path crosses PCIe bridges, not the CPU.
 """
 READABLE = CheckRule(
-    "topology.readable",
-    "the matrix of nvidia-smi topo -m",
-    "WARN",
+    id="topology.readable",
+    quantity="the matrix of nvidia-smi topo -m",
+    severity="WARN",
     threshold="has the known format",
     unit="",
     source="phalanx.spec.topology.nvidia_smi",
@@ -30,9 +30,9 @@ READABLE = CheckRule(
     command="nvidia-smi topo -m",
 )
 ISLANDS = CheckRule(
-    "topology.nvlink",
-    "GPUs that NVLinks connect",
-    "FAIL",
+    id="topology.nvlink",
+    quantity="GPUs that NVLinks connect",
+    severity="FAIL",
     threshold="groups of one size, and equal numbers of links per GPU",
     unit="",
     source="NVIDIA, NVSwitch (every pair connected)",
@@ -40,9 +40,9 @@ ISLANDS = CheckRule(
     command="nvidia-smi topo -m",
 )
 LOCALITY = CheckRule(
-    "topology.nic",
-    "path from each GPU to its nearest network card",
-    "WARN",
+    id="topology.nic",
+    quantity="path from each GPU to its nearest network card",
+    severity="WARN",
     threshold=f"PIX or {MAX_GDR_DISTANCE}",
     unit="",
     source="NCCL (NCCL_NET_GDR_LEVEL, default PXB)",

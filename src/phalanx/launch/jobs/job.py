@@ -22,7 +22,7 @@ FLIGHT_RECORDER_PREFIX = "flight-recorder-rank-"
 """Prefix of files in the run directory, followed by the rank: NCCL's state when a collective timed out."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterJob:
     """A run and the machines that it needs."""
 

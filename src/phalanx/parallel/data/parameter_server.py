@@ -35,7 +35,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerTopology:
     """The roles of ranks and their process groups."""
 
@@ -74,8 +74,8 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
     # Servers use CPU memory, whatever the workers' device; a dry run has only its own backend.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     roles = ServerTopology(
-        servers,
-        workers,
+        servers=servers,
+        workers=workers,
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
         groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
         server_group=dist.new_group(servers, backend=backend),
@@ -137,7 +137,7 @@ class ParameterServerWorker(Strategy):
         reported_sums = (
             self._newest_values[2:].to(sums.device) if version else sums
         )  # before the first update, this rank's own sums
-        return StepReduction(self._newest_values[1], reported_sums, steps_behind=self.steps_sent - version)
+        return StepReduction(norm=self._newest_values[1], sums=reported_sums, steps_behind=self.steps_sent - version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """No-op: the servers run the optimizer."""
@@ -248,7 +248,7 @@ class ParameterServer(Strategy):
             dist.all_reduce(square, group=self.roles.server_group)
         norm = self.normalize_and_clip(square.sqrt(), total[0], clip_norm)
         self._header = torch.cat([total.new_tensor([self.steps_done + 1.0]), norm[None], total])
-        return StepReduction(norm, total.to(sums.device), staleness=self.steps_done - oldest_version)
+        return StepReduction(norm=norm, sums=total.to(sums.device), staleness=self.steps_done - oldest_version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and send the weights."""

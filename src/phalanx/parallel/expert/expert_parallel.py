@@ -90,33 +90,62 @@ def apply_expert_parallel(model: Transformer, ranks: ExpertParallelGroup) -> Non
 def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and auxiliary loss of `MoE.forward`, with tokens sent to their experts' ranks."""
     weights, chosen, auxiliary = moe.router(x_BTD)
-    chosen = chosen if ranks.expert_permutation is None else ranks.expert_permutation[chosen]
-    order, counts_E = sort_by_expert(chosen, moe.router.moe.num_experts)
-    # The number of rows that each rank sends to each expert of the other ranks.
-    recv_counts_E = torch.empty_like(counts_E)
-    ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
-    both = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
-    send_counts, recv_counts = to_host_lists(both, max_expert_rows(moe.router.moe, chosen))
-    rows = rows_of_choices(x_BTD, order[: sum(send_counts)], moe.router.moe.top_k)
+    plan = _plan_dispatch(moe, ranks, chosen)
+    rows = rows_of_choices(x_BTD, plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-    counts_by_source = recv_counts_E.view(ranks.size, -1)
-    ranks.rows += sum(recv_counts)
+    ranks.rows += sum(plan.recv_counts)
 
-    dispatch = InFlightDispatch(ranks, send_counts, recv_counts)
+    dispatch = InFlightDispatch(ranks=ranks, send_counts=plan.send_counts, recv_counts=plan.recv_counts)
     in_flight_rows = _StartDispatch.apply(rows, dispatch)
     shared = moe.shared(x_BTD) if moe.shared is not None else None
     received = cast(Tensor, _FinishDispatch.apply(in_flight_rows, dispatch))
 
-    local_expert = torch.arange(counts_by_source.shape[1], device=rows.device).repeat(ranks.size)
-    by_expert = local_expert.repeat_interleave(recv_counts_E, output_size=sum(recv_counts)).argsort(stable=True)
-    y = moe.experts(received[by_expert], counts_by_source.sum(0).cumsum(0))
-    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, recv_counts, send_counts))
-    out = combine_expert_outputs(y, order, weights).view_as(x_BTD)
+    by_expert = plan.order_received_rows()
+    y = moe.experts(received[by_expert], plan.recv_rows.sum(0).cumsum(0))
+    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, plan.recv_counts, plan.send_counts))
+    out = combine_expert_outputs(y, plan.order, weights).view_as(x_BTD)
     return out if shared is None else out + shared, auxiliary
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class DispatchPlan:
+    """The rows that a rank sends to the ranks of their experts, and those that it receives."""
+
+    order: Tensor
+    """Order of this rank's choices by expert, [N k]; dropped choices come last."""
+    recv_rows: Tensor
+    """Number of rows from each rank for each expert of this rank, [ranks, local experts]."""
+    send_counts: list[int]
+    """Number of rows to each rank."""
+    recv_counts: list[int]
+    """Number of rows from each rank."""
+
+    def order_received_rows(self) -> Tensor:
+        """Return the order of the received rows, which are sorted by rank, then by expert, by expert alone."""
+        ranks, local_experts = self.recv_rows.shape
+        local_expert = torch.arange(local_experts, device=self.recv_rows.device).repeat(ranks)
+        expert_of_row = local_expert.repeat_interleave(self.recv_rows.flatten(), output_size=sum(self.recv_counts))
+        return expert_of_row.argsort(stable=True)
+
+
+def _plan_dispatch(moe: MoE, ranks: ExpertParallelGroup, chosen_BTk: Tensor) -> DispatchPlan:
+    """Sort the choices by expert, and exchange their numbers with the other ranks. The host waits once."""
+    chosen = chosen_BTk if ranks.expert_permutation is None else ranks.expert_permutation[chosen_BTk]
+    order, counts_E = sort_by_expert(chosen, moe.router.moe.num_experts)
+    recv_counts_E = torch.empty_like(counts_E)
+    ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
+    both_by_rank = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
+    send_counts, recv_counts = to_host_lists(both_by_rank, max_expert_rows(moe.router.moe, chosen))
+    return DispatchPlan(
+        order=order,
+        recv_rows=recv_counts_E.view(ranks.size, -1),
+        send_counts=send_counts,
+        recv_counts=recv_counts,
+    )
+
+
+@dataclass(kw_only=True)
 class InFlightDispatch:
     """A pending all-to-all of rows to experts, or of their gradients in the opposite direction."""
 

@@ -102,7 +102,7 @@ class PipelineStrategy(Strategy):
 
         The loss is 0 on ranks without the last stage; the auxiliary loss is that of this rank's stages."""
         schedule = self.schedule_of(len(micros))
-        state = PipelineStepState(micros, losses)
+        state = PipelineStepState(micros=micros, losses=losses)
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # discards the waits of an evaluation
         with self.inner.accumulate(last=False):
@@ -188,7 +188,7 @@ class PipelineStrategy(Strategy):
         All forward passes precede all backward passes. (At the end of any backward pass FSDP2 visits all stages, which
         must have been gathered before.)"""
         template = self.activation_template
-        state = PipelineStepState([micro], losses)
+        state = PipelineStepState(micros=[micro], losses=losses)
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
         if not torch.is_grad_enabled():
             for stage in self.stages.layers:
@@ -245,7 +245,7 @@ class PipelineStrategy(Strategy):
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
         self.inner.sync_scalars(sums)
-        return StepReduction(self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums)
+        return StepReduction(norm=self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums=sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and copy the tied embedding to the last stage."""

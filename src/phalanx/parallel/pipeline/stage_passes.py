@@ -26,7 +26,7 @@ class SavedActivation:
     auxiliary: Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PipelineStepState:
     """The state of a running step on a rank."""
 

@@ -4,6 +4,9 @@ Shards tensors, and maps a shard, its gradient or its optimizer state to its pos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +19,16 @@ from phalanx.parallel.module_tensors import named_parameters, replace_parameter
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, tensor_sharding
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis of a DTensor's mesh."""
+
+    name: str
+    group: dist.ProcessGroup
+    """The ranks of this rank's line along the axis."""
+    placement: Placement
 
 
 class ModelSharding:
@@ -98,36 +111,57 @@ class ModelSharding:
         return self._kv_head_mesh["same"].get_group()
 
     def _dtensor_placement(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
-        """Return the mesh and placements of a shard: first by model sharding, then by data-parallel rows."""
+        """Return the mesh and placements of a shard: first by model sharding, then by data-parallel rows.
+
+        Example: keys of two heads with tp = 4, so that two ranks have copies of each head, and zero3 over two ranks.
+
+            ranks [dp_shard, tp]     0 1 2 3     parts: tp ranks {0, 1} and {2, 3} have one head each
+                                     4 5 6 7     same:  both ranks of a part have a copy
+
+            mesh [parts, same, dp_shard] = [[[0, 4], [1, 5]], [[2, 6], [3, 7]]]
+            placements                   = [Shard(0), Replicate(), Shard(0)]
+
+        Ranks 2 and 3 have the first half of the second head, ranks 6 and 7 the second half.
+
+        Args:
+            name: Name of the parameter.
+            rows: The shard as FSDP or ZeRO splits it further; None if they do not.
+        """
         key = name, None if rows is None else rows.device_mesh
         if key not in self._placements:
             sharding = self.sharding_of(name)
-            assert sharding.dim is not None
-            outer: dict[str, dist.ProcessGroup] = {sharding.mesh_axis: self._group(sharding)}
-            if sharding.replication > 1:
-                assert self._kv_head_mesh is not None
-                outer = {axis: self._kv_head_mesh[axis].get_group() for axis in ("parts", "same")}
-            inner: tuple[str, ...] = ()
-            placements: tuple[Placement, ...] = ()
-            groups: list[dist.ProcessGroup] = []
-            if rows is not None:
-                inner = rows.device_mesh.mesh_dim_names or ()
-                groups = rows.device_mesh.get_all_groups()
-                placements = rows.placements
-            ranks = (
-                self._mesh_for(sharding)[(*inner, sharding.mesh_axis)]
-                .mesh.movedim(-1, 0)
-                .unflatten(0, (-1, sharding.replication))
-            )
-            ranks = ranks if sharding.replication > 1 else ranks.squeeze(1)
-            mesh = DeviceMesh.from_group(
-                [*outer.values(), *groups],
-                self._mesh_for(sharding).device_type,
-                ranks.contiguous(),
-                mesh_dim_names=(*outer, *inner),
-            )
-            self._placements[key] = mesh, [*(Shard(sharding.dim), Replicate())[: len(outer)], *placements]
+            outer = self._sharding_axes(sharding)
+            inner = _fsdp_axes(rows)
+            mesh = self._combine_meshes(sharding, outer, inner)
+            self._placements[key] = mesh, [axis.placement for axis in (*outer, *inner)]
         return self._placements[key]
+
+    def _sharding_axes(self, sharding: TensorSharding) -> list[MeshAxis]:
+        """Return the axes on which model-parallel ranks have the parts of a tensor, and the copies of a part."""
+        assert sharding.dim is not None
+        if sharding.replication == 1:
+            return [MeshAxis(sharding.mesh_axis, self._group(sharding), Shard(sharding.dim))]
+        assert self._kv_head_mesh is not None
+        return [
+            MeshAxis("parts", self._kv_head_mesh["parts"].get_group(), Shard(sharding.dim)),
+            MeshAxis("same", self._kv_head_mesh["same"].get_group(), Replicate()),
+        ]
+
+    def _combine_meshes(
+        self, sharding: TensorSharding, outer: Sequence[MeshAxis], inner: Sequence[MeshAxis]
+    ) -> DeviceMesh:
+        """Return the mesh with the axes of `outer`, then those of `inner`, of groups that exist."""
+        axes = [*outer, *inner]
+        mesh = self._mesh_for(sharding)
+        ranks = mesh[(*(axis.name for axis in inner), sharding.mesh_axis)].mesh.movedim(-1, 0)
+        if sharding.replication > 1:
+            ranks = ranks.unflatten(0, (-1, sharding.replication))
+        return DeviceMesh.from_group(
+            [axis.group for axis in axes],
+            mesh.device_type,
+            ranks.contiguous(),
+            mesh_dim_names=tuple(axis.name for axis in axes),
+        )
 
     def _mesh_for(self, sharding: TensorSharding) -> DeviceMesh:
         """Return the mesh of the ranks that share a tensor."""
@@ -141,3 +175,12 @@ class ModelSharding:
 
     def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:
         return self._mesh_for(sharding)[sharding.mesh_axis].get_group()
+
+
+def _fsdp_axes(rows: DTensor | None) -> list[MeshAxis]:
+    """Return the axes on which data-parallel ranks have the rows of a shard; none if it is not split further."""
+    if rows is None:
+        return []
+    mesh = rows.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return [MeshAxis(*axis) for axis in zip(names, mesh.get_all_groups(), rows.placements, strict=True)]

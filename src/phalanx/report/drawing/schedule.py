@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx.schedule.schedule import Action, actions
+from phalanx.schedule.action_spans import ActionSpan, spans_of_step
+from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import Time, Timeline
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import WRITTEN_BY
@@ -23,26 +24,25 @@ COLOURS = {
 LEGEND = {"F": "forward", "B": "backward", "I": "backward, input half", "W": "backward, weight half"}
 
 
-def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
-    """Yield rank, action, start and end; an overlapped pair of actions shares its time equally."""
+def executed_spans(timeline: Timeline) -> Iterator[tuple[int, ActionSpan]]:
+    """Yield the computations of each rank."""
     for rank, spans in enumerate(timeline.spans):
         for step, start, end in spans:
-            step_actions = actions(step)
-            duration = float(end - start) / len(step_actions)
-            for index, action in enumerate(step_actions):
-                yield rank, action, float(start) + index * duration, float(start) + (index + 1) * duration
+            for span in spans_of_step(step, start, end):
+                yield rank, span
 
 
 def kinds(timeline: Timeline) -> list[str]:
     """Return the kinds of actions in a timeline, in the legend's order."""
-    used_kinds = {action.kind for _, action, _, _ in executed_spans(timeline)}
+    used_kinds = {span.action.kind for _, span in executed_spans(timeline)}
     return [kind for kind in LEGEND if kind in used_kinds]
 
 
 def shades(timeline: Timeline) -> dict[int, int]:
     """Return the shade of each stage: 0 for the first stage of a rank, 1 for its others."""
     first_stages = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
-    return {action.stage: int(action.stage != first_stages[rank]) for rank, action, _, _ in executed_spans(timeline)}
+    stages = ((rank, span.action.stage) for rank, span in executed_spans(timeline))
+    return {stage: int(stage != first_stages[rank]) for rank, stage in stages}
 
 
 def lines(timeline: Timeline, width: int) -> list[Text]:
@@ -53,13 +53,13 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
     scale = min(4.0, (width - 1) / float(timeline.makespan))
     shade = shades(timeline)
     rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
-    for rank, action, start, end in executed_spans(timeline):
-        start_column = round(start * scale)
-        end_column = round(end * scale)
+    for rank, span in executed_spans(timeline):
+        action = span.action
+        start_column = round(span.start * scale)
+        end_column = round(span.end * scale)
+        columns = end_column - start_column
         label = f"{action.kind}{action.micro}"
-        shown = (label if len(label) <= end_column - start_column else action.kind)[: end_column - start_column].ljust(
-            end_column - start_column
-        )
+        shown = (label if len(label) <= columns else action.kind)[:columns].ljust(columns)
         style = f"black on {COLOURS[action.kind][shade[action.stage]]}"
         rows[rank][start_column:end_column] = [(character, style) for character in shown]
     return [Text.assemble(*row, no_wrap=True) for row in rows]
@@ -76,9 +76,9 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(len(timeline.spans))
     ]
-    for rank, action, start, end in executed_spans(timeline):
-        timestamp = start * float(microseconds)
-        unit = float(microseconds)
+    unit = float(microseconds)
+    for rank, span in executed_spans(timeline):
+        action = span.action
         events.append(
             {
                 "ph": "X",
@@ -86,8 +86,8 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
                 "cat": LEGEND[action.kind],
                 "pid": rank,
                 "tid": action.stage,
-                "ts": timestamp,
-                "dur": (end - start) * unit,
+                "ts": span.start * unit,
+                "dur": span.seconds * unit,
                 "args": {"stage": action.stage, "micro_batch": action.micro},
             }
         )
@@ -111,17 +111,20 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise missing_package("--out", str(file), "matplotlib", instead="use .json for Perfetto") from None
-    span = float(timeline.makespan)
+    makespan = float(timeline.makespan)
     ranks = len(timeline.spans)
     shade = shades(timeline)
-    figure = Figure(figsize=(min(24.0, 2 + span * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
+    figure = Figure(figsize=(min(24.0, 2 + makespan * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for rank, action, start, end in executed_spans(timeline):
+    for rank, span in executed_spans(timeline):
+        action = span.action
         colour = COLOURS[action.kind][shade[action.stage]]
-        axes.barh(rank, end - start, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-        axes.text((start + end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white")
-    axes.set(title=title, xlabel="time", xlim=(0, span), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
+        axes.barh(rank, span.seconds, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        axes.text(
+            (span.start + span.end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white"
+        )
+    axes.set(title=title, xlabel="time", xlim=(0, makespan), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
     axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]

@@ -104,15 +104,17 @@ def timeline_to_json(timeline: Timeline) -> Details:
     ranks: list[Details] = [{"kinds": "", "stages": [], "micros": [], "waits": []} for _ in timeline.spans]
     ends = [0.0] * len(ranks)
     min_wait = MIN_GAP * float(timeline.makespan)
-    for index, action, start, end in executed_spans(timeline):
+    for index, span in executed_spans(timeline):
         rank = ranks[index]
-        if start - ends[index] > min_wait:
-            rank["waits"].append([len(rank["kinds"]), _rounded(start - ends[index])])
+        action = span.action
+        wait_seconds = span.start - ends[index]
+        if wait_seconds > min_wait:
+            rank["waits"].append([len(rank["kinds"]), _rounded(wait_seconds)])
         rank["kinds"] += action.kind
         rank["stages"].append(action.stage)
         rank["micros"].append(action.micro)
-        seconds.setdefault(action.kind, {}).setdefault(action.stage, _rounded(end - start))
-        ends[index] = end
+        seconds.setdefault(action.kind, {}).setdefault(action.stage, _rounded(span.seconds))
+        ends[index] = span.end
     return {"makespan": float(timeline.makespan), "seconds": seconds, "ranks": ranks}
 
 

@@ -8,16 +8,24 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.launch.shared_memory import HEADER, LOCAL_SLOTS, NEIGHBOR_SLOTS, SLOTS_ENV, SharedMemorySlot
+from phalanx.launch.shared_memory import (
+    HEADER_BYTES,
+    LOCAL_SLOTS,
+    NEIGHBOR_SLOTS,
+    SLOTS_ENV,
+    SharedMemorySlot,
+    SlotHeader,
+    SlotPair,
+)
 from phalanx.parallel.comm.host_copy import wait_for_host_copies
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.comm.pinned_memory import PinnedMemory
@@ -27,7 +35,7 @@ from phalanx.spec.errors import UserError
 ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InMemoryCheckpoint:
     """A rank's part of a copy of the state of all ranks."""
 
@@ -37,6 +45,30 @@ class InMemoryCheckpoint:
     """Shapes of full tensors."""
     tensors: dict[str, Tensor]
     """Shards of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """Description of a shard in a slot."""
+
+    shape: torch.Size
+    full_shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the metadata."""
+        return {"shape": list(self.shape), "whole": list(self.full_shape), "dtype": str(self.dtype)}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the description in an entry of the metadata."""
+        dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
+        return cls(shape=torch.Size(entry["shape"]), full_shape=torch.Size(entry["whole"]), dtype=dtype)
 
 
 class InMemoryCheckpointer:
@@ -62,14 +94,18 @@ class InMemoryCheckpointer:
         local_mapping = PinnedMemory if device.type == "cuda" else mmap.mmap
         self._slots = [SharedMemorySlot(files[index], local_mapping) for index in LOCAL_SLOTS]
         self._slots += [SharedMemorySlot(files[index]) for index in NEIGHBOR_SLOTS]
+        self._local = SlotPair(*self._slots[:2])
+        """Copies of this rank's state."""
+        self._neighbor = SlotPair(*self._slots[2:])
+        """Copies of the state of a rank of the previous node."""
         self._device = device
         self._identity = json.loads(json.dumps(identity))
         self._group = group
-        self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         self._next_rank = (self.rank + local_world_size) % ranks
         self._previous_rank = (self.rank - local_world_size) % ranks
-        self._slot_index = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
@@ -79,50 +115,54 @@ class InMemoryCheckpointer:
             tensors: State by name; this rank's shards are copied.
             manifest: Values of the run at this step, as in a checkpoint's manifest (JSON-able).
         """
-        local_slot, neighbor_slot = (self._slots[slots[self._slot_index]] for slots in (LOCAL_SLOTS, NEIGHBOR_SLOTS))
-        self._slot_index = 1 - self._slot_index
-        local_slot.invalidate()
-        parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
-        entries = {
-            name: {"shape": list(part.shape), "whole": list(tensors[name].shape), "dtype": str(part.dtype)}
-            for name, part in parts.items()
-        }
-        metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": entries}).encode()
-        local_slot.ensure_size(
-            HEADER.size + _align(len(metadata)) + sum(_align(part.nbytes) for part in parts.values())
-        )
-        local_slot.memory[HEADER.size : HEADER.size + len(metadata)] = metadata
-        views = _tensor_views(
-            local_slot.bytes()[_align(len(metadata)) :], [(part.shape, part.dtype) for part in parts.values()]
-        )
-        for view, part in zip(views, parts.values(), strict=True):
-            view.copy_(part, non_blocking=True)
-        wait_for_host_copies(self._device)
-        local_slot.commit(step, self.rank, len(metadata))
+        self._write(step, self._local.next, tensors, manifest=manifest)
+        self._local.flip()
         if self._next_rank != self.rank:
-            neighbor_slot.invalidate()
-            metadata_length = self._exchange_with_neighbors(
-                local_slot, self._next_rank, neighbor_slot, source=self._previous_rank
-            )
-            neighbor_slot.commit(step, self._previous_rank, metadata_length)
+            self._exchange_with_neighbors(step)
+        self._neighbor.flip()
 
-    def _exchange_with_neighbors(
-        self, local_slot: SharedMemorySlot, destination: int, neighbor_slot: SharedMemorySlot, source: int
-    ) -> int:
-        """Send a copy, and receive another; return the length of the metadata of the latter."""
-        payload = local_slot.bytes()
-        sizes = torch.tensor([payload.numel(), local_slot.header[2]])
-        incoming_sizes = torch.zeros(2, dtype=torch.int64)
-        _send_and_receive(sizes, destination, incoming_sizes, source=source, group=self._group)
-        neighbor_slot.ensure_size(HEADER.size + int(incoming_sizes[0]))
-        _send_and_receive(
-            payload, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source=source, group=self._group
-        )
-        return int(incoming_sizes[1])
+    def _write(
+        self, step: int, slot: SharedMemorySlot, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]
+    ) -> None:
+        """Copy this rank's state to a slot: header, metadata, and one shard after the other."""
+        slot.invalidate()
+        shards = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+        entries = {
+            name: SavedTensor(shape=shard.shape, full_shape=tensors[name].shape, dtype=shard.dtype)
+            for name, shard in shards.items()
+        }
+        descriptions = {name: entry.to_json() for name, entry in entries.items()}
+        metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": descriptions}).encode()
+        shards_bytes = sum(_align(entry.nbytes) for entry in entries.values())
+        slot.ensure_size(HEADER_BYTES + _align(len(metadata)) + shards_bytes)
+        slot.memory[HEADER_BYTES : HEADER_BYTES + len(metadata)] = metadata
+        buffer = slot.bytes()[_align(len(metadata)) :]
+        for name, part in _restore_parts(entries, buffer).items():
+            part.copy_(shards[name], non_blocking=True)
+        wait_for_host_copies(self._device)
+        slot.commit(SlotHeader(step, self.rank, metadata_length=len(metadata)))
+
+    def _exchange_with_neighbors(self, step: int) -> None:
+        """Send the copy of this rank to the next node, and receive that of a rank of the previous node."""
+        sent_slot = self._local.current
+        received_slot = self._neighbor.next
+        received_slot.invalidate()
+        sent = sent_slot.bytes()
+        sizes = torch.tensor([sent.numel(), sent_slot.header.metadata_length])
+        received_sizes = torch.zeros(2, dtype=torch.int64)
+        self._send_to_next_node(sizes, received_sizes)
+        received_bytes, metadata_length = received_sizes.tolist()
+        received_slot.ensure_size(HEADER_BYTES + received_bytes)
+        self._send_to_next_node(sent, received_slot.bytes()[:received_bytes])
+        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length=metadata_length))
+
+    def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
+        _send_and_receive(sent, self._next_rank, received, source=self._previous_rank, group=self._group)
 
     def load_latest(self) -> InMemoryCheckpoint | None:
         """Return the newest copy that is complete over all ranks, sent to its rank (a collective)."""
-        local_copies = [slot.header[:2] for slot in self._slots if slot.header[0] >= 0 and self._matches_identity(slot)]
+        headers = [slot.header for slot in self._slots if slot.header.is_complete and self._matches_identity(slot)]
+        local_copies = [header.copy_id for header in headers]
         latest = latest_common_step(all_gather_objects(local_copies, self._group))
         if latest is None:
             return None
@@ -135,39 +175,45 @@ class InMemoryCheckpointer:
         return self._read_slot(self._find_slot(step, self.rank))
 
     def _matches_identity(self, slot: SharedMemorySlot) -> bool:
-        return bool(slot.metadata(slot.header[2])["identity"] == self._identity)
+        return bool(slot.metadata()["identity"] == self._identity)
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
-        return next(slot for slot in self._slots if slot.header[:2] == (step, rank))
+        return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
 
     def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
         """Send a rank its state from its holder; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
             slot = self._find_slot(step, rank)
             payload = slot.bytes()
-            dist.send(torch.tensor([payload.numel(), slot.header[2]]), rank, group=self._group)
+            dist.send(torch.tensor([payload.numel(), slot.header.metadata_length]), rank, group=self._group)
             dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        slot = next(slot for slot in self._slots if slot.header[:2] not in needed_copies)
+        received_bytes, metadata_length = sizes.tolist()
+        slot = next(slot for slot in self._slots if slot.header.copy_id not in needed_copies)
         slot.invalidate()
-        slot.ensure_size(HEADER.size + int(sizes[0]))
-        dist.recv(slot.bytes()[: int(sizes[0])], holder, group=self._group)
-        slot.commit(step, rank, int(sizes[1]))
+        slot.ensure_size(HEADER_BYTES + received_bytes)
+        dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
+        slot.commit(SlotHeader(step, rank, metadata_length=metadata_length))
 
     def _read_slot(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
-        step, _, length = slot.header
-        metadata = slot.metadata(length)
-        entries = metadata["tensors"]
-        shapes_and_dtypes = [
-            (torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch.")))
-            for entry in entries.values()
-        ]
-        parts = _tensor_views(slot.bytes()[_align(length) :], shapes_and_dtypes)
-        self._slot_index = 1 - LOCAL_SLOTS.index(self._slots.index(slot)) if slot in self._slots[:2] else 0
-        shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
-        return InMemoryCheckpoint(step, metadata["manifest"], shapes, tensors=dict(zip(entries, parts, strict=True)))
+        header = slot.header
+        metadata = slot.metadata()
+        entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
+        self._keep_until_after_next_save(slot)
+        return InMemoryCheckpoint(
+            step=header.step,
+            manifest=metadata["manifest"],
+            shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
+            tensors=_restore_parts(entries, slot.bytes()[_align(header.metadata_length) :]),
+        )
+
+    def _keep_until_after_next_save(self, slot: SharedMemorySlot) -> None:
+        """Let the next copy overwrite the other slots than that of the restored one."""
+        index = 0 if slot is self._local.slots[0] else 1
+        self._local.make_current(index)
+        self._neighbor.make_current(index)
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
@@ -190,13 +236,14 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
-    """Yield consecutive tensors of these shapes and dtypes in a memory buffer."""
+def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[str, Tensor]:
+    """Return the shards that lie one after the other in a buffer, whose memory they share."""
+    parts = {}
     offset = 0
-    for shape, dtype in shapes_and_dtypes:
-        size = shape.numel() * dtype.itemsize
-        yield memory[offset : offset + size].view(dtype).view(shape)
-        offset += _align(size)
+    for name, entry in entries.items():
+        parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        offset += _align(entry.nbytes)
+    return parts
 
 
 def _send_and_receive(

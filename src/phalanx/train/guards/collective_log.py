@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -77,7 +76,7 @@ class CollectiveLog:
                 if number is None:
                     self._numbers[call] = len(self._numbers)
                 if self._file is not None:
-                    self._file.write(f"{json.dumps(call) if number is None else number}\n".encode())
+                    self._file.write(f"{call.to_json() if number is None else number}\n".encode())
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
@@ -100,13 +99,26 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
         peer = ranks[arguments["dst" if name == "send" else "src"]]
         link = (local_rank, peer) if name == "send" else (peer, local_rank)
         return LoggedCall(
-            MESSAGE, group, link, signature=f"{size:,} {dtype} with tag {arguments['tag']}", caller=caller
+            kind=MESSAGE,
+            group=group,
+            ranks=link,
+            signature=f"{size:,} {dtype} with tag {arguments['tag']}",
+            caller=caller,
         )
     signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
-    parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
-    return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts, _is_background_thread())
+    sent, received = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    return LoggedCall(
+        kind=COLLECTIVE,
+        group=group,
+        ranks=ranks,
+        signature=signature,
+        caller=caller,
+        sent=sent,
+        received=received,
+        in_background=_is_background_thread(),
+    )
 
 
 def _c10d_operations() -> Iterator[Any]:

@@ -29,7 +29,7 @@ MAX_RANKS_SHOWN = 8
 COMPUTE_PREFIX = "computing"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
     """A tensor whose replicas differ."""
 
@@ -80,7 +80,9 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
     if not differing_keys:
         return None
     values = hashes_by_key[differing_keys[0]]
-    return ReplicaMismatch(differing_keys[0], tuple(minority_ranks(values)), tuple(values), tensors=len(differing_keys))
+    return ReplicaMismatch(
+        key=differing_keys[0], ranks=tuple(minority_ranks(values)), holders=tuple(values), tensors=len(differing_keys)
+    )
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:

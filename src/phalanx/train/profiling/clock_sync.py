@@ -51,26 +51,35 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
+    first_rank_in_domain = _first_ranks_by_clock(device)
     rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    domain = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
-    gathered = torch.empty(ranks, dtype=torch.int64, device=device)
-    all_gather(gathered, torch.tensor([domain], device=device))
-    domains = gathered.tolist()
-    first_rank_in = {domain_hash: domains.index(domain_hash) for domain_hash in domains}
-    store = dist.distributed_c10d._get_default_store()
+    timeout = timedelta(seconds=timeout_seconds)
     offset = ClockOffset()
-    for client in sorted(set(first_rank_in.values()) - {0}):
-        ping_pong = ClockPingPong(store, f"phalanx/clock/{occasion}/{client}", timedelta(seconds=timeout_seconds))
+    for client in sorted(set(first_rank_in_domain) - {0}):
+        key = f"phalanx/clock/{occasion}/{client}"
+        ping_pong = ClockPingPong(dist.distributed_c10d._get_default_store(), key, timeout)
         if rank == 0:
             ping_pong.serve()
         elif rank == client:
             offset = ping_pong.estimate_offset()
-    offsets = torch.empty(ranks, 2, dtype=torch.float64, device=device)
-    local_offset = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
-    all_gather(offsets, local_offset)
-    seconds, error_seconds = offsets[first_rank_in[domain]].tolist()
-    return ClockOffset(seconds, error_seconds)
+    return _all_gather_offsets(offset, device)[first_rank_in_domain[rank]]
+
+
+def _first_ranks_by_clock(device: torch.device) -> list[int]:
+    """Return for each rank the first rank with the same clock (a collective)."""
+    domain = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
+    gathered = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
+    all_gather(gathered, torch.tensor([domain], device=device))
+    domains = gathered.tolist()
+    return [domains.index(domain) for domain in domains]
+
+
+def _all_gather_offsets(offset: ClockOffset, device: torch.device) -> list[ClockOffset]:
+    """Return the clock offsets of all ranks (a collective)."""
+    gathered = torch.empty(dist.get_world_size(), 2, dtype=torch.float64, device=device)
+    local = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
+    all_gather(gathered, local)
+    return [ClockOffset(seconds, error_seconds) for seconds, error_seconds in gathered.tolist()]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 POINT_TO_POINT = ("send", "recv")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CollectiveCall:
     """One call of a collective.
 
@@ -128,7 +128,14 @@ class CollectiveRecorder(TorchDispatchMode):
         name = _group_name(args)
         ranks = ranks_of_group(name) if name else tuple(range(dist.get_world_size()))
         size_bytes = _total_bytes(operation, args)
-        call = CollectiveCall(requested, operation, ranks, size_bytes=size_bytes, start=started_at, group_name=name)
+        call = CollectiveCall(
+            operation=requested,
+            executed_as=operation,
+            group=ranks,
+            size_bytes=size_bytes,
+            start=started_at,
+            group_name=name,
+        )
         self.calls.append(call)
         if not on_gpu:
             _record_end(call, out)

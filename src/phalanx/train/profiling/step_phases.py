@@ -9,7 +9,7 @@ from itertools import pairwise
 from phalanx.parallel.comm.device_clock import Timestamp
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.step_records import StepRecord
-from phalanx.schedule.schedule import actions
+from phalanx.schedule.action_spans import ActionSpan, spans_of_step
 
 
 class StepPhaseTimer:
@@ -41,8 +41,8 @@ class StepPhaseTimer:
         times = all_times[: len(self.timestamps)]
         pass_times = all_times[len(self.timestamps) :]
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for kind, stage, _, start, end in executed_passes(strategy, pass_times):
-            stages[str(stage)][kind] += end - start
+        for span in executed_passes(strategy, pass_times):
+            stages[str(span.action.stage)][str(span.action.kind)] += span.seconds
         record: StepRecord = {
             "step": step,
             "start": times[0],
@@ -62,15 +62,9 @@ def pass_timestamps(strategy: Strategy) -> list[Timestamp]:
     return [timestamp for _, *both in strategy.timeline for timestamp in both]
 
 
-def executed_passes(strategy: Strategy, times: Sequence[float]) -> list[tuple[str, int, int, float, float]]:
-    """Return kind, stage, micro-batch, start and end of each pass of the last step.
-
-    `times` are those of `pass_timestamps`. Two overlapping passes are listed one after the other, with half of the time
-    each."""
-    passes = []
+def executed_passes(strategy: Strategy, times: Sequence[float]) -> list[ActionSpan]:
+    """Return the passes of the last step; `times` are those of `pass_timestamps`."""
+    passes: list[ActionSpan] = []
     for (step, *_), start, end in zip(strategy.timeline, times[::2], times[1::2], strict=True):
-        overlapping = actions(step)
-        pass_seconds = (end - start) / len(overlapping)
-        for index, (stage, kind, micro) in enumerate(overlapping):
-            passes.append((str(kind), stage, micro, start + index * pass_seconds, start + (index + 1) * pass_seconds))
+        passes += spans_of_step(step, start, end)
     return passes

@@ -75,13 +75,13 @@ class StepProfiler:
         assert trainer.step_record is not None
         trainer.step_record |= profile.as_step_record(self.clock_offset)
         pass_times = trainer.strategy.clock.resolve(pass_timestamps(trainer.strategy))
-        trainer.step_record["spans"] = executed_passes(trainer.strategy, pass_times)
+        trainer.step_record["spans"] = [span.to_row() for span in executed_passes(trainer.strategy, pass_times)]
         if trainer.experts.layers:
             trainer.step_record["expert_tokens"] = (trainer.experts.current - tokens).long().tolist()
         return record | {"profiled": True}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepProfile:
     """The profile of a step."""
 
@@ -141,7 +141,7 @@ def profile_step(
         over_time: Record the memory over time, not only its peak.
     """
     strategy = learner.strategy
-    profile = StepProfile({})
+    profile = StepProfile(waits={})
     memory = MemoryMeter(
         lambda: strategy.resident_tensors(learner.optimizers),
         strategy.resizable_buffers(),
@@ -179,7 +179,7 @@ def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepR
     with _recorded_waits(strategy) as waits, recorder:
         result = step()
     recorder.resolve_device_times()
-    return result, StepProfile(waits, recorder.calls)
+    return result, StepProfile(waits=waits, calls=recorder.calls)
 
 
 def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
