@@ -59,3 +59,12 @@ def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
     records = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
     swarm_starts = [index for index in range(1, len(records)) if records[index].round < records[index - 1].round]
     return records[swarm_starts[-1] :] if swarm_starts else records
+
+
+def format_round(round_record: RoundRecord) -> str:
+    """Return a round in a line."""
+    megabytes = f"{round_record.sent_bytes / 1e6:.3g} MB up, {round_record.received_bytes / 1e6:.3g} MB down"
+    train_share = round_record.train_seconds / round_record.seconds if round_record.seconds else 0.0
+    refused = f"; refused: {round_record.refused}" if round_record.refused else ""
+    train_text = f"{train_share:.0%} of {round_record.seconds:.3g} s training"
+    return f"round {round_record.round}: {round_record.steps} steps, {megabytes}, {train_text}{refused}"
