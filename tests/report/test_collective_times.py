@@ -35,7 +35,7 @@ def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunD
         for rank in steps[0]
     }
     ranks = {rank: RankRecord(rank, "here", "cpu", 0.0, 0.0, 1, 2, each) for rank, each in lines.items()}
-    return RunData(Path(), None, 4, 0, ranks, [], {}, [])
+    return RunData(directory=Path(), run=None, world_size=4, ranks=ranks)
 
 
 def test_collective_times_use_last_arriving_rank():

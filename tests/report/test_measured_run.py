@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.report import measured_run
+from phalanx.report.measured_machine import _measured_machine
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
-from phalanx.report.run_data import _measured_machine, read_run
+from phalanx.report.run_data import read_run
 from phalanx.runs.step_records import RankRecord
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

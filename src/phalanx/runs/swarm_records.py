@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from phalanx.runs.jsonl import read_valid_jsonl
+from phalanx.runs.problems import Problem
 
 ROUNDS_FILE = "swarm.jsonl"
 JOURNAL_FILE = "journal.jsonl"
@@ -48,7 +49,7 @@ class RoundRecord:
     refused: str = ""
 
 
-def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
+def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:
     """Return the rounds of a node in its last swarm; none if it was in no swarm.
 
     Round numbers start over with each swarm.
