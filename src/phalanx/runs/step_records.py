@@ -155,7 +155,7 @@ def downsample_memory(
     return [{"at": timestamp, **bytes_by_part} for timestamp, bytes_by_part in peaks.values()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """The records of a rank since the last start of the run."""
 
@@ -223,9 +223,9 @@ def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
     header = lines[0]
     steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
     return RankRecord(
-        header["rank"],
-        header["host"],
-        header["device"],
+        rank=header["rank"],
+        host=header["host"],
+        device=header["device"],
         offset_seconds=header["clock_offset_seconds"],
         error_seconds=header["clock_error_seconds"],
         memory_bytes=header["memory_bytes"],

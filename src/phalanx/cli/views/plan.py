@@ -169,9 +169,9 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
     return Breakdown(
-        f"{_describe_setup(run, world_size)}, layout {index + 1}",
-        str(option.candidate),
-        PART_DESCRIPTIONS,
+        title=f"{_describe_setup(run, world_size)}, layout {index + 1}",
+        layout=str(option.candidate),
+        meaning=PART_DESCRIPTIONS,
         seconds=option.parts,
         other_layouts={
             other_index + 1: Bar(str(plan.layouts[other_index].candidate), plan.layouts[other_index].parts)

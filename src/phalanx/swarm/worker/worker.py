@@ -114,7 +114,7 @@ class SwarmWorker:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # otherwise a restarted node has already sent this round
-                    round_record = RoundRecord(task.round)
+                    round_record = RoundRecord(round=task.round)
                     start = time.perf_counter()
                     self._prepare(task, round_record)
                     self._run_round(task, round_record, loggers)
@@ -127,7 +127,7 @@ class SwarmWorker:
             if self.trainer is None:
                 return {}
             if task is not None:
-                self._receive(plan_round(self.exchange, task.committed, final=True), RoundRecord(task.round))
+                self._receive(plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round))
             self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
