@@ -1,6 +1,8 @@
 """Facts of a run as one table: the output of `phalanx report --json`, shown by the page and the text.
 
 Predicted and measured numbers have the same names and units.
+
+Why: `docs/design/decisions/report-facts.md`.
 """
 
 from __future__ import annotations

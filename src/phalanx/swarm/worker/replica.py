@@ -1,6 +1,8 @@
 """Access to a node's model over all of its ranks and for any layout.
 
 Weights or gradients are written to a file of full parameters, and every rank reads its part of weights from a file.
+
+Why: `docs/design/decisions/swarm-ddp-optimizer.md`.
 """
 
 from __future__ import annotations
