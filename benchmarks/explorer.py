@@ -92,7 +92,19 @@ def plan_page(file: Path, nodes: int) -> tuple[float, float]:
         run = Path(folder) / "run.toml"
         run.write_text(RUN)
         started_at = time.perf_counter(), time.process_time()
-        write_page(PlanArguments(run, "h100", nodes, None, (), None, False, 10), file)
+        write_page(
+            PlanArguments(
+                run=run,
+                machine="h100",
+                nodes=nodes,
+                nproc=None,
+                overrides=(),
+                topology=None,
+                all_schedules=False,
+                top=10,
+            ),
+            file,
+        )
         return time.perf_counter() - started_at[0], time.process_time() - started_at[1]
 
 

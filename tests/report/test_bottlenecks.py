@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.report.bottlenecks import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
+from phalanx.report.bottlenecks import MIN_SHARE, Bottleneck, find_bottlenecks
 from phalanx.report.run_data import RunData
+from phalanx.report.slowdowns import change_point
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
@@ -73,8 +74,20 @@ def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunD
         noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
         for rank, line in simulate_step_records(run, ranks, now, noise).items():
             lines[rank].append({"step": step, "start": float(step), "peak_memory_bytes": 1, **line})
-    records = {rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)}
-    return RunData(Path("run"), run, ranks, 0, records, [], {}, [])
+    records = {
+        rank: RankRecord(
+            rank=rank,
+            host="host",
+            device="cpu",
+            offset_seconds=0.0,
+            error_seconds=0.0,
+            memory_bytes=2**34,
+            cores=2,
+            steps=lines[rank],
+        )
+        for rank in range(ranks)
+    }
+    return RunData(directory=Path("run"), run=run, world_size=ranks, ranks=records)
 
 
 def simulate_step_records(run: RunSpec, ranks: int, wrong: Fault, noise: dict[int, float]) -> dict[int, dict[str, Any]]:

@@ -34,8 +34,20 @@ def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunD
         rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
         for rank in steps[0]
     }
-    ranks = {rank: RankRecord(rank, "here", "cpu", 0.0, 0.0, 1, 2, each) for rank, each in lines.items()}
-    return RunData(Path(), None, 4, 0, ranks, [], {}, [])
+    ranks = {
+        rank: RankRecord(
+            rank=rank,
+            host="here",
+            device="cpu",
+            offset_seconds=0.0,
+            error_seconds=0.0,
+            memory_bytes=1,
+            cores=2,
+            steps=each,
+        )
+        for rank, each in lines.items()
+    }
+    return RunData(directory=Path(), run=None, world_size=4, ranks=ranks)
 
 
 def test_collective_times_use_last_arriving_rank():

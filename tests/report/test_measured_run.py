@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.report import measured_run
+from phalanx.report.measured_machine import _measured_machine
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
-from phalanx.report.run_data import _measured_machine, read_run
+from phalanx.report.run_data import read_run
 from phalanx.runs.step_records import RankRecord
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -87,7 +88,11 @@ def test_measured_run_is_planned_for_device_that_ranks_recorded(device, tmp_path
     """With `cluster.device = "auto"`, the default, a run on GPUs was compared with a plan for CPUs."""
     directory = write_run_directory(tmp_path / "run", [1.0] * 8)
     run_data = read_run(directory)
-    records = {0: RankRecord(0, "host", device, 0.0, 0.0, 8 * 10**10, cores=4)}
+    records = {
+        0: RankRecord(
+            rank=0, host="host", device=device, offset_seconds=0.0, error_seconds=0.0, memory_bytes=8 * 10**10, cores=4
+        )
+    }
     monkeypatch.setattr(measured_run, "read_run", lambda _: replace(run_data, ranks=records))
     monkeypatch.setattr(measured_run, "collective_times", lambda _: ())
     monkeypatch.setattr(measured_run, "step_times", lambda _: None)

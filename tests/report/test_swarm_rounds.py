@@ -130,10 +130,10 @@ def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
     sent = round_bytes(node_share(run.model, "spes+", 2), "spes+", "int8")
     up, down = round(sent.up), round(sent.down)
     spent = RoundRecord(
-        0,
-        3,
-        300,
-        2,
+        round=0,
+        steps=3,
+        tokens=300,
+        experts=2,
         train_seconds=3.0,
         send_seconds=up / 1000,
         receive_seconds=down / 2000,

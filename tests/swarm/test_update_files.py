@@ -66,8 +66,8 @@ class BroadcastState:
 
     def _fresh(self) -> ModelState:
         shapes = {PIECE.name: PIECE.shape}
-        files = [TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left")]
-        return ModelState(*files)
+        base, left = (TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left"))
+        return ModelState(base=base, error_feedback=left)
 
     @property
     def base(self) -> Tensor:

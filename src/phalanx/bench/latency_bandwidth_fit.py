@@ -4,6 +4,8 @@ A piece is a line, t = latency + size / bandwidth (alpha-beta; Hockney, Parallel
 is the maximum (a latency floor, then a saturated link), or the minimum (a library that switches to another algorithm
 when that is faster, as NCCL does for all-reduce). Errors are relative: a microsecond in ten counts as much as a
 millisecond in ten.
+
+Why: `docs/design/decisions/two-line-fit.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The `phalanx` command: one file per subcommand, which parses, calls one package, and prints."""
+"""The `phalanx` command: one file per subcommand, which parses, calls one package, and prints.
+
+Why: `docs/design/decisions/lazy-commands.md`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Symbols: B rows of a batch, T tokens of a sequence. An epoch is the sequence of all documents in shuffled order. Its
 sequence s has inputs [sT, sT + T) and targets shifted by one. Tokens that do not fill a sequence are dropped.
+
+Why: `docs/design/decisions/global-batches.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Access of checks to a machine: files, paths, outputs of programs, and environment variables.
 
 The machine is the local one, or a snapshot: a directory with files under their paths, and outputs under commands/.
+
+Why: `docs/design/decisions/checks-ask-a-machine.md`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Requests come from `phalanx.launch.warm_process`.
 
 Usage: python -m phalanx.launch.fork_server SOCKET_FD MODULES PADDING
+
+Why: `docs/design/decisions/forked-ranks.md`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 It forks before it has a device, a process group or a thread. Forked processes become children of the client process:
 each is forked twice, and the kernel reparents the orphan to its nearest ancestor that adopts orphans
 (PR_SET_CHILD_SUBREAPER, prctl(2)). Linux only.
+
+Why: `docs/design/decisions/allocator-environment.md`.
 """
 
 from __future__ import annotations

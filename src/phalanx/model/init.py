@@ -1,6 +1,9 @@
 """Initial weights as a pure function of seed, parameter name and row.
 
-They do not depend on the layout, and a rank draws only its own rows."""
+They do not depend on the layout, and a rank draws only its own rows.
+
+Why: `docs/design/decisions/initial-weights.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Mixture of experts: y = sum over the chosen experts of weight x expert(x).
 
 It is dropless unless a capacity is set. Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token,
-F inner width of an expert."""
+F inner width of an expert.
+
+Why: `docs/design/decisions/balance-loss-per-sequence.md`.
+"""
 
 from __future__ import annotations
 

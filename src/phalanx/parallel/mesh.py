@@ -1,4 +1,7 @@
-"""Device mesh of a run: the size of every parallel axis, and PyTorch's mesh over the ranks."""
+"""Device mesh of a run: the size of every parallel axis, and PyTorch's mesh over the ranks.
+
+Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-data-parallel.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Interface of data-parallel strategies for the trainer, and the strategy of a single process."""
+"""Interface of data-parallel strategies for the trainer, and the strategy of a single process.
+
+Why: `docs/design/decisions/strategy-object.md` and `docs/design/decisions/summed-losses.md`.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ class Strategy:
     loss_scale = 1.0
     """Factor of the loss, which makes gradients sums over ranks."""
     autocast = True
-    """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16."""
+    """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16.
+
+    Why: `docs/design/decisions/two-meanings-of-bf16.md`.
+    """
 
     router_count_multiplicity = 1
     """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""

@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from phalanx.cost.exact.flops import recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.report.run_data import RunData
-from phalanx.report.step_breakdown import StepTimes, flops_per_rank, pipeline_rank, simulate_measured, stage_times
+from phalanx.report.slowdowns import (
+    IMBALANCE_RATIO,
+    STRAGGLER_RATIO,
+    Slowdown,
+    change_point,
+    measure_slowdowns,
+)
+from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
@@ -27,16 +33,9 @@ from phalanx.spec.run import RunSpec
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1
 """Minimum share of a step for a cause to count as a bottleneck."""
-STRAGGLER_RATIO = 1 / 0.75
-SLOW_ALONE = 1.6
-"""Minimum slowdown of a straggler relative to its replicas, and to other stages, which differ anyway."""
-MIN_SEGMENT = 3
-"""Minimum number of steps before and after a change."""
-IMBALANCE_RATIO = 1.15
-"""Minimum ratio to the other ranks that is not chance."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bottleneck:
     """One cause of lost time."""
 
@@ -89,9 +88,9 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
     start = change_point(wait_seconds / times.total.max(1), 0.05)
     rank = times.ranks[int(np.median(times.data[start:], 0).argmax())]
     yield Bottleneck(
-        "input",
-        times.share(wait_seconds, start),
-        f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for tokens",
+        kind="input",
+        share=times.share(wait_seconds, start),
+        evidence=f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for tokens",
         suggestion="prepare the tokens in advance (phalanx data prepare), store them on a local disk, or reserve a "
         "core for the loader",
         rank=rank,
@@ -101,54 +100,52 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
 
 def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """Find the rank with the longest time for its work, and the reason."""
-    if len(times.ranks) < 2:
+    slowdown = max(measure_slowdowns(run_data, run, times), key=lambda slowdown: slowdown.score, default=None)
+    if slowdown is None or slowdown.score < 1:
         return
-    flops = flops_per_rank(run, run_data.world_size, times.ranks)
-    compute_indices = np.flatnonzero(flops > 0)
-    if len(compute_indices) < 2:
-        return
-    pipeline_ranks = np.array([pipeline_rank(run, run_data.world_size, rank) for rank in times.ranks])
-    seconds_per_flop = times.compute / np.where(flops > 0, flops, np.inf)
-    best: tuple[float, int, int, NDArray[np.float64]] | None = None
-    for index in map(int, compute_indices):
-        replicas = [
-            other for other in compute_indices if other != index and pipeline_ranks[other] == pipeline_ranks[index]
-        ]
-        peers = replicas or [other for other in compute_indices if other != index]
-        ratio = seconds_per_flop[:, index] / np.median(seconds_per_flop[:, peers], axis=1)
-        start = change_point(np.log(ratio), float(np.log(IMBALANCE_RATIO)))
-        score = float(np.median(ratio[start:])) / (STRAGGLER_RATIO if replicas else SLOW_ALONE)
-        if best is None or score > best[0]:
-            best = score, index, start, ratio
-    assert best is not None
-    score, index, start, ratio = best
-    if score < 1:
-        return
-    rank = times.ranks[index]
-    slowdown = float(np.median(ratio[start:]))
-    step = times.steps[start]
-    share = times.share(times.compute[:, index] * (1 - 1 / ratio), start)
-    row_ratio = _relative_expert_rows(times, index, start)
-    if row_ratio > IMBALANCE_RATIO and slowdown < row_ratio * STRAGGLER_RATIO:
-        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step=step)
-        detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
-        yield Bottleneck(
-            "expert",
-            share,
-            f"rank {rank} computes {slowdown:.1f} times as long as other ranks, because its experts receive "
-            f"{row_ratio:.1f} times as many rows{detail}",
-            suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower "
-            "learning rate), or move experts to other ranks: phalanx experts --balance",
-            rank=rank,
-            expert=(layer, expert) if hot_share else None,
-            since=step,
-        )
-        return
-    yield Bottleneck(
-        "straggler",
-        share,
-        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as other ranks "
-        f"for equal work, since step {step}",
+    row_ratio = _relative_expert_rows(times, slowdown.index, slowdown.start)
+    if row_ratio > IMBALANCE_RATIO and slowdown.factor < row_ratio * STRAGGLER_RATIO:
+        yield _expert_bottleneck(run_data, run, times, slowdown=slowdown, row_ratio=row_ratio)
+    else:
+        yield _straggler_bottleneck(run_data, times, slowdown)
+
+
+def _lost_share(times: StepTimes, slowdown: Slowdown) -> float:
+    """Return the share of a step that a rank loses by its slowdown."""
+    lost_seconds = times.compute[:, slowdown.index] * (1 - 1 / slowdown.ratio)
+    return times.share(lost_seconds, slowdown.start)
+
+
+def _expert_bottleneck(
+    run_data: RunData, run: RunSpec, times: StepTimes, slowdown: Slowdown, row_ratio: float
+) -> Bottleneck:
+    """Return the bottleneck of a rank whose experts receive `row_ratio` times as many rows as those of others."""
+    rank = times.ranks[slowdown.index]
+    step = times.steps[slowdown.start]
+    layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step=step)
+    detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
+    return Bottleneck(
+        kind="expert",
+        share=_lost_share(times, slowdown),
+        evidence=f"rank {rank} computes {slowdown.factor:.1f} times as long as other ranks, because its experts "
+        f"receive {row_ratio:.1f} times as many rows{detail}",
+        suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower learning "
+        "rate), or move experts to other ranks: phalanx experts --balance",
+        rank=rank,
+        expert=(layer, expert) if hot_share else None,
+        since=step,
+    )
+
+
+def _straggler_bottleneck(run_data: RunData, times: StepTimes, slowdown: Slowdown) -> Bottleneck:
+    """Return the bottleneck of a rank that is slow at equal work."""
+    rank = times.ranks[slowdown.index]
+    step = times.steps[slowdown.start]
+    return Bottleneck(
+        kind="straggler",
+        share=_lost_share(times, slowdown),
+        evidence=f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown.factor:.2f} times as long as other "
+        f"ranks for equal work, since step {step}",
         suggestion="check the device: other processes, clock and temperature; exclude the host if the rank stays slow",
         rank=rank,
         since=step,
@@ -190,18 +187,18 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
     if recomputed_flops:
         share = recomputed_flops / (recomputed_flops + training_flops_per_token(run.model, run.training.seq_len))
         yield Bottleneck(
-            "memory",
-            share * times.share(times.compute.max(1)),
-            f"{100 * share:.0f} % of the compute is recomputation, which saves memory "
+            kind="memory",
+            share=share * times.share(times.compute.max(1)),
+            evidence=f"{100 * share:.0f} % of the compute is recomputation, which saves memory "
             f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
             suggestion="find other ways to save memory with phalanx advise: a smaller micro-batch, or more ranks that "
             "shard the state",
         )
     if run.layout.offload != "none":
         yield Bottleneck(
-            "memory",
-            times.share(times.optimizer.max(1)),
-            f"the update takes {np.median(times.optimizer.max(1)):.3g} s with the optimizer state in "
+            kind="memory",
+            share=times.share(times.optimizer.max(1)),
+            evidence=f"the update takes {np.median(times.optimizer.max(1)):.3g} s with the optimizer state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
             suggestion="shard the state over more ranks instead (layout.data_parallel, larger dp) or use a faster disk",
         )
@@ -228,9 +225,9 @@ def _find_pipeline_waits(
     step_seconds = times.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Bottleneck(
-        "bubble",
-        float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
-        f"with {name} and this number of micro-batches, every rank idles for "
+        kind="bubble",
+        share=float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
+        evidence=f"with {name} and this number of micro-batches, every rank idles for "
         f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and instant sends",
         suggestion="use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
@@ -240,9 +237,10 @@ def _find_pipeline_waits(
         stage = max(seconds, key=lambda stage: seconds[stage])
         slowdown = seconds[stage] / float(np.mean(list(seconds.values())))
         yield Bottleneck(
-            "stage",
-            max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
-            f"stage {stage} takes {slowdown:.2f} times as long as the mean stage, and the other stages wait for it",
+            kind="stage",
+            share=max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
+            evidence=f"stage {stage} takes {slowdown:.2f} times as long as the mean stage, and the other stages wait "
+            "for it",
             suggestion="use a number of stages that divides the number of blocks, or interleaved stages "
             "(layout.schedule); phalanx pipeline split shows the load of each stage",
             stage=stage,
@@ -259,14 +257,12 @@ def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Time
     send_note = ""
     if timeline is not None:
         send_share = max(0.0, times.share(times.idle) - float(timeline.bubble * timeline.makespan) / times.step_seconds)
-        share, send_note = (
-            share + send_share,
-            f"; waits for sends between stages take {100 * send_share:.0f} % of the step",
-        )
+        share += send_share
+        send_note = f"; waits for sends between stages take {100 * send_share:.0f} % of the step"
     yield Bottleneck(
-        "communication",
-        share,
-        f"every rank spends at least {np.median(seconds[start:]):.3g} s per step waiting for collectives"
+        kind="communication",
+        share=share,
+        evidence=f"every rank spends at least {np.median(seconds[start:]):.3g} s per step waiting for collectives"
         f"{describe_longest_wait(run_data)}{send_note}",
         suggestion="check the link with phalanx bench collectives; place the axis with the most traffic on the fastest "
         "links, send less often (larger steps, layout.data_parallel), or send fewer bytes (bf16, "
@@ -280,7 +276,9 @@ def describe_longest_wait(run_data: RunData) -> str:
     wait_seconds: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in run_data.ranks.values():
         for line in record.steps:
-            for call in line.get("collectives", ()) if "memory" not in line else ():
+            if "memory" in line:
+                continue
+            for call in line.get("collectives", ()):
                 wait_seconds[call["operation"], tuple(call["group"])] += call["exposed"]
     if not wait_seconds:
         return ""
@@ -298,9 +296,10 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
     lower = ", lower precision" if is_in_fp32 and has_gpu else ""
     return Bottleneck(
-        "compute",
-        times.share(seconds),
-        f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks{mfu_note}",
+        kind="compute",
+        share=times.share(seconds),
+        evidence=f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks"
+        f"{mfu_note}",
         suggestion=f"use {_larger_micro_batches(run_data)}training.compile{lower}; otherwise more or faster devices",
     )
 
@@ -312,19 +311,3 @@ def _larger_micro_batches(run_data: RunData) -> str:
         return ""
     is_accumulated = plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1
     return "larger micro-batches, " if is_accumulated else ""
-
-
-def change_point(series: NDArray[np.float64], min_increase: float) -> int:
-    """Return the index from which a series is higher by at least `min_increase`, or 0 if it is not.
-
-    The model is a single change of the mean, at the index with the least sum of squared residuals.
-    """
-    split_points = np.arange(MIN_SEGMENT, len(series) - MIN_SEGMENT + 1)
-    if not len(split_points):
-        return 0
-    sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[split_points]
-    before = sums / split_points
-    after = -sums / (len(series) - split_points)  # relative to the mean of the series
-    explained = np.where(after - before >= min_increase, -sums * (after - before), -np.inf)
-    best = int(explained.argmax())
-    return int(split_points[best]) if explained[best] > 0 else 0

@@ -1,12 +1,15 @@
 """Facts of a run as one table: the output of `phalanx report --json`, shown by the page and the text.
 
 Predicted and measured numbers have the same names and units.
+
+Why: `docs/design/decisions/report-facts.md`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,16 @@ from phalanx.plan.predicted_vs_measured import Comparison, compare_with_predicti
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
+from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
+from phalanx.report.formatting import format_problem
+from phalanx.report.measured_machine import measured_peak
 from phalanx.report.profiled_steps import Facts
-from phalanx.report.run_data import RunData, measured_peak
+from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.report.step_comparison import step_rows
+from phalanx.runs.problems import Problem
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
@@ -40,74 +47,157 @@ CURVES = (
 """Fields of `metrics.jsonl` that are drawn over steps."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportFacts:
+    """Facts of a run, in the order of their keys. Unknown ones are None or empty, and `problems` has the reasons."""
+
+    run: Facts
+    """Name, ranks, progress and settings."""
+    verdict: Facts | None
+    """The most expensive bottleneck."""
+    findings: list[Facts]
+    """All bottlenecks (`bottlenecks.Bottleneck`)."""
+    comparison: list[Facts]
+    """Rows of predicted and measured values."""
+    measures: Facts
+    """Measures without a prediction."""
+    ranks: list[Facts]
+    """Time breakdown of each rank."""
+    curves: Facts
+    """Metrics over steps."""
+    timeline: Facts | None
+    """Passes of a profiled step."""
+    memory: Facts | None
+    """Bytes by part over a profiled step."""
+    traffic: Facts | None
+    """Bytes from each rank to each."""
+    experts: Facts | None
+    """Tokens of each expert."""
+    problems: list[str]
+    """Texts of the problems: data that is missing or cannot be read, failures, and facts that are unknown."""
+    swarm: Facts | None
+    """Rounds of a swarm; other runs do not have this key."""
+
+    def to_json(self) -> Facts:
+        """Return the facts as JSON values."""
+        facts = {fact.name: _replace_non_finite(getattr(self, fact.name)) for fact in fields(self)}
+        if self.swarm is None:
+            del facts["swarm"]
+        return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """Prediction of a run's step."""
+
+    option: EvaluatedLayout | None
+    """The step time and memory of the layout; None if they cannot be predicted."""
+    timeline: Timeline | None
+    """The planned timeline of a pipeline."""
+    error: str | None
+    """Why there is no prediction although the run file and the number of ranks are known."""
+
+
 def report_facts(run_data: RunData) -> Facts:
-    """Return the facts of a run. Unknown ones are None or an empty list, and `problems` has the reasons."""
-    problems = list(run_data.problems)
-    run = run_data.run
+    """Return the facts of a run as JSON values (`ReportFacts`)."""
+    return collect_facts(run_data).to_json()
+
+
+def collect_facts(run_data: RunData) -> ReportFacts:
+    """Compute the facts of a run."""
     times = step_times(run_data)
-    is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
-    if times is None and not is_swarm:
-        problems.append("too few steps were recorded for a time breakdown, which excludes the first steps")
-    option = None
-    if run is not None and run_data.world_size:
-        try:
-            option = evaluate_layout(run, run_data.world_size, run.layout)
-        except UserError as error:
-            first_line = str(error).partition("\n")[0]
-            problems.append(f"the step time cannot be predicted: {first_line}")
-    planned_timeline = _planned_timeline(run, run_data.world_size) if run is not None and option is not None else None
-    bottlenecks = []
-    simulation_problem = _missing_for_simulation(run_data)
-    if times is not None and simulation_problem is None:
-        bottlenecks = find_bottlenecks(run_data, times)
-    elif times is not None:
-        problems.append(f"no verdict is possible: {simulation_problem}")
-    rows = [
-        *step_rows(run_data, times, option, planned_timeline=planned_timeline),
-        *_rank_rows(run_data),
-        *swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds),
-    ]
-    facts: Facts = _replace_non_finite(
-        {
-            "run": _run_summary(run_data),
-            "verdict": asdict(bottlenecks[0]) if bottlenecks else None,
-            "findings": [asdict(finding) for finding in bottlenecks],
-            "comparison": [_comparison_row(row) for row in rows],
-            "measures": _measures(run_data, times),
-            "ranks": _ranks(run_data, times),
-            "curves": _curves(run_data),
-            "timeline": profiled_steps.pass_timeline(run_data, planned_timeline, simulation_problem is None),
-            "memory": profiled_steps.memory_timeline(run_data),
-            "traffic": profiled_steps.traffic_matrix(run_data),
-            "experts": profiled_steps.expert_loads(run_data),
-            "problems": problems,
-        }
-        | ({"swarm": _swarm_facts(run_data)} if is_swarm else {})
+    prediction = _predict_step(run_data)
+    stage_problem = _find_missing_stages(run_data)
+    can_simulate = stage_problem is None
+    bottlenecks = find_bottlenecks(run_data, times) if times is not None and can_simulate else []
+    findings = [asdict(bottleneck) for bottleneck in bottlenecks]
+    problems = [*run_data.data_problems, *_find_unknown_facts(run_data, times, prediction, stage_problem=stage_problem)]
+    return ReportFacts(
+        run=_run_summary(run_data),
+        verdict=findings[0] if findings else None,
+        findings=findings,
+        comparison=[_comparison_row(row) for row in _compare(run_data, times, prediction)],
+        measures=_measures(run_data, times),
+        ranks=_ranks(run_data, times),
+        curves=_curves(run_data),
+        timeline=profiled_steps.pass_timeline(run_data, prediction.timeline, can_simulate),
+        memory=profiled_steps.memory_timeline(run_data),
+        traffic=profiled_steps.traffic_matrix(run_data),
+        experts=profiled_steps.expert_loads(run_data),
+        problems=[format_problem(problem) for problem in problems],
+        swarm=_swarm_facts(run_data) if _is_swarm(run_data) else None,
     )
-    return facts
 
 
-def _swarm_facts(run_data: RunData) -> Facts:
-    """Return the number of planned rounds, and a node's rounds or the updates to a coordinator per round."""
+def _predict_step(run_data: RunData) -> StepPrediction:
+    """Predict the step of a run on its own layout, if the run file and the number of ranks are known."""
     run = run_data.run
-    is_coordinator = run_data.swarm_journal is not None
-    return {
-        "planned": run.training.steps // run.swarm.steps_per_round
-        if run is not None and run.swarm is not None
-        else None,
-        "rounds": None if is_coordinator else swarm_rounds.node_rounds(run_data.rounds),
-        "told": swarm_rounds.updates_per_round(run_data.swarm_journal) if run_data.swarm_journal is not None else None,
-    }
+    if run is None or not run_data.world_size:
+        return StepPrediction(option=None, timeline=None, error=None)
+    try:
+        option = evaluate_layout(run, run_data.world_size, run.layout)
+    except UserError as error:
+        return StepPrediction(option=None, timeline=None, error=str(error))
+    return StepPrediction(option=option, timeline=_planned_timeline(run, run_data.world_size), error=None)
 
 
-def _missing_for_simulation(run_data: RunData) -> str | None:
+def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
+    """Return the planned timeline of a pipeline's step, or None without a pipeline."""
+    if run.layout.pp == 1:
+        return None
+    try:
+        return simulate_candidate(run, world_size, candidate_from_run(run, world_size))
+    except UserError:
+        return None
+
+
+def _find_missing_stages(run_data: RunData) -> Problem | None:
     """Return why a pipeline cannot be simulated with measured times, or None if it can."""
     run = run_data.run
     if run is None or run.layout.pp == 1:
         return None
     stages = representative_schedule(run.layout).stages
     known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
-    return None if len(known) == stages else f"no rank recorded {stages - len(known)} of {stages} stages"
+    missing = stages - len(known)
+    return Problem("no verdict", {"missing": missing, "stages": stages}) if missing else None
+
+
+def _find_unknown_facts(
+    run_data: RunData, times: StepTimes | None, prediction: StepPrediction, stage_problem: Problem | None
+) -> Iterator[Problem]:
+    """Yield why there is no time breakdown, no prediction or no verdict."""
+    if times is None and not _is_swarm(run_data):
+        yield Problem("too few steps")
+    if prediction.error is not None:
+        yield Problem("no prediction", {"error": prediction.error})
+    if times is not None and stage_problem is not None:
+        yield stage_problem
+
+
+def _compare(run_data: RunData, times: StepTimes | None, prediction: StepPrediction) -> Iterator[Comparison]:
+    """Yield the rows of predicted and measured values: of a step, of ranks and of rounds."""
+    yield from step_rows(run_data, times, prediction.option, planned_timeline=prediction.timeline)
+    yield from _rank_rows(run_data)
+    yield from swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds)
+
+
+def _is_swarm(run_data: RunData) -> bool:
+    """Return whether the run is a node or the coordinator of a swarm."""
+    return bool(run_data.rounds) or run_data.swarm_journal is not None
+
+
+def _swarm_facts(run_data: RunData) -> Facts:
+    """Return the number of planned rounds, and a node's rounds or the updates to a coordinator per round."""
+    run = run_data.run
+    journal = run_data.swarm_journal
+    planned = None
+    if run is not None and run.swarm is not None:
+        planned = run.training.steps // run.swarm.steps_per_round
+    return {
+        "planned": planned,
+        "rounds": swarm_rounds.node_rounds(run_data.rounds) if journal is None else None,
+        "told": swarm_rounds.updates_per_round(journal) if journal is not None else None,
+    }
 
 
 def _replace_non_finite(value: Any) -> Any:
@@ -120,10 +210,11 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _run_summary(run_data: RunData) -> Facts:
-    run = run_data.run
-    step_metrics = run_data.step_metrics
+    """Return the name, ranks and progress of a run, and its settings if run.toml is readable."""
     records = run_data.ranks.values()
-    summary: Facts = {"leads": True} if run_data.swarm_journal is not None else {}
+    summary: Facts = {}
+    if run_data.swarm_journal is not None:
+        summary["leads"] = True
     summary |= {
         "name": run_data.name,
         "directory": str(run_data.directory),
@@ -135,25 +226,34 @@ def _run_summary(run_data: RunData) -> Facts:
         "under_way": run_data.in_progress,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
-    if run is not None:
-        summary |= {
-            **({"steps": run.training.steps} if run.training.has_decided_steps else {}),
-            "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
-            "parameters": count_parameters(run.model).total,
-            "precision": run.training.precision,
-            "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
-            "tokens_per_step": run.training.tokens_per_step,
-            "optimizer": run.optimizer.model_dump(mode="json", exclude_defaults=True),
-            "seed": run.training.seed,
-            "peak_flops": measured_peak(run, step_metrics, run_data.world_size),
-            "sequence": run.training.seq_len,
-        }
+    if run_data.run is not None:
+        summary |= _settings(run_data, run_data.run)
     return summary
 
 
+def _settings(run_data: RunData, run: RunSpec) -> Facts:
+    settings: Facts = {}
+    if run.training.has_decided_steps:
+        settings["steps"] = run.training.steps
+    settings |= {
+        "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "parameters": count_parameters(run.model).total,
+        "precision": run.training.precision,
+        "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "tokens_per_step": run.training.tokens_per_step,
+        "optimizer": run.optimizer.model_dump(mode="json", exclude_defaults=True),
+        "seed": run.training.seed,
+        "peak_flops": measured_peak(run, run_data.step_metrics, run_data.world_size),
+        "sequence": run.training.seq_len,
+    }
+    return settings
+
+
 def _comparison_row(row: Comparison) -> Facts:
-    interval = {} if row.interval is None else {"low": row.interval[0], "high": row.interval[1]}
-    return {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio, **interval}
+    facts: Facts = {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio}
+    if row.interval is not None:
+        facts["low"], facts["high"] = row.interval
+    return facts
 
 
 def _rank_rows(run_data: RunData) -> list[Comparison]:
@@ -161,16 +261,6 @@ def _rank_rows(run_data: RunData) -> list[Comparison]:
     if run_data.run is None or not run_data.measured:
         return []
     return compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
-
-
-def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
-    """Return the planned timeline of a pipeline's step, or None without a pipeline."""
-    if run.layout.pp == 1:
-        return None
-    try:
-        return simulate_candidate(run, world_size, candidate_from_run(run, world_size))
-    except UserError:
-        return None
 
 
 def _measures(run_data: RunData, times: StepTimes | None) -> Facts:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.report.swarm_rounds import ALL_ROUNDS, PER_ROUND
+from phalanx.runs.problems import Problem, ProblemKind
 from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_percent, format_seconds, plural
 
 DISPLAY_NAMES = {
@@ -36,6 +37,51 @@ KINDS = {
     "expert": "a hot expert",
 }
 """Names of bottlenecks, as causes of a share of a step."""
+STATE_DESCRIPTIONS = {
+    True: "the run is still active",
+    False: "the run has stopped",
+    None: "the run is still active, or has stopped",
+}
+"""State of a run before its last step, by whether it is active."""
+PROBLEM_TEXTS: dict[ProblemKind, str] = {
+    "missing file": "{file} is missing",
+    "unreadable file": "{file} cannot be read",
+    "unreadable lines": "{file}: {lines} lines cannot be read",
+    "no header": "{file} has no header",
+    "other format": "{file} has format {format}; this version reads {supported}",
+    "no rank records": "{folder}/ has no records of ranks: no step was finished, metrics.per_rank_records was off, or "
+    "an older version of Phalanx ran",
+    "record ends early": "the record of rank {rank} ends at step {step}, earlier than other records",
+    "missing ranks": "no record of {count} of {world_size} ranks: {ranks}",
+    "no rounds": "no round has been written to {file} yet",
+    "invalid run file": "run.toml {reason}, so there are no predictions: {error}",
+    "failed": "{failure}",
+    "no steps": "no step has been written yet",
+    "unfinished": "step {step} of {steps}: {is_active}",
+    "restarted": "the run failed {times} and resumed, the last time at {last}",
+    "rolled back": "the run rolled back {times}, the last time at {last}",
+    "damaged checkpoints": "checkpoints were damaged, the last time at {last}",
+    "too few steps": "too few steps were recorded for a time breakdown, which excludes the first steps",
+    "no prediction": "the step time cannot be predicted: {error}",
+    "no verdict": "no verdict is possible: no rank recorded {missing} of {stages} stages",
+}
+"""Texts of the problems of a run, with the names of their values."""
+MAX_LISTED_RANKS = 8
+PROBLEM_VALUES: dict[str, Callable[[Any], str]] = {
+    "error": lambda error: error.partition("\n")[0],
+    "is_active": lambda is_active: STATE_DESCRIPTIONS[is_active],
+    "ranks": lambda ranks: (
+        ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (", ..." if len(ranks) > MAX_LISTED_RANKS else "")
+    ),
+    "times": lambda count: "once" if count == 1 else f"{count} times",
+}
+"""Texts of values that are not printed as they are."""
+
+
+def format_problem(problem: Problem) -> str:
+    """Return the text of a problem."""
+    values = {name: PROBLEM_VALUES.get(name, str)(value) for name, value in problem.values.items()}
+    return PROBLEM_TEXTS[problem.kind].format(**values)
 
 
 def format_number(value: float | None, unit: str) -> str:

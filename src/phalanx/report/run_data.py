@@ -7,37 +7,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
+from phalanx.report.formatting import format_problem
+from phalanx.report.measured_machine import on_measured_machine
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
 from phalanx.runs.hang_dumps import describe_first_failure
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import read_measured_since
-from phalanx.runs.metrics import peak_from_mfu, read_metrics
+from phalanx.runs.metrics import read_metrics
+from phalanx.runs.problems import Problem
 from phalanx.runs.step_records import RankRecord, read_rank_records
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, read_rounds
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_run, with_last_used_layout
+from phalanx.spec.files.load import load_run, with_last_used_layout
 from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
 
 if TYPE_CHECKING:
     import pandas
 
-STATE_DESCRIPTIONS = {
-    True: "the run is still active",
-    False: "the run has stopped",
-    None: "the run is still active, or has stopped",
-}
-"""State of a run before its last step, by whether it is active."""
+
+@dataclass(frozen=True, kw_only=True)
+class LastStart:
+    """The last start of a run."""
+
+    ranks: dict[int, RankRecord]
+    """The records of its ranks."""
+    world_size: int
+    """The number of its ranks, or 0 if it is unknown."""
+    began_after: int
+    """The step that it continued from."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunData:
     """The content of a run directory.
 
@@ -60,8 +67,8 @@ class RunData:
     """Records of metrics.jsonl: of steps and of evaluations."""
     measured: dict[int, JsonRecord] = field(default_factory=dict)
     """Measurements of one step by rank: memory, traffic and compute."""
-    problems: list[str] = field(default_factory=list)
-    """Descriptions of missing and unreadable data."""
+    data_problems: list[Problem] = field(default_factory=list)
+    """Missing and unreadable data, and what kept the run from finishing."""
     failure: str | None = None
     """The failure of the rank that failed first."""
     in_progress: bool | None = None
@@ -77,10 +84,8 @@ class RunData:
     def step(self) -> int:
         """The last finished step; for a coordinator, that of the nodes in the last round."""
         if self.swarm_journal is not None and self.run is not None and self.run.swarm is not None:
-            return (
-                len([None for event in self.swarm_journal if event["what"] == "committed"])
-                * self.run.swarm.steps_per_round
-            )
+            num_rounds: int = sum(event["what"] == "committed" for event in self.swarm_journal)
+            return num_rounds * self.run.swarm.steps_per_round
         return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
 
     @property
@@ -89,9 +94,14 @@ class RunData:
         return self.run.name if self.run else self.directory.name
 
     @property
+    def problems(self) -> list[str]:
+        """The texts of `data_problems`."""
+        return [format_problem(problem) for problem in self.data_problems]
+
+    @property
     def step_metrics(self) -> list[JsonRecord]:
         """The records of steps in `metrics`."""
-        return [line for line in self.metrics if "step_seconds" in line]
+        return step_records(self.metrics)
 
     @property
     def evaluations(self) -> list[JsonRecord]:
@@ -120,6 +130,103 @@ class RunData:
         return sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
 
 
+class RunDataReader:
+    """Reader of one run directory, with a method per file. Missing and unreadable data is added to `problems`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.problems: list[Problem] = []
+
+    def read_training(self, machine: ClusterSpec | None) -> RunData:
+        """Read the directory of a run that trains: a run of its own, or a node of a swarm."""
+        metrics = self.read_metrics()
+        steps = step_records(metrics)
+        rounds = read_rounds(self.directory, self.problems)
+        last_start = self.read_last_start(steps)
+        run = self.read_run_file(last_start.world_size)
+        if run is not None and run.swarm is not None and not rounds:
+            self.problems.append(Problem("no rounds", {"file": ROUNDS_FILE}))
+        if run is not None:
+            run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
+        failure = describe_first_failure(self.directory)
+        is_active = is_running(self.directory)
+        self.problems += _find_unfinished(run, steps, failure, is_active=is_active)
+        events = self.read_events(failure)
+        measured = self.read_measurements(last_start)
+        return RunData(
+            directory=self.directory,
+            run=run,
+            world_size=last_start.world_size,
+            began_after=last_start.began_after,
+            ranks=last_start.ranks,
+            metrics=metrics,
+            run_events=events,
+            measured=measured,
+            data_problems=self.problems,
+            failure=failure,
+            in_progress=is_active,
+            rounds=rounds,
+        )
+
+    def read_coordinator(self) -> RunData:
+        """Read the directory of a swarm's coordinator."""
+        journal = read_valid_jsonl(self.directory / JOURNAL_FILE, self.problems, {"what", "at"})
+        run = self.read_run_file(world_size=0)
+        is_active = is_running(self.directory)
+        run_data = RunData(
+            directory=self.directory,
+            run=run,
+            world_size=0,
+            data_problems=self.problems,
+            in_progress=is_active,
+            swarm_journal=journal,
+        )
+        if run is not None and run_data.step < run.training.steps:
+            self.problems.append(_unfinished_problem(run, run_data.step, is_active))
+        return run_data
+
+    def read_metrics(self) -> list[JsonRecord]:
+        """Read metrics.jsonl."""
+        return read_metrics(self.directory, self.problems)
+
+    def read_last_start(self, steps: Sequence[JsonRecord]) -> LastStart:
+        """Read trace/ since the last start. Without it, the last of `steps` has the number of ranks."""
+        is_node = (self.directory / ROUNDS_FILE).is_file()  # nodes of a swarm write no step records
+        ranks, world_size, began_after = read_rank_records(self.directory, [] if is_node else self.problems)
+        if steps and not ranks:
+            world_size = steps[-1].get("ranks", 0)
+            began_after = steps[-1].get("resumed_at_step", 0)
+        return LastStart(ranks=ranks, world_size=world_size, began_after=began_after)
+
+    def read_run_file(self, world_size: int) -> RunSpec | None:
+        """Read run.toml, which must fit the number of ranks if that is known (not 0)."""
+        reason = "is not valid in this version"
+        try:
+            run = with_last_used_layout(load_run(self.directory / RUN_FILE, environment={}), self.directory)
+            if run.layout.pp > 1:
+                reason = "names a schedule that does not exist"
+                representative_schedule(run.layout)
+            if world_size:
+                reason = f"does not match the {world_size} ranks"
+                check_layout(run, world_size)
+        except UserError as error:
+            self.problems.append(Problem("invalid run file", {"reason": reason, "error": str(error)}))
+            return None
+        return run
+
+    def read_events(self, failure: str | None) -> list[Mapping[str, Any]]:
+        """Read events.jsonl. `failure` is the failure that ended the run, which is a problem of its own."""
+        events = read_events(self.directory)
+        self.problems += _find_interruptions(events, failure)
+        return events
+
+    def read_measurements(self, last_start: LastStart) -> dict[int, JsonRecord]:
+        """Read measured/ since the last start."""
+        return read_measured_since(
+            self.directory, last_start.began_after, last_start.world_size, problems=self.problems
+        )
+
+
 def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData:
     """Read a run directory, also of a run that is in progress, truncated or of an older version.
 
@@ -140,43 +247,9 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
     """
     directory = Path(run_dir)
     _check_run_file(directory)
-    problems: list[str] = []
-    if (directory / JOURNAL_FILE).is_file():
-        return _read_coordinator(directory, problems)
-    metrics = read_metrics(directory, problems)
-    rounds = read_rounds(directory, problems)
-    is_node = (directory / ROUNDS_FILE).is_file()
-    # Nodes of a swarm write no step records.
-    ranks, world_size, began_after = read_rank_records(directory, [] if is_node else problems)
-    steps = [line for line in metrics if "step_seconds" in line]
-    if steps and not ranks:
-        world_size = steps[-1].get("ranks", 0)
-        began_after = steps[-1].get("resumed_at_step", 0)
-    run = _read_run(directory / RUN_FILE, world_size, problems)
-    if run is not None:
-        if run.swarm is not None and not rounds:
-            problems.append(f"no round has been written to {ROUNDS_FILE} yet")
-        run = _on_measured_machine(run, machine, steps, world_size=world_size, ranks=ranks)
-    failure = describe_first_failure(directory)
-    is_active = is_running(directory)
-    events = read_events(directory)
-    problems += _describe_progress(run, steps, failure, is_active=is_active)
-    problems += _describe_interruptions(events, failure)
-    measured = read_measured_since(directory, began_after, world_size, problems=problems)
-    return RunData(
-        directory,
-        run,
-        world_size,
-        began_after=began_after,
-        ranks=ranks,
-        metrics=metrics,
-        measured=measured,
-        problems=problems,
-        failure=failure,
-        in_progress=is_active,
-        rounds=rounds,
-        run_events=events,
-    )
+    reader = RunDataReader(directory)
+    is_coordinator = (directory / JOURNAL_FILE).is_file()
+    return reader.read_coordinator() if is_coordinator else reader.read_training(machine)
 
 
 def _check_run_file(directory: Path) -> None:
@@ -187,111 +260,38 @@ def _check_run_file(directory: Path) -> None:
     raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
 
 
-def _describe_progress(
+def _find_unfinished(
     run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, is_active: bool | None
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Yield the failure or the progress of a run that has not finished."""
     if failure:
-        yield failure
+        yield Problem("failed", {"failure": failure})
     elif not steps:
-        yield "no step has been written yet"
+        yield Problem("no steps")
     elif run is not None and steps[-1]["step"] < run.training.steps:
-        yield f"step {steps[-1]['step']} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}"
+        yield _unfinished_problem(run, steps[-1]["step"], is_active)
 
 
-def _describe_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[str]:
+def _unfinished_problem(run: RunSpec, step: int, is_active: bool | None) -> Problem:
+    return Problem("unfinished", {"step": step, "steps": run.training.steps_text, "is_active": is_active})
+
+
+def _find_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[Problem]:
     """Yield how often a run failed, rolled back or had a damaged checkpoint."""
-    if failures := describe_failures(events, exclude_last=failure is not None):
-        count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
-        yield f"the run failed {count_text} and resumed, the last time at {failures[-1]}"
-    if rollbacks := describe_rollbacks(events):
-        count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        yield f"the run rolled back {count_text}, the last time at {rollbacks[-1]}"
-    if damaged_checkpoints := describe_damaged_checkpoints(events):
-        yield f"checkpoints were damaged, the last time at {damaged_checkpoints[-1]}"
+    failures = describe_failures(events, exclude_last=failure is not None)
+    if failures:
+        yield Problem("restarted", {"times": len(failures), "last": failures[-1]})
+    rollbacks = describe_rollbacks(events)
+    if rollbacks:
+        yield Problem("rolled back", {"times": len(rollbacks), "last": rollbacks[-1]})
+    damaged_checkpoints = describe_damaged_checkpoints(events)
+    if damaged_checkpoints:
+        yield Problem("damaged checkpoints", {"last": damaged_checkpoints[-1]})
 
 
-def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
-    events = read_valid_jsonl(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run = _read_run(directory / RUN_FILE, 0, problems)
-    is_active = is_running(directory)
-    run_data = RunData(directory, run, 0, problems=problems, in_progress=is_active, swarm_journal=events)
-    if run is not None and run_data.step < run.training.steps:
-        problems.append(f"step {run_data.step} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
-    return run_data
-
-
-def _read_run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
-    problem = "is not valid in this version"
-    try:
-        run = with_last_used_layout(load_run(file, environment={}), file.parent)
-        if run.layout.pp > 1:
-            problem = "names a schedule that does not exist"
-            representative_schedule(run.layout)
-        if world_size:
-            problem = f"does not match the {world_size} ranks"
-            check_layout(run, world_size)
-    except UserError as error:
-        first_line = str(error).partition("\n")[0]
-        problems.append(f"run.toml {problem}, so there are no predictions: {first_line}")
-        return None
-    return run
-
-
-def _on_measured_machine(
-    run: RunSpec,
-    machine: ClusterSpec | None,
-    steps: Sequence[JsonRecord],
-    world_size: int,
-    ranks: dict[int, RankRecord],
-) -> RunSpec:
-    """Return the run on its machine, or the given one, with measured values."""
-    if machine is not None:
-        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
-    if not world_size:
-        return run
-    peak = measured_peak(run, steps, world_size)
-    return run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
-
-
-def _measured_machine(
-    cluster: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]
-) -> ClusterSpec:
-    """Return the run's machine with measured values; an undescribed CPU gets the preset's values.
-
-    Ranks that share cores each measure their share of the peak.
-    """
-    machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
-    record = next(iter(ranks.values()), None)
-    if record is not None:
-        machine = machine.model_copy(update={"device": record.device})
-    if cluster.preset is None and record is not None and record.device == "cpu":
-        measured_fields = {
-            "memory_bytes": cluster.memory_bytes or record.memory_bytes,
-            "cores": cluster.cores or record.cores,
-        }
-        unchanged_fields = {
-            name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")
-        }
-        machine = load_machine("cpu").model_copy(update=measured_fields | unchanged_fields)
-    if cluster.peak_flops is None and peak_flops is not None:
-        peak = peak_flops * machine.ranks_per_core
-        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})
-    return machine
-
-
-def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) -> float | None:
-    """Return the peak FLOP/s of a rank that was measured or known at the start of the run.
-
-    Args:
-        run: The run.
-        steps: The records of steps in metrics.jsonl.
-        world_size: The number of ranks, for steps that do not record it.
-    """
-    flops = training_flops_per_token(run.model, run.training.seq_len)
-    peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))
-    peak = next((peak for peak in peaks if peak is not None), None)
-    return None if peak is None else float(f"{peak:.6g}")  # equal for all steps
+def step_records(metrics: Iterable[JsonRecord]) -> list[JsonRecord]:
+    """Return the records of steps among those of metrics.jsonl."""
+    return [record for record in metrics if "step_seconds" in record]
 
 
 def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:

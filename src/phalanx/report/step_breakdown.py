@@ -23,7 +23,7 @@ Table = NDArray[np.float64]
 PHASES = ("data", "passes", "reduce", "optimizer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Seconds of steady steps, [steps, ranks]."""
 

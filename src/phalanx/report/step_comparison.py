@@ -1,4 +1,7 @@
-"""Times, speed, bubble and goodput of a run's steps, compared with the prediction."""
+"""Times, speed, bubble and goodput of a run's steps, compared with the prediction.
+
+Why: `docs/design/decisions/report-asks-planner.md`.
+"""
 
 from __future__ import annotations
 

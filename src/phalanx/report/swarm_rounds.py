@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.parameters import count_parameters
@@ -43,30 +44,49 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     """
     if not rounds:
         return
-    predictions = (
-        _predicted_rows(run, run.swarm, rounds, world_size=world_size)
-        if run is not None and run.swarm is not None
-        else {}
-    )
-    for role, name, unit, value in _measured_rows(rounds):
-        yield Comparison(role, name, unit, predicted=predictions.get((role, name)), measured=value)
+    predictions = {}
+    if run is not None and run.swarm is not None:
+        predictions = _predicted_rows(run, run.swarm, rounds, world_size=world_size)
+    measured_by_role = {PER_ROUND: _measured_per_round(rounds), ALL_ROUNDS: _measured_in_all_rounds(rounds)}
+    for role, quantities in measured_by_role.items():
+        for measured in quantities:
+            predicted = predictions.get((role, measured.name))
+            yield Comparison(role, measured.name, measured.unit, predicted=predicted, measured=measured.value)
 
 
-def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
+@dataclass(frozen=True)
+class MeasuredQuantity:
+    """A measured quantity of rounds."""
+
+    name: str
+    unit: str
+    value: float
+
+
+def _measured_per_round(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]:
+    """Return the means over rounds, the share of training, and the state that is resident after the last round."""
     total = _sum_rounds(rounds)
     count = len(rounds)
-    update_bytes = total.received_bytes - total.whole_bytes
-    yield PER_ROUND, "sent", "B", total.sent_bytes / count
-    yield PER_ROUND, "received", "B", update_bytes / count
-    yield PER_ROUND, "whole round", "s", total.seconds / count
-    for name, field in SECONDS.items():
-        yield PER_ROUND, name, "s", getattr(total, field) / count
-    yield PER_ROUND, "utilisation", "", total.train_seconds / total.seconds
-    yield PER_ROUND, "state held", "B", rounds[-1].held_bytes
-    yield ALL_ROUNDS, "sent", "B", total.sent_bytes
-    yield ALL_ROUNDS, "received", "B", update_bytes
-    yield ALL_ROUNDS, "initial weights", "B", total.whole_bytes
-    yield ALL_ROUNDS, "communication", "B", total.sent_bytes + total.received_bytes
+    seconds = [MeasuredQuantity(name, "s", getattr(total, field) / count) for name, field in SECONDS.items()]
+    return [
+        MeasuredQuantity("sent", "B", total.sent_bytes / count),
+        MeasuredQuantity("received", "B", (total.received_bytes - total.whole_bytes) / count),
+        MeasuredQuantity("whole round", "s", total.seconds / count),
+        *seconds,
+        MeasuredQuantity("utilisation", "", total.train_seconds / total.seconds),
+        MeasuredQuantity("state held", "B", rounds[-1].held_bytes),
+    ]
+
+
+def _measured_in_all_rounds(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]:
+    """Return the bytes of all rounds."""
+    total = _sum_rounds(rounds)
+    return [
+        MeasuredQuantity("sent", "B", total.sent_bytes),
+        MeasuredQuantity("received", "B", total.received_bytes - total.whole_bytes),
+        MeasuredQuantity("initial weights", "B", total.whole_bytes),
+        MeasuredQuantity("communication", "B", total.sent_bytes + total.received_bytes),
+    ]
 
 
 def _predicted_rows(
@@ -80,40 +100,41 @@ def _predicted_rows(
     total = _sum_rounds(rounds)
     count = len(rounds)
     nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
-    bytes_per_round = [
-        round_bytes(node, swarm.method, swarm.effective_codec, replication=swarm.replication) for node in nodes
-    ]
-    up, down = (
-        sum(sent) / swarm.fragments
-        for sent in ([traffic.up for traffic in bytes_per_round], [traffic.down for traffic in bytes_per_round])
-    )
-    full_model_bytes = (
-        sum(record.whole_bytes > 0 for record in rounds) * WEIGHT_BYTES * count_parameters(run.model).total
-    )
+    traffic = [round_bytes(node, swarm.method, swarm.effective_codec, replication=swarm.replication) for node in nodes]
+    sent = sum(node_traffic.up for node_traffic in traffic) / swarm.fragments
+    received = sum(node_traffic.down for node_traffic in traffic) / swarm.fragments
+    num_downloads = sum(record.whole_bytes > 0 for record in rounds)
+    full_model_bytes = num_downloads * WEIGHT_BYTES * count_parameters(run.model).total
     predictions = {
-        (PER_ROUND, "sent"): up / count,
-        (PER_ROUND, "received"): down / count,
-        (ALL_ROUNDS, "sent"): up,
-        (ALL_ROUNDS, "received"): down,
-    }
-    predictions |= {
+        (PER_ROUND, "sent"): sent / count,
+        (PER_ROUND, "received"): received / count,
+        (ALL_ROUNDS, "sent"): sent,
+        (ALL_ROUNDS, "received"): received,
         (ALL_ROUNDS, "initial weights"): full_model_bytes,
-        (ALL_ROUNDS, "communication"): up + down + full_model_bytes,
+        (ALL_ROUNDS, "communication"): sent + received + full_model_bytes,
     }
     if world_size == 1:
         predictions[PER_ROUND, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
     if total.steps and total.sent_bytes and total.received_bytes:
-        speeds = total.sent_bytes / total.send_seconds, total.received_bytes / total.receive_seconds
-        mean = RoundBytes(up / count, down / count)
-        estimate = round_time(mean, *speeds, swarm.steps_per_round, total.train_seconds / total.steps, swarm.delay)
-        predictions |= {(PER_ROUND, "whole round"): estimate.total, (PER_ROUND, "utilisation"): estimate.utilisation}
+        estimate = round_time(
+            RoundBytes(sent / count, received / count),
+            total.sent_bytes / total.send_seconds,
+            total.received_bytes / total.receive_seconds,
+            steps=swarm.steps_per_round,
+            step_seconds=total.train_seconds / total.steps,
+            delay=swarm.delay,
+        )
+        predictions[PER_ROUND, "whole round"] = estimate.total
+        predictions[PER_ROUND, "utilisation"] = estimate.utilisation
     return predictions
 
 
 def _sum_rounds(rounds: Sequence[RoundRecord]) -> RoundRecord:
     """Return the sums over rounds, except of values that are not additive."""
     names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
-    return RoundRecord(rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names})
+    return RoundRecord(
+        round=rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names}
+    )
 
 
 def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:

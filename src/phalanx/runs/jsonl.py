@@ -10,6 +10,8 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
+from phalanx.runs.problems import Problem
+
 JsonRecord = dict[str, Any]
 
 
@@ -29,7 +31,7 @@ def parse_jsonl(content: bytes) -> Iterator[tuple[bytes, JsonRecord | None]]:
         yield line, record if isinstance(record, dict) else None
 
 
-def read_valid_jsonl(path: Path, problems: list[str], keys: Set[str] = frozenset({"step"})) -> list[JsonRecord]:
+def read_valid_jsonl(path: Path, problems: list[Problem], keys: Set[str] = frozenset({"step"})) -> list[JsonRecord]:
     """Return the records of a file that have all `keys`.
 
     Args:
@@ -40,7 +42,7 @@ def read_valid_jsonl(path: Path, problems: list[str], keys: Set[str] = frozenset
     records = [record for _, record in parse_jsonl(path.read_bytes())]
     valid = [record for record in records if record is not None and keys <= record.keys()]
     if unreadable := len(records) - len(valid):
-        problems.append(f"{path.parent.name}/{path.name}: {unreadable} lines cannot be read")
+        problems.append(Problem("unreadable lines", {"file": f"{path.parent.name}/{path.name}", "lines": unreadable}))
     return valid
 
 

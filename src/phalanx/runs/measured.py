@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from phalanx.runs.problems import Problem
+
 MEASURED_DIR = "measured"
 COMPARISON_FILE = "comparison.json"
 
@@ -40,7 +42,7 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_measured_since(
-    directory: Path, resumed_at_step: int, world_size: int, problems: list[str]
+    directory: Path, resumed_at_step: int, world_size: int, problems: list[Problem]
 ) -> dict[int, dict[str, Any]]:
     """Return the measurements of each rank since the last start.
 
@@ -61,5 +63,5 @@ def read_measured_since(
             if measured.get("step", resumed_at_step + 1) > resumed_at_step and rank < (world_size or rank + 1):
                 measured_by_rank[rank] = measured
         else:
-            problems.append(f"{MEASURED_DIR}/{file.name} cannot be read")
+            problems.append(Problem("unreadable file", {"file": f"{MEASURED_DIR}/{file.name}"}))
     return measured_by_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
+from phalanx.runs.problems import Problem
 
 MetricsRecord = JsonRecord
 METRICS_FILE = "metrics.jsonl"
@@ -12,7 +13,7 @@ WANDB_ID_FILE = "wandb.id"
 TENSORBOARD_DIR = "tensorboard"
 
 
-def read_metrics(directory: Path, problems: list[str] | None = None) -> list[MetricsRecord]:
+def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None.
 
     A missing file and unreadable lines are added to `problems`.
@@ -21,7 +22,7 @@ def read_metrics(directory: Path, problems: list[str] | None = None) -> list[Met
     if problems is None:
         return read_jsonl(file)
     if not file.is_file():
-        problems.append(f"{file.name} is missing")
+        problems.append(Problem("missing file", {"file": file.name}))
         return []
     return read_valid_jsonl(file, problems)
 

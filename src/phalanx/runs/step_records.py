@@ -10,12 +10,13 @@ the clock of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
+from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
@@ -154,7 +155,7 @@ def downsample_memory(
     return [{"at": timestamp, **bytes_by_part} for timestamp, bytes_by_part in peaks.values()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """The records of a rank since the last start of the run."""
 
@@ -173,7 +174,7 @@ class RankRecord:
     pauses: list[JsonRecord] = field(default_factory=list)
 
 
-def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
+def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[int, RankRecord], int, int]:
     """Return the records of each rank since the last start, the number of ranks, and its first step.
 
     The last start continued from that step. Missing and unreadable records are added to `problems`.
@@ -183,16 +184,17 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
         lines = read_valid_jsonl(file, problems)
         headers = [index for index, line in enumerate(lines) if "format" in line]
         if not headers:
-            problems.append(f"{TRACE_DIR}/{file.name} has no header")
+            problems.append(Problem("no header", {"file": f"{TRACE_DIR}/{file.name}"}))
             continue
         last_start = lines[headers[-1] :]
-        if (format_ := last_start[0]["format"]) != FORMAT:
-            problems.append(f"{TRACE_DIR}/{file.name} has format {format_}; this version reads {FORMAT}")
+        file_format = last_start[0]["format"]
+        if file_format != FORMAT:
+            values = {"file": f"{TRACE_DIR}/{file.name}", "format": file_format, "supported": FORMAT}
+            problems.append(Problem("other format", values))
             continue
         starts[last_start[0]["rank"]] = last_start
     if not starts:
-        reason = "no step was finished, metrics.per_rank_records was off, or an older version of Phalanx ran"
-        problems.append(f"{TRACE_DIR}/ has no records of ranks: {reason}")
+        problems.append(Problem("no rank records", {"folder": TRACE_DIR}))
         return {}, 0, 0
     newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
     header = starts.get(0, next(iter(starts.values())))[0]
@@ -206,29 +208,24 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
     return records, world_size, resumed_at_step
 
 
-def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> list[str]:
-    """Return which ranks have no records, or fewer steps than others."""
-    problems = []
+def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[Problem]:
+    """Yield which ranks have no records, or fewer steps than others."""
     last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
     behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
     if behind:
-        problems.append(
-            f"the record of rank {behind[0]} ends at step {last_steps[behind[0]]}, earlier than other records"
-        )
+        yield Problem("record ends early", {"rank": behind[0], "step": last_steps[behind[0]]})
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        problems.append(f"no record of {len(missing)} of {world_size} ranks: {shown}")
-    return problems
+        yield Problem("missing ranks", {"count": len(missing), "world_size": world_size, "ranks": missing})
 
 
 def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
     header = lines[0]
     steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
     return RankRecord(
-        header["rank"],
-        header["host"],
-        header["device"],
+        rank=header["rank"],
+        host=header["host"],
+        device=header["device"],
         offset_seconds=header["clock_offset_seconds"],
         error_seconds=header["clock_error_seconds"],
         memory_bytes=header["memory_bytes"],

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from phalanx.runs.jsonl import read_valid_jsonl
+from phalanx.runs.problems import Problem
 
 ROUNDS_FILE = "swarm.jsonl"
 JOURNAL_FILE = "journal.jsonl"
@@ -22,7 +23,7 @@ SHARED_WEIGHTS_FILE = "base.safetensors"
 LOCAL_WEIGHTS_FILE = "live.safetensors"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RoundRecord:
     """A round on a node's rank 0. Encoding, sending and receiving may overlap with training."""
 
@@ -48,7 +49,7 @@ class RoundRecord:
     refused: str = ""
 
 
-def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
+def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:
     """Return the rounds of a node in its last swarm; none if it was in no swarm.
 
     Round numbers start over with each swarm.
@@ -59,3 +60,12 @@ def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
     records = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
     swarm_starts = [index for index in range(1, len(records)) if records[index].round < records[index - 1].round]
     return records[swarm_starts[-1] :] if swarm_starts else records
+
+
+def format_round(round_record: RoundRecord) -> str:
+    """Return a round in a line."""
+    megabytes = f"{round_record.sent_bytes / 1e6:.3g} MB up, {round_record.received_bytes / 1e6:.3g} MB down"
+    train_share = round_record.train_seconds / round_record.seconds if round_record.seconds else 0.0
+    refused = f"; refused: {round_record.refused}" if round_record.refused else ""
+    train_text = f"{train_share:.0%} of {round_record.seconds:.3g} s training"
+    return f"round {round_record.round}: {round_record.steps} steps, {megabytes}, {train_text}{refused}"

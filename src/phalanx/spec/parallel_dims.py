@@ -1,4 +1,7 @@
-"""Parallel degrees of a layout, and the resulting process groups."""
+"""Parallel degrees of a layout, and the resulting process groups.
+
+Why: `docs/design/decisions/rank-order.md`.
+"""
 
 from __future__ import annotations
 

@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.cost.exact.swarm import node_share, state_bytes
 from phalanx.data.prepare import PreparedData
 from phalanx.launch.elastic_agent import launch_ranks
-from phalanx.launch.failures import report_and_exit_code, write_failure
+from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import (
-    LAUNCHER_PID_ENV,
-    env_rank,
     exit_rank,
-    handling_signals,
-    init_distributed,
     keep_freed_memory,
     select_device,
     select_nproc,
@@ -39,9 +30,9 @@ from phalanx.launch.warm_process import WarmProcess, start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import claim_run_directory, read_run_directory
-from phalanx.runs.lock import acquire_run_lock, check_not_running
+from phalanx.runs.lock import check_not_running
 from phalanx.runs.metrics import METRICS_FILE
-from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, ROUNDS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
+from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
@@ -52,11 +43,8 @@ from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.certificates import certificate_member
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.worker.exchange import RoundExchange
-from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.swarm.worker.node_rank import NodeRank
 from phalanx.train.create_run import create_run
-from phalanx.train.guards.collective_log import OrderGuard
-from phalanx.train.loggers import JsonLinesLogger, open_loggers
-from phalanx.train.training_data import open_training_data
 
 
 def join_swarm(
@@ -211,55 +199,12 @@ def data_fingerprint(data: PreparedData) -> str:
 
 def rank_main(directory: Path) -> int:
     """Participate on this rank, and return the exit code."""
-    worker: SwarmWorker | None = None
-    link: SwarmClient | None = None
+    rank = NodeRank(directory)
     try:
-        run, data = read_run_directory(directory)
-        link_record = json.loads((directory / LINK_FILE).read_text())
-        device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-        lock = acquire_run_lock(directory) if is_first_rank else None
-        link = SwarmClient(link_record["address"], Path(link_record["certificates"]), _log) if is_first_rank else None
-        worker = SwarmWorker(
-            run, open_training_data(run, data), directory, device=device, name=link_record["node"], link=link
-        )
-        worker.exchange.version = link_record["version"]
-        worker.exchange.initial_download_bytes = link_record["received_bytes"]
-        logs = open_loggers(directory, 0) if is_first_rank else []
-        rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
-        if link is not None:
-            link.join_message = link_record["place"]
-            link.join(**link.join_message)
-        # a node that gets a signal leaves after its round
-        with handling_signals(lambda _: worker.leave()), OrderGuard(directory):
-            evaluation = worker.participate(logs, rounds, _log)
-        if link is not None:
-            for log in logs:
-                log.write(evaluation)
-                log.close()
-            link.leave()
-            if lock is not None:
-                lock.close()
-            outcome = "left the swarm; the same command rejoins" if worker.leaving else "the last round is done"
-            loss = evaluation.get("held_out_loss")
-            _log(outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}")
+        rank.run()
     except BaseException as error:
-        step = worker.trainer.step if worker and worker.trainer else 0
-        write_failure(directory, env_rank(), step, error=error)
-        if link is not None:
-            link.leaving = True
-            with suppress(Exception):  # the link may have failed
-                link.leave()
-        if LAUNCHER_PID_ENV not in os.environ:
-            print(f"phalanx: {error}", file=sys.stderr)
-            if not isinstance(error, UserError):
-                traceback.print_exc()
-        return 2 if isinstance(error, UserError) else 1
+        return rank.fail(error)
     return 0
-
-
-def _log(message: str) -> None:
-    print(message, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 The same layout is applied to the same model, and one step runs on PyTorch's fake process group and tensors without
 values. Experts are balanced: every rank has an equal number of tokens for each other rank. Ranks are traced as CPU
 ranks: a reduce-scatter is the all-to-all and the sum of gloo. Blocks are traced without compilation, and tensors that
-are offloaded to files are in memory."""
+are offloaded to files are in memory.
+
+Why: `docs/design/decisions/dry-run-is-the-program.md`.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def arguments_for(file: Path) -> PlanArguments:
-    return PlanArguments(file, "h100", None, None, (), None, all_schedules=False, top=10)
+    return PlanArguments(
+        run=file, machine="h100", nodes=None, nproc=None, overrides=(), topology=None, all_schedules=False, top=10
+    )
 
 
 def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch):

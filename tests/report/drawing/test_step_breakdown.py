@@ -31,14 +31,14 @@ STEP_SECONDS = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "
 SLOWER_STEP_SECONDS = {**STEP_SECONDS, "bubble": 4.0, "update": 0.25}
 MEMORY_BYTES = {"state": 20.0 * GIB, "activations": 30.0 * GIB, "logits": 0.0, "buffers": 2.5 * GIB}
 BREAKDOWN = Breakdown(
-    "llama <8b> on 16 x h100, layout 1",
-    "zero1 dp 16 & more",
-    {part: f"the {part}" for part in STEP_SECONDS},
-    STEP_SECONDS,
-    {2: Bar("ddp dp 16", SLOWER_STEP_SECONDS)},
-    [Bar("first stage", MEMORY_BYTES), Bar("last stage", {**MEMORY_BYTES, "logits": 1.0 * GIB})],
-    60.0 * GIB,
-    80.0 * GIB,
+    title="llama <8b> on 16 x h100, layout 1",
+    layout="zero1 dp 16 & more",
+    meaning={part: f"the {part}" for part in STEP_SECONDS},
+    seconds=STEP_SECONDS,
+    other_layouts={2: Bar("ddp dp 16", SLOWER_STEP_SECONDS)},
+    bytes=[Bar("first stage", MEMORY_BYTES), Bar("last stage", {**MEMORY_BYTES, "logits": 1.0 * GIB})],
+    counted_bytes=60.0 * GIB,
+    memory_bytes=80.0 * GIB,
 )
 
 

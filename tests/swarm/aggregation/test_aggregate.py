@@ -42,7 +42,7 @@ class AggregationHarness:
     """A round's files: the coordinator's state, and what nodes tell of weights that are drawn for them."""
 
     def __init__(self, folder: Path, codec: Codec = "fp32", owners: Owners | None = None, **rules: Any) -> None:
-        self.folder, self.rules, self.owners = folder, AggregationConfig(codec, **rules), owners
+        self.folder, self.rules, self.owners = folder, AggregationConfig(codec=codec, **rules), owners
         self.state = self.new_state("0")
         self.base = random_weights(0)
         for item in ITEMS:
@@ -55,7 +55,7 @@ class AggregationHarness:
             return TensorFile.create(self.folder / f"{kind}-{name}", parameter_shapes(TINY_MOE))
 
         outer = not self.rules.outer.is_plain_mean
-        return ModelState(file("base"), file("left"), file("velocity") if outer else None)
+        return ModelState(base=file("base"), error_feedback=file("left"), velocity=file("velocity") if outer else None)
 
     def send_update(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
         items = pieces_sent_by(ITEMS, self.owners, node)

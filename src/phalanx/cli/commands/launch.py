@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -79,7 +79,7 @@ def launch(
     """
     if to not in WRITERS:
         raise UserError("--to", to, "is not known", fix=f"use one of {', '.join(WRITERS)}")
-    write, allowed = WRITERS[to]
+    write, _ = WRITERS[to]
     special = {
         "time": time,
         "partition": partition,
@@ -89,24 +89,18 @@ def launch(
         "accelerator": accelerator,
     }
     target_options = {name: value for name, value in special.items() if value is not None}
-    for name, value in target_options.items():
-        if name not in allowed:
-            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
-            raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
+    _check_target_options(to, target_options)
     described = load_run(run, set_ or [])
-    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
-    given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
-    options = [argument for name, value in given.items() if value is not None for argument in (f"--{name}", str(value))]
+    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes, described.cluster.nodes)
     override_args = [argument for override in set_ or () for argument in ("--set", override)]
-    command = shell_join(["phalanx", "launch", str(run), *options, *override_args, *(() if check else ("--no-check",))])
-    ranks = ranks_per_node(described, nproc)
+    options = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
     job = ClusterJob(
         run=described,
         file=run,
-        command=" ".join(command.splitlines()),
+        command=_command(run, options, override_args, check=check),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
-        nproc=ranks,
+        nproc=ranks_per_node(described, nproc),
         overrides=override_args,
         check=check,
         cpus=cpus,
@@ -114,6 +108,25 @@ def launch(
     )
     check_job(job)
     _write(write(job, **target_options), out)
+
+
+def _check_target_options(to: str, options: Mapping[str, str]) -> None:
+    """Raise UserError if an option does not apply to the system."""
+    _, allowed = WRITERS[to]
+    for name, value in options.items():
+        if name not in allowed:
+            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
+            raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
+
+
+def _command(run: Path, options: Mapping[str, str | int | None], override_args: Sequence[str], check: bool) -> str:
+    """Return the command that requested the job file, in one line."""
+    option_args = [
+        argument for name, value in options.items() if value is not None for argument in (f"--{name}", str(value))
+    ]
+    check_args = [] if check else ["--no-check"]
+    command = shell_join(["phalanx", "launch", str(run), *option_args, *override_args, *check_args])
+    return " ".join(command.splitlines())
 
 
 def _write(text: str, out: Path | None) -> None:

@@ -55,7 +55,7 @@ CUDA_NOTE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """A role under a layout, or the reason why the layout cannot run."""
 
@@ -160,7 +160,7 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
         memory_by_role = rank_memory(run, world_size)
         micro_batch = plan_batch(run, world_size).micro_batch_size
     except UserError as error:
-        return [MemoryRow(data, is_own, problem=str(error).partition("\n")[0])]
+        return [MemoryRow(data=data, own=is_own, problem=str(error).partition("\n")[0])]
     is_known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in memory_by_role}
     risks = {
         role: ranks_oom_probability(cluster, [role_memory]) if is_known[role] else None
@@ -168,9 +168,9 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
     }
     return [
         MemoryRow(
-            data,
-            is_own,
-            role,
+            data=data,
+            own=is_own,
+            role=role,
             micro_batch=micro_batch,
             memory=memory_by_role[role],
             fits=None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY,

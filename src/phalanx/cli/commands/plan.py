@@ -111,9 +111,9 @@ def plan(
         from phalanx.cli.commands.plan_explorer import PlanArguments, serve_page, write_page
 
         arguments = PlanArguments(
-            run,
-            machine,
-            nodes,
+            run=run,
+            machine=machine,
+            nodes=nodes,
             nproc=nproc,
             overrides=tuple(set_ or ()),
             topology=topology,

@@ -42,7 +42,7 @@ MAX_NUMBERS = {"nodes": 100_000, "batch": 10**7, "seq_len": 10**8, "layout": 10*
 RENDEZVOUS = "HOST:29500"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanArguments:
     """Arguments of `phalanx plan` that determine a run on a cluster."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -65,25 +65,24 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (first := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
-        console.print(describe_safer_layout(plan, first), style="yellow", highlight=False, soft_wrap=True)
+        _print_line(console, describe_safer_layout(plan, first), style="yellow")
     if (faster := find_faster_layout(run, world_size, plan)) is not None:
         for note in describe_faster_layout(faster):
-            console.print(note, style="yellow", highlight=False, soft_wrap=True)
+            _print_line(console, note, style="yellow")
     console.print(f"*: on the Pareto front of time and memory. All layouts shown have {limit}.", style="dim")
     for note in (
         f"Step times within {UNCERTAIN_GAIN:.0%} count as equal: layouts without offload, then with fewer kinds of "
         "parallelism, come first.",
         "One row per layout, with its best schedule; --all shows every schedule.",
+        *describe_memory_column(run.cluster, plan.layouts[:top]),
     ):
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
-    for note in describe_memory_column(run.cluster, plan.layouts[:top]):
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
+        _print_line(console, note, style="dim")
     console.print(
         "exposed: communication not hidden by compute. --explain K shows the parts of time and memory.", style="dim"
     )
     console.print()
     for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)):
-        console.print(line, highlight=False, soft_wrap=True)
+        _print_line(console, line)
     print_assumptions(console, run, world_size, options=plan.layouts[:top])
 
 
@@ -100,11 +99,10 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     option = plan.layouts[index]
     _print_head(console, run, world_size, plan=plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
-    console.print(
+    _print_line(
+        console,
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
         f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (including recomputation)",
-        highlight=False,
-        soft_wrap=True,
     )
     for note in slow_link_warnings(run, option.candidate):
         console.print(note, style="yellow", highlight=False)
@@ -119,20 +117,18 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print()
     _print_memory_parts(console, run.cluster, option)
     if host_need := describe_host_need(run.cluster, option.host_bytes):
-        console.print(host_need, highlight=False, soft_wrap=True)
+        _print_line(console, host_need)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
-    console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
+    _print_line(console, describe_memory_limit(run.cluster), style="dim")
     other_options = [other for other in plan.layouts[: index + 6] if other is not option]
     if other_options:
         console.print("\nother layouts, compared with this one", style="bold")
         for other in other_options:
-            console.print(
-                f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
-            )
+            _print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, option)}")
     console.print("\nwhat if, compared with the fastest layout", style="bold")
     for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "no layout fits"
-        console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+        _print_line(console, f"  {idea.change}: {then}")
     console.print()
     print_assumptions(console, run, world_size, options=[option, *other_options])
 
@@ -154,7 +150,7 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
         note += ", with the rest of the process as measured"
     if option.memory_bytes > max(totals):
         note += f"; the fullest rank is in another stage: {format_gib(option.memory_bytes)}"
-    console.print(note, style="dim", highlight=False, soft_wrap=True)
+    _print_line(console, note, style="dim")
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
@@ -173,9 +169,9 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
     return Breakdown(
-        f"{_describe_setup(run, world_size)}, layout {index + 1}",
-        str(option.candidate),
-        PART_DESCRIPTIONS,
+        title=f"{_describe_setup(run, world_size)}, layout {index + 1}",
+        layout=str(option.candidate),
+        meaning=PART_DESCRIPTIONS,
         seconds=option.parts,
         other_layouts={
             other_index + 1: Bar(str(plan.layouts[other_index].candidate), plan.layouts[other_index].parts)
@@ -191,15 +187,12 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
     """Print the simulated pipeline next to the search's estimate."""
     candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
-    line = (
+    for line in (
         f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; "
-        f"{option.schedule_seconds:.3f} s in the table above"
-    )
-    console.print(line, style="dim", highlight=False, soft_wrap=True)
-    drawn = show_command(run, world_size, candidate)
-    console.print(
-        f"draw it, with all ranks as slow as the slowest: {drawn}", style="dim", highlight=False, soft_wrap=True
-    )
+        f"{option.schedule_seconds:.3f} s in the table above",
+        f"draw it, with all ranks as slow as the slowest: {show_command(run, world_size, candidate)}",
+    ):
+        _print_line(console, line, style="dim")
 
 
 def print_comparison(
@@ -215,37 +208,47 @@ def print_comparison(
         names: Headings of the two.
     """
     console = _console()
-    for name, option in zip(names, (first, second), strict=True):
+    named = list(zip(names, (first, second), strict=True))
+    for name, option in named:
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
     console.print()
-    (slow, slower), (fast, faster) = sorted(
-        zip(names, (first, second), strict=True), key=lambda named: -named[1].step_seconds
-    )
+    (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
     table = _table("", *names, f"{slow} - {fast}")
-    first_times, second_times = (option.parts | {"step": option.step_seconds} for option in (first, second))
-    for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
-        difference = sign * (first_times[part] - second_times[part])
-        table.add_row(meaning, f"{first_times[part]:.3f} s", f"{second_times[part]:.3f} s", f"{difference:+.3f} s")
-    memory_gib = first.memory_bytes / GIB, second.memory_bytes / GIB
-    memory_difference = sign * (memory_gib[0] - memory_gib[1])
-    table.add_row("memory", *(f"{size:.1f} GiB" for size in memory_gib), f"{memory_difference:+.1f} GiB")
-    node_gib = [node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second)]
-    if any(node_gib):
-        cells = (f"{node_gib[0]:.1f} GiB", f"{node_gib[1]:.1f} GiB", f"{sign * (node_gib[0] - node_gib[1]):+.1f} GiB")
-        table.add_row("CPU memory of a node", *cells)
+    for row in _comparison_rows(run.cluster, first, second, sign=sign):
+        table.add_row(*row)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     print_assumptions(console, run, world_size, options=[first, second])
     console.print()
-    for name, option in zip(names, (first, second), strict=True):
+    for name, option in named:
         if option.p_oom >= MAX_OOM_PROBABILITY:
             console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
     conclusion = f"{slow} and {fast} are equally fast"
     if not equally_fast(slower, faster):
         longer = slower.step_seconds / faster.step_seconds - 1
         conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
-    console.print(conclusion, highlight=False, soft_wrap=True)
+    _print_line(console, conclusion)
+
+
+def _comparison_rows(
+    cluster: ClusterSpec, first: EvaluatedLayout, second: EvaluatedLayout, sign: int
+) -> Iterator[list[str]]:
+    """Yield the cells of two layouts and their difference: times, memory, and with offload the CPU memory of a node."""
+    for part, label in PART_DESCRIPTIONS.items():
+        yield _comparison_row(label, first.parts[part], second.parts[part], sign=sign, unit="s")
+    yield _comparison_row("step", first.step_seconds, second.step_seconds, sign=sign, unit="s")
+    yield _comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign=sign, unit="GiB")
+    first_host, second_host = (node_host_bytes(cluster, option.host_bytes) / GIB for option in (first, second))
+    if first_host or second_host:
+        yield _comparison_row("CPU memory of a node", first_host, second_host, sign=sign, unit="GiB")
+
+
+def _comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:
+    """Return the cells of a row; `sign` is 1 if the first layout is the slower one, else -1."""
+    digits = 3 if unit == "s" else 1
+    difference = f"{sign * (first - second):+.{digits}f} {unit}"
+    return [label, f"{first:.{digits}f} {unit}", f"{second:.{digits}f} {unit}", difference]
 
 
 def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
@@ -271,13 +274,12 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 
 def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
-    console.print(
+    _print_line(
+        console,
         f"{_describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
         f"{training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
-        highlight=False,
-        soft_wrap=True,
     )
-    console.print(calibration_note(run.cluster), style="dim", highlight=False, soft_wrap=True)
+    _print_line(console, calibration_note(run.cluster), style="dim")
     console.print()
 
 
@@ -293,22 +295,20 @@ def calibration_note(cluster: ClusterSpec) -> str:
 def _describe_setup(run: RunSpec, world_size: int) -> str:
     """Describe the model and the machine."""
     name = run.model.preset or run.model.from_hf or "model"
-    machine = run.cluster.preset or "the cluster"
-    return f"{name} on {world_size:,} x {machine}"
+    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
 
 
 def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
-    step = option.step_seconds
     host_bytes = node_host_bytes(cluster, option.host_bytes)
     return [
-        f"{step:.3f}",
+        f"{option.step_seconds:.3f}",
         f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",
         f"{option.tokens_per_second:,.0f}",
         f"{option.mfu:.1%}",
         f"{option.memory_bytes / GIB:.1f}" + (f" + {host_bytes / GIB:.0f}" if host_bytes else ""),
         f"{option.p_oom:.1%}",
-        f"{option.exposed / step:.1%}",
-        f"{max(0.0, option.parts['bubble']) / step:.1%}",
+        f"{option.exposed / option.step_seconds:.1%}",
+        f"{max(0.0, option.parts['bubble']) / option.step_seconds:.1%}",
     ]
 
 
@@ -318,6 +318,11 @@ def _table(*headers: str) -> Table:
         for index, header in enumerate(headers)
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def _print_line(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is: unbroken, and with numbers in the same color."""
+    console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def _console() -> Console:

@@ -2,6 +2,8 @@
 
 The bounds of each constant are physically sensible. `benchmarks/fit_planner.py` fits within them, to all sources at
 once, and writes `constants.toml`. No constant belongs to a single source of published runs.
+
+Why: `docs/design/decisions/constants-of-kinds.md`.
 """
 
 from __future__ import annotations

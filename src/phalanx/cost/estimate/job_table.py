@@ -2,6 +2,8 @@
 
 A column has one element where all jobs agree, and one per job where they differ. Every formula of `kernel_time`,
 `collective_time`, `step_time` and `memory` accepts both.
+
+Why: `docs/design/decisions/one-time-model.md`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ maximum of the sum.
 
 Not in the total: a gradient that is being accumulated, libraries, the process. On a GPU, `unused` is the allocator's
 reserve beyond the total, and `nccl` is NCCL's buffers.
+
+Why: `docs/design/decisions/two-memory-counts.md`.
 """
 
 from __future__ import annotations

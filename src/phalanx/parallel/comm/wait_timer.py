@@ -1,4 +1,7 @@
-"""Exposed communication time: the time that this rank waits and computation does not hide."""
+"""Exposed communication time: the time that this rank waits and computation does not hide.
+
+Why: `docs/design/decisions/wait-timer.md`.
+"""
 
 from __future__ import annotations
 

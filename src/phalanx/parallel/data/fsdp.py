@@ -6,7 +6,10 @@ between groups.
 
 On gloo FSDP2 gathers synchronously and reduces twice the necessary bytes (its reduce-scatter is an all-reduce). Here
 gathers run ahead of the units that need them. A reduce-scatter is an all-to-all and a local sum, finished one unit
-later."""
+later.
+
+Why: `docs/design/decisions/fsdp-on-gloo.md`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 Storage is CPU memory (ZeRO-Offload, arXiv 2101.06840), or memory-mapped files on a local disk (ZeRO-Infinity, arXiv
 2104.07857). On disk they are stepped piece by piece. While a piece is stepped, the next is read and the previous is
-written. Three pieces are in memory at a time, however large the state is."""
+written. Three pieces are in memory at a time, however large the state is.
+
+Why: `docs/design/decisions/offload-mapping.md`.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTopology:
-    """The roles of ranks and their process groups."""
+    """The roles of ranks and their process groups (`docs/design/decisions/parameter-server-ranks.md`)."""
 
     servers: list[int]
     workers: list[int]

@@ -7,7 +7,10 @@ micro-batch and keeps only its rows.
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
-(section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches accumulate in fp32: 2 bytes more."""
+(section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches accumulate in fp32: 2 bytes more.
+
+Why: `docs/design/decisions/own-zero.md`.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,10 @@
 An all-to-all sends every token's row to the ranks of its experts, a second returns the experts' outputs. Exactly the
 chosen rows are sent, none dropped and none padded. Shared experts compute during the first all-to-all, and in the
 backward pass during that of its gradients. For the rest of the model these ranks are data-, context- or tensor-parallel
-ranks. Ranks with the same experts sum the gradients of these experts."""
+ranks. Ranks with the same experts sum the gradients of these experts.
+
+Why: `docs/design/decisions/late-token-gradients.md`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 Only the trained experts of each layer have gradients and optimizer state. The replica computes with the frozen experts,
 which are stored with a configurable number of bits. Routing is unaffected: a token goes to the experts that it chooses.
-A frozen expert passes gradients on to its tokens, and has none of its own."""
+A frozen expert passes gradients on to its tokens, and has none of its own.
+
+Why: `docs/design/decisions/partial-experts.md`.
+"""
 
 from __future__ import annotations
 

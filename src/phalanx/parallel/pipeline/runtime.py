@@ -5,7 +5,10 @@ simulated and drawn.
 
 A rank sends the output of a stage, an activation or a gradient, as soon as it is ready, without blocking. It waits only
 for the input of its next action. Where a schedule has half actions, backward passes are split (`split_backward`).
-Gradients accumulate over the step, and data-parallel ranks sum them once, at its end."""
+Gradients accumulate over the step, and data-parallel ranks sum them once, at its end.
+
+Why: `docs/design/decisions/own-pipeline-runtime.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Sharding of the model's tensors over ranks that share one model.
 
-Shards tensors, and maps a shard, its gradient or its optimizer state to its position in the full tensor."""
+Shards tensors, and maps a shard, its gradient or its optimizer state to its position in the full tensor.
+
+Why: `docs/design/decisions/smaller-model.md`.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,10 @@ Embedding and head are sharded by vocabulary, and the loss is computed from each
 If the ranks do not divide the vocabulary, the last rank has fewer rows, without padding.
 
 The model's modules are unchanged, with smaller tensors; only products are replaced here. Backward passes send the
-gradient of a product's input while they compute those of its weights."""
+gradient of a product's input while they compute those of its weights.
+
+Why: `docs/design/decisions/uneven-vocabulary.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Calibration: the planner's constants, fitted to runs on a machine.
 
 The fit starts at the constants of published runs, and keeps those for which the runs have no evidence.
+
+Why: `docs/design/decisions/calibration-posterior.md`.
 """
 
 from __future__ import annotations

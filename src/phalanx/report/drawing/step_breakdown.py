@@ -61,7 +61,7 @@ class Bar:
         return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """The content of the picture."""
 
@@ -102,8 +102,8 @@ def save_picture(breakdown: Breakdown, file: Path) -> None:
 def layout_shapes(breakdown: Breakdown) -> list[Shape]:
     """Return all shapes of the picture, from top to bottom."""
     shapes: list[Shape] = [
-        Label("title", LEFT, 32, content=breakdown.title, size=15, bold=True),
-        Label("layout", LEFT, 52, content=breakdown.layout, size=12),
+        Label(kind="title", x=LEFT, y=32, content=breakdown.title, size=15, bold=True),
+        Label(kind="layout", x=LEFT, y=52, content=breakdown.layout, size=12),
     ]
     shapes += _time_section(breakdown, _bottom(shapes) + GAP)
     shapes += _memory_section(breakdown, _bottom(shapes) + GAP)
@@ -122,15 +122,15 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     def describe_time(part: str, time: float, total: float) -> tuple[str, str]:
         return f"{time / total:.1%}", f"{breakdown.meaning[part]}: {time:.3f} {unit}, {time / total:.1%}"
 
-    yield Label("section", LEFT, top, content=f"time of a step, {unit}", size=12, bold=True)
+    yield Label(kind="section", x=LEFT, y=top, content=f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
         is_main, top = bar is main_bar, top + LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
-        yield Label("name", LEFT, top, content=bar.name, bold=is_main)
+        yield Label(kind="name", x=LEFT, y=top, content=bar.name, bold=is_main)
         yield Label(
-            "total",
-            LEFT + MAX_BAR_WIDTH,
-            top,
+            kind="total",
+            x=LEFT + MAX_BAR_WIDTH,
+            y=top,
             content=f"{bar.total:.3f} {unit}{difference}",
             anchor="end",
             bold=is_main,
@@ -157,13 +157,13 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     def describe_bytes(part: str, size_bytes: float, total: float) -> tuple[str, str]:
         return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
 
-    yield Label("section", LEFT, top, content="memory of a rank, GiB", size=12, bold=True)
+    yield Label(kind="section", x=LEFT, y=top, content="memory of a rank, GiB", size=12, bold=True)
     section_top = top = top + 2 * LINE
     names = []
     for bar in breakdown.bytes:
         top += LINE + 2
         names.append(
-            Label("name", LEFT, top, content=f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula")
+            Label(kind="name", x=LEFT, y=top, content=f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula")
         )
         yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
@@ -184,7 +184,9 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         bottom=top,
     )
     for name in names:
-        yield Region("behind", name.x, name.y - 11, width=len(name.content) * DIGIT_WIDTH, height=14, fill="#ffffff")
+        yield Region(
+            kind="behind", x=name.x, y=name.y - 11, width=len(name.content) * DIGIT_WIDTH, height=14, fill="#ffffff"
+        )
         yield name
     yield from _axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
@@ -206,13 +208,19 @@ def _bar(
         width = value * scale
         (label, tooltip) = describe_part(part, value, bar.total)
         yield Region(
-            kind, x, y, width=width - 1 if width > 2 else width, height=thickness, fill=COLOURS[part], tooltip=tooltip
+            kind=kind,
+            x=x,
+            y=y,
+            width=width - 1 if width > 2 else width,
+            height=thickness,
+            fill=COLOURS[part],
+            tooltip=tooltip,
         )
         if width > (len(label) + 1) * DIGIT_WIDTH:
             yield Label(
-                f"{kind}-label",
-                x + width / 2,
-                y + thickness / 2 + 4,
+                kind=f"{kind}-label",
+                x=x + width / 2,
+                y=y + thickness / 2 + 4,
                 content=label,
                 anchor="middle",
                 fill=_text_colour(COLOURS[part]),
@@ -224,11 +232,13 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
     """Yield a vertical line at an amount of memory, with a label at its top, on the side with space."""
     x = LEFT + size_bytes * scale
     left = x > WIDTH / 2
-    yield Region(kind, x - 1, top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GREY)
+    yield Region(
+        kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GREY
+    )
     yield Label(
-        kind,
-        x - 6 if left else x + 6,
-        top,
+        kind=kind,
+        x=x - 6 if left else x + 6,
+        y=top,
         content=f"{size_bytes / GIB:.1f} GiB {text}",
         anchor="end" if left else "start",
     )
@@ -238,8 +248,8 @@ def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Yield the numbers below bars whose maximum is `max_value`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
-        yield Region("tick", x - 0.5, y + 3, width=1, height=4, fill=GREY)
-        yield Label("number", x, y + 19, content=f"{number:g}", anchor="middle", fill=GREY)
+        yield Region(kind="tick", x=x - 0.5, y=y + 3, width=1, height=4, fill=GREY)
+        yield Label(kind="number", x=x, y=y + 19, content=f"{number:g}", anchor="middle", fill=GREY)
 
 
 def axis_ticks(max_value: float, count: int = 10) -> list[float]:
@@ -255,13 +265,13 @@ def _legend(
 ) -> Iterator[Shape]:
     """Yield the color, the meaning and the numbers of each part, including parts too small to be visible."""
     for index, column in enumerate(columns):
-        yield Label("column", COLUMN + index * COLUMN_STEP, top, content=column, anchor="end", fill=GREY)
+        yield Label(kind="column", x=COLUMN + index * COLUMN_STEP, y=top, content=column, anchor="end", fill=GREY)
     for part, numbers in rows.items():
         top += LINE
-        yield Region("legend", LEFT, top - 10, width=12, height=12, fill=COLOURS[part])
-        yield Label("part", LEFT + 20, top, content=names[part])
+        yield Region(kind="legend", x=LEFT, y=top - 10, width=12, height=12, fill=COLOURS[part])
+        yield Label(kind="part", x=LEFT + 20, y=top, content=names[part])
         for index, number in enumerate(numbers):
-            yield Label("figure", COLUMN + index * COLUMN_STEP, top, content=number, anchor="end")
+            yield Label(kind="figure", x=COLUMN + index * COLUMN_STEP, y=top, content=number, anchor="end")
 
 
 def _text_colour(fill: str) -> str:

@@ -16,7 +16,7 @@ from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS, ProgressCallback
 from phalanx.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exploration:
     """A searched plan with predictions of every layout in it. Layouts are known by their index in `layouts`."""
 
@@ -64,7 +64,9 @@ def explore(
     report("finding the Pareto front", 0, 1)
     front = pareto_front(run, world_size, layouts, predictions=predictions)
     report("finding the Pareto front", 1, 1)
-    return Exploration(run, world_size, plan, layouts=layouts, predictions=predictions, ranked=ranked, front=front)
+    return Exploration(
+        run=run, world_size=world_size, plan=plan, layouts=layouts, predictions=predictions, ranked=ranked, front=front
+    )
 
 
 def pareto_front(

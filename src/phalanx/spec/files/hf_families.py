@@ -1,6 +1,8 @@
 """Fields of config.json by model family: supported fields with defaults, and fields without effect.
 
 The values are data from the configuration classes of transformers 5.24; transformers itself is not imported.
+
+Why: `docs/design/decisions/hf-families.md`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class NodeUpdate:
     file: TensorFile
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AggregationConfig:
     """Settings for the aggregation of the nodes' updates."""
 
@@ -84,7 +84,7 @@ def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0)
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelState:
     """The coordinator's files of the model, by piece."""
 

@@ -1,4 +1,7 @@
-"""Journal of events: one line of JSON each, which is on disk when `append` returns."""
+"""Journal of events: one line of JSON each, which is on disk when `append` returns.
+
+Why: `docs/design/decisions/swarm-journal.md`.
+"""
 
 from __future__ import annotations
 

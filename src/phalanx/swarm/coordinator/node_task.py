@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from phalanx.swarm.coordinator.swarm_state import SwarmState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeTask:
     """The next task of a node."""
 
@@ -44,12 +44,12 @@ def node_task(state: SwarmState, node: str, now: float) -> NodeTask:
     open_round = state.round
     if open_round is None or node not in open_round.data_assignments:
         next_round = state.committed + (open_round is not None)
-        return NodeTask(next_round, state.committed, state.done, member=is_member)
+        return NodeTask(round=next_round, committed=state.committed, done=state.done, member=is_member)
     first_step, steps = open_round.data_assignments[node]
     close_time = state.closes_at()
     return NodeTask(
-        open_round.number,
-        state.committed,
+        round=open_round.number,
+        committed=state.committed,
         done=False,
         member=is_member,
         first_step=first_step,

@@ -27,7 +27,7 @@ NOT_OPEN_YET = "not open yet"
 NOT_A_MEMBER = "not of this round"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AcceptedUpdate:
     """An accepted update of a node."""
 
@@ -40,7 +40,7 @@ class AcceptedUpdate:
     at: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OpenRound:
     """The open round."""
 
@@ -114,7 +114,9 @@ class SwarmState:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
         assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
-        self.round = OpenRound(event["round"], event["at"], self.owners, data_assignments=assignments)
+        self.round = OpenRound(
+            number=event["round"], opened_at=event["at"], owners=self.owners, data_assignments=assignments
+        )
         self.steps_assigned += sum(steps for _, steps in assignments.values())
         self.previous_nodes = frozenset(assignments)
 

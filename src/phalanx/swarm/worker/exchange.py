@@ -112,6 +112,11 @@ class RoundExchange:
         """Return the expert pieces that this node sends in a round."""
         return [piece for piece in self.pieces_to_send(round_number) if piece.expert is not None]
 
+    def reset_expert_feedback(self, round_number: int) -> None:
+        """Forget the encoding errors of the experts that this node sent in a round."""
+        for piece in self.local_expert_pieces(round_number):
+            self.feedback.pop(piece.key, None)
+
     @property
     def trained_experts(self) -> TrainedExperts | None:
         """The experts that this node trains; None if nodes train all."""
@@ -170,9 +175,10 @@ class RoundExchange:
             if self.version < 0:
                 raise RoundExpired
             for round_number in range(self.version, committed):
+                was_accepted = round_number == accepted_round
                 if self.fetched_round != round_number:
-                    self._download_round(round_number, round_number == accepted_round, round_record)
-                self._apply_round(round_number, round_number == accepted_round, round_record)
+                    self._download_round(round_number, was_accepted, round_record)
+                self._apply_round(round_number, was_accepted, round_record)
         except RoundExpired:
             received_before = self.link.received_bytes
             with self._measure_download(round_record):
@@ -210,24 +216,25 @@ class RoundExchange:
 
     def _skipped_keys(self, round_number: int, was_accepted: bool) -> list[str]:
         """Return the keys of a round's result that this node already has."""
-        skips = was_accepted and self.swarm.method == "spes+" and self.local_experts_are_final(round_number)
-        return [piece.key for piece in self.local_expert_pieces(round_number)] if skips else []
+        if self.swarm.method != "spes+" or not was_accepted or not self.local_experts_are_final(round_number):
+            return []
+        return [piece.key for piece in self.local_expert_pieces(round_number)]
 
     def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
-        """Apply the broadcast of a round to the shared weights."""
+        """Apply the broadcast of a round to the shared weights, and from the node's update what it skips."""
         assert self.link is not None
         start = time.perf_counter()
-        path = self.directory / "down"
+        pieces = round_pieces(self.run, round_number)
         local_keys = self._skipped_keys(round_number, was_accepted) if self.link.was_included else []
-        with (
-            TensorFile(path) as broadcast,
-            TensorFile(self.base, writable=True) as base,
-            TensorFile(self.directory / "update" if local_keys else path) as local_file,
-        ):
-            for piece in round_pieces(self.run, round_number):
-                source = local_file if piece.key in local_keys else broadcast
-                if piece.key in source.shapes:
-                    base.write(
-                        piece, decode_piece(piece, source.raw(piece.key), self.swarm.effective_codec, base=base.read)
-                    )
+        self._apply_pieces(self.directory / "down", [piece for piece in pieces if piece.key not in local_keys])
+        if local_keys:
+            self._apply_pieces(self.directory / "update", [piece for piece in pieces if piece.key in local_keys])
         round_record.code_seconds += time.perf_counter() - start
+
+    def _apply_pieces(self, path: Path, pieces: list[ModelPiece]) -> None:
+        """Apply these pieces to the shared weights, as far as a file of encoded pieces has them."""
+        with TensorFile(path) as encoded, TensorFile(self.base, writable=True) as base:
+            for piece in pieces:
+                if piece.key in encoded.shapes:
+                    data = encoded.raw(piece.key)
+                    base.write(piece, decode_piece(piece, data, self.swarm.effective_codec, base=base.read))

@@ -1,6 +1,8 @@
 """Access to a node's model over all of its ranks and for any layout.
 
 Weights or gradients are written to a file of full parameters, and every rank reads its part of weights from a file.
+
+Why: `docs/design/decisions/swarm-ddp-optimizer.md`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece, fragment_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights
+from phalanx.swarm.worker.round_plan import RoundPlan
 from phalanx.train.learner import Learner
 
 
@@ -148,7 +151,7 @@ def read_weights(
     strategy.sync_model_weights()
 
 
-def blend_factors(run: RunSpec, updated_rounds: range, blends: bool, keeps_local_experts: bool) -> dict[str, float]:
+def blend_factors(run: RunSpec, updated_rounds: range, plan: RoundPlan) -> dict[str, float]:
     """Return the fraction of its local value that each parameter keeps when it receives results.
 
     It is 1 for fragments that were not updated, and for the node's own experts whose update is final. For a node
@@ -157,8 +160,7 @@ def blend_factors(run: RunSpec, updated_rounds: range, blends: bool, keeps_local
     Args:
         run: The run.
         updated_rounds: The rounds whose results are received.
-        blends: The node has trained since the update that the results contain.
-        keeps_local_experts: The result has the node's own experts as the node sent them.
+        plan: Which local values the node keeps.
     """
     swarm = run.swarm
     assert swarm is not None
@@ -167,9 +169,9 @@ def blend_factors(run: RunSpec, updated_rounds: range, blends: bool, keeps_local
     for fragment in range(swarm.fragments):
         is_unchanged = fragment not in updated_fragments and swarm.fragments > 1
         for piece in fragment_pieces(run.model, fragment, swarm.fragments):
-            if is_unchanged or (keeps_local_experts and piece.expert is not None):
+            if is_unchanged or (plan.keeps_local_experts and piece.expert is not None):
                 factors[piece.name] = 1.0
-            elif blends and swarm.mixing is not None:
+            elif plan.keeps_local_steps and swarm.mixing is not None:
                 factors[piece.name] = swarm.mixing
     return factors
 

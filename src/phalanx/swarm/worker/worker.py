@@ -25,7 +25,7 @@ from phalanx.data.packing import Batch
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import set_local_choice_weight
 from phalanx.runs.metrics import MetricsRecord
-from phalanx.runs.swarm_records import RoundRecord
+from phalanx.runs.swarm_records import RoundRecord, format_round
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.rpc.client import SwarmClient
@@ -34,6 +34,7 @@ from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.node_trainer import build_node_trainer
 from phalanx.swarm.worker.optimizer_state import optimizer_moments, transfer_moments
 from phalanx.swarm.worker.replica import blend_factors, read_weights, resident_bytes, write_weights
+from phalanx.swarm.worker.round_plan import RoundPlan, plan_round, plan_steps
 from phalanx.train.loggers import Logger
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
@@ -113,7 +114,7 @@ class SwarmWorker:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # otherwise a restarted node has already sent this round
-                    round_record = RoundRecord(task.round)
+                    round_record = RoundRecord(round=task.round)
                     start = time.perf_counter()
                     self._prepare(task, round_record)
                     self._run_round(task, round_record, loggers)
@@ -121,12 +122,12 @@ class SwarmWorker:
                     round_record.held_bytes = self.state_bytes
                     if round_logger is not None:
                         round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(round_record)})
-                        log(_format_round(round_record))
+                        log(format_round(round_record))
                 task = self._wait_for(round=task.round + 1)
             if self.trainer is None:
                 return {}
             if task is not None:
-                self._catch_up(task.committed, RoundRecord(task.round), is_final=True)
+                self._receive(plan_round(self.exchange, task.committed, final=True), RoundRecord(round=task.round))
             self.trainer.experts.start_interval()
             return self.trainer.evaluate()
         except BaseException:
@@ -138,80 +139,90 @@ class SwarmWorker:
 
     def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Prepare the weights, the trained experts and the text of a round."""
+        assert task.first_step is not None
         self.current_round = task.round
         self._set_deadline(task)
         round_record.whole_bytes = self.exchange.initial_download_bytes
         round_record.received_bytes = self.exchange.initial_download_bytes
+        round_record.experts = len(task.owned)
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
-            self._catch_up(task.committed, round_record)
+            self._receive(plan_round(self.exchange, task.committed), round_record)
         if self.trainer is None or task.owned != self.exchange.local_experts:
-            moments = optimizer_moments(self.trainer) if self.trainer else {}
-            old_experts = self.exchange.local_experts
-            self.trainer = None
-            self.exchange.local_experts = task.owned  # two trainers would need twice the memory
-            self.trainer = self._build_trainer()
-            transfer_moments(moments, old_experts, self.trainer, new_experts=task.owned)
-        round_record.experts = len(task.owned)
+            self._rebuild_trainer(task.owned)
+        assert self.trainer is not None
         if self.swarm.sends_gradients:  # a parameter that a step does not use has no gradient
             broadcast_from_rank0(
                 lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
             )
-        assert task.first_step is not None
         if self.batches is not None:
             self.batches.close()
         self.batches = prefetch(self.trainer.loader, task.first_step, task.first_step + task.steps)
         self.trainer.step = task.round * self.swarm.steps_per_round + self.steps_ahead
 
+    def _rebuild_trainer(self, experts: tuple[int, ...]) -> None:
+        """Build a trainer for these experts, with the optimizer state of the present one."""
+        old_experts = self.exchange.local_experts
+        moments = optimizer_moments(self.trainer) if self.trainer else {}
+        self.trainer = None  # two trainers would need twice the memory
+        self.exchange.local_experts = experts
+        self.trainer = self._build_trainer()
+        transfer_moments(moments, old_experts, self.trainer, new_experts=experts)
+
     def _run_round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
-        """Train, send the update, and receive the result."""
-        is_last_round = (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps
-        steps = self.swarm.steps_per_round - self.steps_ahead
-        self._train_steps(steps, round_record, loggers, in_time=True)
+        """Train, send the update, and receive the result.
+
+        With `swarm.delay`, the exchange overlaps with the first steps of the next round:
+
+            this thread       steps of round n | write update | steps of round n+1 | wait | blend | rest of round n+1
+            exchange thread                                   | upload |      | download |
+            coordinator                                                | merge |
+        """
+        steps = plan_steps(self.run, task, self.steps_ahead)
+        self._train_steps(steps.before_update, round_record, loggers, in_time=True)
         upload = self._send_update(task, round_record)
-        # a node in its first round has more text
-        extra_steps = 0 if is_last_round else min(self.swarm.delay, task.steps - steps)
-        download = (
-            self._executor.submit(self.exchange.prefetch_round, task.round, upload, round_record)
-            if extra_steps and upload
-            else None
-        )
-        self.steps_ahead = self._train_steps(extra_steps, round_record, loggers)
-        accepted = broadcast_from_rank0(lambda: upload.result() if upload else None)
-        start = time.perf_counter()
-        next_task = self._wait_for(committed=task.round + 1)
-        round_record.wait_seconds += time.perf_counter() - start
-        if download is not None:
-            download.result()
+        download = None
+        if steps.during_exchange and upload:
+            download = self._executor.submit(self.exchange.prefetch_round, task.round, upload, round_record)
+        self.steps_ahead = self._train_steps(steps.during_exchange, round_record, loggers)
+        was_accepted = broadcast_from_rank0(lambda: upload.result() if upload else None)
+        next_task = self._wait_for_result(task.round, download, round_record)
         if next_task is not None:
-            self._catch_up(next_task.committed, round_record, task.round if accepted else None)
+            accepted_round = task.round if was_accepted else None
+            self._receive(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
 
     def _train_steps(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
         """Train for `steps` steps, or at least one to meet the deadline (`in_time`); return their number."""
         assert self.trainer is not None
         assert self.batches is not None
         trainer = self.trainer
-        start = time.perf_counter()
-        steps_before = round_record.steps
         trainer.stop_requested = False
         trainer.stop_after_step = None
+        start = time.perf_counter()
+        steps_done = 0
         for _ in range(steps):
-            step_seconds = (time.perf_counter() - start) / max(1, round_record.steps - steps_before)
-            tokens = trainer.tokens
-            if in_time and self.deadline is not None and time.monotonic() + 2 * step_seconds > self.deadline:
+            seconds_per_step = (time.perf_counter() - start) / max(1, steps_done)
+            if in_time and self._deadline_is_near(seconds_per_step):
                 trainer.stop_requested = True  # all ranks receive the request in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
+            tokens_before = trainer.tokens
             record = trainer.train_step(self.batches)
+            steps_done += 1
             for logger in loggers:
                 logger.write(record)
             is_skipped = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
-            learned_tokens = 0 if is_skipped else trainer.tokens - tokens
-            round_record.steps, round_record.tokens = round_record.steps + 1, round_record.tokens + learned_tokens
+            if not is_skipped:
+                round_record.tokens += trainer.tokens - tokens_before
             if trainer.should_stop:
                 break
+        round_record.steps += steps_done
         round_record.train_seconds += time.perf_counter() - start
-        return round_record.steps - steps_before
+        return steps_done
+
+    def _deadline_is_near(self, seconds_per_step: float) -> bool:
+        """Return whether a second step from now would end after the deadline."""
+        return self.deadline is not None and time.monotonic() + 2 * seconds_per_step > self.deadline
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -231,48 +242,52 @@ class SwarmWorker:
         if dist.is_initialized():
             dist.barrier()
         round_record.code_seconds += time.perf_counter() - start
+        if self.link is None:
+            return None
+        # The numbers of this moment: training continues during the upload.
         steps = round_record.steps
         tokens = round_record.tokens
-        return (
-            self._executor.submit(self.exchange.send_update, task, steps, tokens, round_record) if self.link else None
-        )
+        return self._executor.submit(self.exchange.send_update, task, steps, tokens, round_record)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _catch_up(
-        self, committed: int, round_record: RoundRecord, accepted_round: int | None = None, is_final: bool = False
-    ) -> None:
-        """Update the shared weights to `committed` rounds, and continue from them.
+    def _wait_for_result(self, round: int, download: Future[None] | None, round_record: RoundRecord) -> NodeTask | None:
+        """Wait until a round is committed and its download has ended; return the next task, or None if leaving."""
+        start = time.perf_counter()
+        next_task = self._wait_for(committed=round + 1)
+        round_record.wait_seconds += time.perf_counter() - start
+        if download is not None:
+            download.result()
+        return next_task
 
-        With `is_final`, no local changes remain. `accepted_round` is the last round that accepted this node's update.
-        """
+    def _receive(self, plan: RoundPlan, round_record: RoundRecord) -> None:
+        """Update the shared weights by the results of rounds, and blend them into the trained weights."""
         exchange = self.exchange
         old_version = exchange.version
-        blends = self.swarm.delay > 0 and accepted_round == exchange.version == committed - 1
-        exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(committed, round_record, accepted_round))
+        exchange.version = broadcast_from_rank0(
+            lambda: exchange.catch_up(plan.committed, round_record, plan.accepted_round)
+        )
         if self.trainer is None:
             return
-        adds_local_change = blends and self.swarm.mixing is None and not is_final
-        keeps_local_experts = accepted_round is not None and blends and exchange.local_experts_are_final(accepted_round)
-        if keeps_local_experts:  # the encoding error of these is still in the weights
-            for piece in exchange.local_expert_pieces(committed - 1):
-                exchange.feedback.pop(piece.key, None)
-        updated_rounds = range(old_version, exchange.version)
+        if plan.resets_feedback:
+            exchange.reset_expert_feedback(plan.committed - 1)
         start = time.perf_counter()
-        factors = {}
-        if not is_final:
-            factors = blend_factors(self.run, updated_rounds, blends, keeps_local_experts=keeps_local_experts)
-        with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as local_file:
-            sent_weights = local_file.read if adds_local_change else None
+        self._blend(self.trainer, plan, updated_rounds=range(old_version, exchange.version))
+        round_record.code_seconds += time.perf_counter() - start
+
+    def _blend(self, trainer: Trainer, plan: RoundPlan, updated_rounds: range) -> None:
+        """Read the shared weights into the model, with the local steps that the plan keeps."""
+        factors = {} if plan.final else blend_factors(self.run, updated_rounds, plan)
+        adds_local_steps = plan.keeps_local_steps and self.swarm.mixing is None
+        with TensorFile(self.exchange.base) as base, TensorFile(self.exchange.local_weights) as sent_file:
             read_weights(
-                self.trainer.strategy,
+                trainer.strategy,
                 self.exchange.trained_experts,
                 self.total_experts,
                 weights=base.read,
                 blend_factors=factors,
-                sent_weights=sent_weights,
+                sent_weights=sent_file.read if adds_local_steps else None,
             )
-        round_record.code_seconds += time.perf_counter() - start
 
     # -- communication between ranks ---------------------------------------------------------------------------------
 
@@ -311,12 +326,3 @@ class SwarmWorker:
         for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
             last_optimizer.register_step_post_hook(record_state_bytes)
         return trainer
-
-
-def _format_round(round_record: RoundRecord) -> str:
-    """Return a round in a line."""
-    megabytes = f"{round_record.sent_bytes / 1e6:.3g} MB up, {round_record.received_bytes / 1e6:.3g} MB down"
-    train_share = round_record.train_seconds / round_record.seconds if round_record.seconds else 0.0
-    refused = f"; refused: {round_record.refused}" if round_record.refused else ""
-    train_text = f"{train_share:.0%} of {round_record.seconds:.3g} s training"
-    return f"round {round_record.round}: {round_record.steps} steps, {megabytes}, {train_text}{refused}"

@@ -1,6 +1,9 @@
 """Sharded checkpoints by PyTorch's DCP, written in the background as safetensors without pickle.
 
-They can be loaded with any layout and world size."""
+They can be loaded with any layout and world size.
+
+Why: `docs/design/decisions/checkpoints-dcp.md`.
+"""
 
 from __future__ import annotations
 

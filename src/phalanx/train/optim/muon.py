@@ -1,4 +1,7 @@
-"""Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+"""Muon: orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+Why: `docs/design/decisions/muon-shared.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Measurement of the memory of tensors, in total and by part."""
+"""Measurement of the memory of tensors, in total and by part.
+
+Why: `docs/design/decisions/memory-by-tensor.md`.
+"""
 
 from __future__ import annotations
 

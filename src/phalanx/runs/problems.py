@@ -1,0 +1,37 @@
+"""Problems of a run directory: data that is missing or cannot be read, and what kept the run from finishing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ProblemKind = Literal[
+    "missing file",
+    "unreadable file",
+    "unreadable lines",
+    "no header",
+    "other format",
+    "no rank records",
+    "record ends early",
+    "missing ranks",
+    "no rounds",
+    "invalid run file",
+    "failed",
+    "no steps",
+    "unfinished",
+    "restarted",
+    "rolled back",
+    "damaged checkpoints",
+    "too few steps",
+    "no prediction",
+    "no verdict",
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem. `report.formatting.format_problem` has its text, and so the names of its values."""
+
+    kind: ProblemKind
+    values: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,99 @@
+"""One rank of a node, from its start in the node's directory to its exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from phalanx.launch.failures import write_failure
+from phalanx.launch.process import LAUNCHER_PID_ENV, env_rank, handling_signals, init_distributed, select_device
+from phalanx.runs.create import read_run_directory
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.runs.swarm_records import LINK_FILE, ROUNDS_FILE
+from phalanx.spec.errors import UserError
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.guards.collective_log import OrderGuard
+from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
+from phalanx.train.training_data import open_training_data
+
+
+class NodeRank:
+    """A rank of a node. Only rank 0 has the lock of the directory, the connection to the coordinator and the logs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lock: IO[str] | None = None
+        self.link: SwarmClient | None = None
+        self.worker: SwarmWorker | None = None
+
+    def run(self) -> None:
+        """Train until the last round is done, or until a signal."""
+        worker = self._start()
+        loggers: list[Logger] = []
+        round_logger = None
+        if self.link is not None:
+            loggers = open_loggers(self.directory, 0)
+            round_logger = JsonLinesLogger(self.directory / ROUNDS_FILE, worker.run.training.steps)
+            self.link.join(**self.link.join_message)
+        # A node that receives a signal leaves after its round.
+        with handling_signals(lambda _: worker.leave()), OrderGuard(self.directory):
+            evaluation = worker.participate(loggers, round_logger, print_line)
+        for logger in loggers:
+            logger.write(evaluation)
+            logger.close()
+        if self.link is not None:
+            self.link.leave()
+            if self.lock is not None:
+                self.lock.close()
+            print_line(_describe_end(evaluation, is_leaving=worker.leaving))
+
+    def _start(self) -> SwarmWorker:
+        """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
+        run, data = read_run_directory(self.directory)
+        link_record = json.loads((self.directory / LINK_FILE).read_text())
+        device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.lock = acquire_run_lock(self.directory)
+            self.link = SwarmClient(link_record["address"], Path(link_record["certificates"]), print_line)
+            self.link.join_message = link_record["place"]
+        text = open_training_data(run, data)
+        worker = SwarmWorker(run, text, self.directory, device=device, name=link_record["node"], link=self.link)
+        worker.exchange.version = link_record["version"]
+        worker.exchange.initial_download_bytes = link_record["received_bytes"]
+        self.worker = worker
+        return worker
+
+    def fail(self, error: BaseException) -> int:
+        """Record an error, leave the swarm, and return the exit code."""
+        trainer = self.worker.trainer if self.worker is not None else None
+        write_failure(self.directory, env_rank(), trainer.step if trainer is not None else 0, error=error)
+        if self.link is not None:
+            self.link.leaving = True
+            with suppress(Exception):  # the link may have failed
+                self.link.leave()
+        if LAUNCHER_PID_ENV not in os.environ:
+            print(f"phalanx: {error}", file=sys.stderr)
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+        return 2 if isinstance(error, UserError) else 1
+
+
+def _describe_end(evaluation: MetricsRecord, is_leaving: bool) -> str:
+    """Return the last line of a node."""
+    outcome = "left the swarm; the same command rejoins" if is_leaving else "the last round is done"
+    loss = evaluation.get("held_out_loss")
+    return outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}"
+
+
+def print_line(message: str) -> None:
+    """Print a message at once, also into a pipe."""
+    print(message, flush=True)
