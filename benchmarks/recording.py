@@ -111,6 +111,7 @@ def notes_alone(trainer: Trainer, notes: Any) -> float:
         for _ in range(marks):
             trainer.strategy.clock.record()
         trainer.strategy.timeline = timeline
+        phases.finish()
         line = phases.to_step_record(trainer.step, 0)
         notes.write(dict(line) | {"hot_expert": [0, 0, 1.0], "expert_rows": 1})
 

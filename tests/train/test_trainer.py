@@ -78,7 +78,7 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     run = small_run(text, tmp_path, changes)
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)
-    under_way.peak_flops = peak = 1e15
+    under_way.utilization.peak_flops = peak = 1e15
     evaluation = train_to_end(under_way, {"metrics": JsonLines(), "tensorboard": TensorBoard()})
     records = read_metrics(under_way.directory)
     trained = [record for record in records if "loss" in record]
@@ -126,7 +126,7 @@ def test_utilization_never_exceeds_measured_peak_of_cpu(text: Path, tmp_path: Pa
         cluster = run.cluster.model_copy(update={"peak_flops": peak_of_run_file})
         create_run(run, 1, resume=False)
         trainer = make_trainer(run.model_copy(update={"cluster": cluster}))
-        trainer.peak_flops = 1.0
+        trainer.utilization.peak_flops = 1.0
         record = trainer.train_step(prefetch(trainer.loader, 0, 1))
         assert (record["hfu"] <= 1.0) == is_capped
 

@@ -132,7 +132,7 @@ def check_and_prepare(
     elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     if run.model.from_hf and not saved:
-        from phalanx.train.training_data import initial_weights  # imports torch, which is needed by now
+        from phalanx.train.training_data import initial_weights
 
         initial_weights(run)
     return prepared

@@ -74,6 +74,10 @@ class TimeBudget(Callback):
         self.step_seconds: list[float] = []
         """Duration of each step on rank 0."""
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether the number of steps is still to be decided, which the next step depends on."""
+        return not trainer.run.training.has_decided_steps
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Start to measure."""
         self.first_step = trainer.step

@@ -23,7 +23,7 @@ def profiled_step_records(run: Any, window: range, last: int, after: int = 0) ->
     under_way.directory.mkdir(parents=True, exist_ok=True)
     closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
     for _ in range(after, last):
-        record = closely(batches)
+        record = closely(batches)()
         noted.append({**(under_way.step_record or {}), "profiled": record.get("profiled", False)})
     return noted
 

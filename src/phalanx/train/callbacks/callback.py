@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Callback:
     """Hooks of the training loop; a subclass overrides those that it needs.
 
-    Every hook runs on every rank, in the order of the run file, so it may communicate. A hook that raises ends the run.
+    Every hook runs on every rank. The user's callbacks run in the order of the run file, so hooks may communicate. A hook that raises ends the run.
     Records hold sums over all ranks; the times in them are those of the rank.
 
     Example:
@@ -32,6 +32,13 @@ class Callback:
         >>> StopAtLoss(2.5).state_dict()
         {}
     """
+
+    reads_weights = True
+    """True if `on_step_end` uses the weights after the step. Otherwise a GPU may run the next step meanwhile."""
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether `on_step_end` has to run before the step after `trainer.step`, if it reads weights."""
+        return True
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Run before the first step of this start, after a checkpoint was restored."""

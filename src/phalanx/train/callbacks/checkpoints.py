@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 
 
 class Checkpoints(Callback):
-    """Saves checkpoints when they are due, when the run stops, and after the last step."""
+    """Saves checkpoints when they are due, when the run stops, and after the last step.
+
+    A step whose gradient was not finite is saved only if it is the last one, after which the run has to be complete."""
 
     def __init__(self, scheduler: CheckpointScheduler) -> None:
         self.scheduler = scheduler
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether a checkpoint may be saved; the interval "auto" depends on the duration of each step."""
+        every = trainer.run.checkpoint.every
+        return every == "auto" or is_due(trainer.step, every) or trainer.is_complete
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Start to count steps."""
@@ -53,9 +60,13 @@ class Checkpoints(Callback):
 class InMemoryCopies(Callback):
     """Copies the state into memory every `recovery.in_memory_checkpoint_every` steps."""
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether the state is copied after this step."""
+        return is_due(trainer.step, trainer.run.recovery.in_memory_checkpoint_every)
+
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Copy if it is due."""
-        if is_due(trainer.step, trainer.run.recovery.in_memory_checkpoint_every) and _is_sound(trainer, record):
+        if self.is_due(trainer) and _is_sound(trainer, record):
             with trainer.record_pause("copy"):
                 trainer.save_in_memory()
 

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 class Evaluation(Callback):
     """Evaluates the model every `evaluation.every` steps, and after the last one."""
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether the model is evaluated after this step."""
+        return trainer.is_complete or is_due(trainer.step, trainer.run.evaluation.every)
+
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Evaluate if it is due."""
-        run = trainer.run
-        if trainer.step == run.training.steps or is_due(trainer.step, run.evaluation.every):
+        if self.is_due(trainer):
             trainer.experts.start_interval()
             with trainer.record_pause("evaluation"):
                 trainer.evaluation = trainer.evaluate()
@@ -29,9 +32,13 @@ class Evaluation(Callback):
 class Samples(Callback):
     """Prints `evaluation.samples` continuations of the prompt over the run."""
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether a sample is generated after this step."""
+        return is_sample_due(trainer.run, trainer.step)
+
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Generate a sample if it is due."""
-        if is_sample_due(trainer.run, trainer.step):
+        if self.is_due(trainer):
             with trainer.record_pause("sample"):
                 sample = generate_sample(trainer)
             trainer.progress.log(sample_message(trainer.step, sample))

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 class ReplicaCheck(Callback):
     """Raises CorruptionError if replicated state differs between ranks."""
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether replicas are compared, every `training.replica_check_interval` steps."""
+        return is_due(trainer.step, trainer.run.training.replica_check_interval)
+
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Compare the replicas every `training.replica_check_interval` steps."""
-        every = trainer.run.training.replica_check_interval
-        if not is_due(trainer.step, every):
+        """Compare the replicas if it is due."""
+        if not self.is_due(trainer):
             return
+        every = trainer.run.training.replica_check_interval
         error = check_replica_consistency(
             trainer.strategy, trainer.optimizers, trainer.mesh.dims, step=trainer.step, every=every
         )
@@ -33,6 +37,8 @@ class ReplicaCheck(Callback):
 
 class NonfiniteSteps(Callback):
     """Raises DivergenceError after too many steps in a row whose gradient was not finite."""
+
+    reads_weights = False
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -47,17 +53,19 @@ class NonfiniteSteps(Callback):
             return
         if is_new_step:
             self.in_a_row += 1
-            trainer.progress.log(f"step {trainer.step}: skipped, {_describe_step(record)}")
+            trainer.progress.log(f"step {record['step']}: skipped, {_describe_step(record)}")
         if self.in_a_row >= trainer.run.training.max_nonfinite_steps:
             trainer.checkpointer.wait()
             raise DivergenceError(
-                f"step {trainer.step}: {self.in_a_row} consecutive steps were not finite ({_describe_step(record)}); "
+                f"step {record['step']}: {self.in_a_row} consecutive steps were not finite ({_describe_step(record)}); "
                 "lower optimizer.learning_rate or increase optimizer.warmup_steps, then continue with --resume"
             )
 
 
 class LossSpikes(Callback):
     """Raises DivergenceError at a spike of the loss; another trainer then resumes from before it."""
+
+    reads_weights = False
 
     def __init__(self, detector: LossSpikeDetector) -> None:
         self.detector = detector
@@ -68,7 +76,7 @@ class LossSpikes(Callback):
         if ratio is not None:
             trainer.checkpointer.wait()
             raise DivergenceError(
-                f"step {trainer.step}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
+                f"step {record['step']}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
             )
 
 

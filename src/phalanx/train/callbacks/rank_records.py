@@ -23,6 +23,8 @@ FLUSH_SECONDS = 1.0
 class RankRecords(Callback):
     """Writes the record of each step of this rank, and of the pauses between steps."""
 
+    reads_weights = False
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Open the file."""
         trainer.rank_log = open_step_records(trainer)

@@ -20,6 +20,7 @@ class RecordWriter(Callback, ABC):
 
     A subclass opens the destination."""
 
+    reads_weights = False
     logger: Logger | None = None
 
     @abstractmethod
@@ -75,6 +76,8 @@ class TensorBoard(RecordWriter):
 
 class Progress(Callback):
     """Shows the progress and evaluations on rank 0."""
+
+    reads_weights = False
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Advance the progress."""

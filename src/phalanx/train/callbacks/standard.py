@@ -42,8 +42,8 @@ def standard_callbacks(
 ) -> dict[str, Callback]:
     """Return the callbacks of a run by name, in the order in which their hooks run.
 
-    A step is recorded first, then checked. The user's callbacks follow, then evaluation, and last what saves: a
-    checkpoint has the state of all callbacks after the step and its evaluation.
+    A step is recorded, then checked. The user's callbacks follow, then evaluation, then what saves: a checkpoint has
+    the state of all callbacks after the step and its evaluation. Samples change no state and come last.
 
     Args:
         trainer: Trainer of the run.

@@ -175,6 +175,11 @@ class Checkpointer:
         """True while a save runs in the background."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def is_complete(self) -> bool:
+        """True if no save runs, and the last one did not fail."""
+        return not self.is_saving and self._error is None
+
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(group=self.group)

@@ -126,6 +126,22 @@ def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[di
     return [{"params": params, "weight_decay": decay} for (_, decay), params in groups.items()]
 
 
+def can_skip_on_device(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether all optimizers are able to skip a step without the host's help (`skip_if`)."""
+    return bool(optimizers) and all(type(each) is torch.optim.AdamW and each.defaults["fused"] for each in optimizers)
+
+
+def skip_if(optimizers: list[torch.optim.Optimizer], condition: Tensor) -> None:
+    """Let the next step of fused AdamW change nothing if a condition holds, without the host's help.
+
+    Args:
+        optimizers: Optimizers of `can_skip_on_device`.
+        condition: Boolean scalar on their device.
+    """
+    for optimizer in optimizers:  # as torch.amp.GradScaler does
+        optimizer.found_inf = condition.to(torch.float32)  # type: ignore[attr-defined]
+
+
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], ratio: float) -> None:
     """Set the learning rate of every group to its peak times `ratio`."""
     for optimizer in optimizers:

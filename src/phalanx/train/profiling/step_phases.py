@@ -10,6 +10,10 @@ from phalanx.parallel.comm.device_clock import Timestamp
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.step_records import StepRecord
 from phalanx.schedule.action_spans import ActionSpan, spans_of_step
+from phalanx.schedule.schedule import ScheduleStep
+
+Timeline = Sequence[tuple[ScheduleStep, Timestamp, Timestamp]]
+"""The passes of this rank in a step, with start and end (`Strategy.timeline`)."""
 
 
 class StepPhaseTimer:
@@ -26,6 +30,9 @@ class StepPhaseTimer:
         self.timestamps: list[Timestamp] = [self.clock.record()]
         self.comm_wait_seconds: dict[str, float] = {}
         """Seconds of each phase spent waiting for collectives."""
+        self.timeline: Timeline = []
+        self.wait_seconds: dict[str, float] | None = None
+        """Waiting times of the finished step, on a CPU."""
 
     def end(self, name: str) -> None:
         """End the phase `name`, and start the next."""
@@ -33,15 +40,24 @@ class StepPhaseTimer:
         self.timestamps.append(self.clock.record())
         self.comm_wait_seconds[name] = self.strategy.comm_wait.pop_seconds()
 
+    def finish(self) -> None:
+        """Keep what the next step replaces: the timeline of passes, and on a CPU the waiting times."""
+        self.timeline = self.strategy.timeline
+        if self.clock.device.type == "cpu":  # on a GPU the host does not wait
+            timers = dict(self.strategy.wait_timers)
+            if self.strategy.pipeline_wait is not None:
+                timers["pipeline"] = self.strategy.pipeline_wait
+            waits = {name: timer.pop_seconds() for name, timer in timers.items()}
+            self.wait_seconds = self.comm_wait_seconds | waits
+
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
-        """Return the record of the finished step."""
-        strategy = self.strategy
+        """Return the record of the finished step; waits until a GPU has run it."""
         # In one call: each call waits for the GPU.
-        all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(strategy)])
+        all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(self.timeline)])
         times = all_times[: len(self.timestamps)]
         pass_times = all_times[len(self.timestamps) :]
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for span in executed_passes(strategy, pass_times):
+        for span in executed_passes(self.timeline, pass_times):
             stages[str(span.action.stage)][str(span.action.kind)] += span.seconds
         record: StepRecord = {
             "step": step,
@@ -50,21 +66,19 @@ class StepPhaseTimer:
             "stages": {stage: dict(kinds) for stage, kinds in stages.items()},
             "peak_memory_bytes": peak_memory_bytes,
         }
-        if self.clock.device.type == "cpu":  # on a GPU the host does not wait
-            waits = {name: timer.pop_seconds() for name, timer in strategy.wait_timers.items()}
-            pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
-            record["wait_seconds"] = self.comm_wait_seconds | waits | pipeline
+        if self.wait_seconds is not None:
+            record["wait_seconds"] = self.wait_seconds
         return record
 
 
-def pass_timestamps(strategy: Strategy) -> list[Timestamp]:
-    """Return start and end of each pass of the last step, as a flat list."""
-    return [timestamp for _, *both in strategy.timeline for timestamp in both]
+def pass_timestamps(timeline: Timeline) -> list[Timestamp]:
+    """Return start and end of each pass of a step, as a flat list."""
+    return [timestamp for _, *both in timeline for timestamp in both]
 
 
-def executed_passes(strategy: Strategy, times: Sequence[float]) -> list[ActionSpan]:
-    """Return the passes of the last step; `times` are those of `pass_timestamps`."""
+def executed_passes(timeline: Timeline, times: Sequence[float]) -> list[ActionSpan]:
+    """Return the passes of a step; `times` are those of `pass_timestamps`."""
     passes: list[ActionSpan] = []
-    for (step, *_), start, end in zip(strategy.timeline, times[::2], times[1::2], strict=True):
+    for (step, *_), start, end in zip(timeline, times[::2], times[1::2], strict=True):
         passes += spans_of_step(step, start, end)
     return passes

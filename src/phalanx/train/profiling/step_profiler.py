@@ -23,6 +23,7 @@ from phalanx.train.profiling.collective_recorder import CollectiveCall, Collecti
 from phalanx.train.profiling.flop_counter import FlopCounter
 from phalanx.train.profiling.memory_meter import MemoryMeter
 from phalanx.train.profiling.step_phases import executed_passes, pass_timestamps
+from phalanx.train.step_metrics import LaunchedStep
 from phalanx.train.trainer import Trainer
 
 MEASURED_STEP = 3
@@ -55,12 +56,16 @@ class StepProfiler:
         """The first step that equals all later ones."""
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
-    def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
+    def __call__(self, batches: Iterator[Batch]) -> LaunchedStep:
         """Run a step, with profiling if the step is in the window."""
+        if self.trainer.step + 1 not in self.window:
+            return self.trainer.launch_step(batches)
+        record = self._profile_step(batches)
+        return lambda: record
+
+    def _profile_step(self, batches: Iterator[Batch]) -> MetricsRecord:
         trainer = self.trainer
-        step_number = self.trainer.step + 1
-        if step_number not in self.window:
-            return trainer.train_step(batches)
+        step_number = trainer.step + 1
         if step_number == self.window[0]:  # clocks drift apart, so the offset of the run's start is outdated
             self.clock_offset = measure_clock_offset(
                 trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
@@ -74,8 +79,9 @@ class StepProfiler:
             record, profile = time_step(trainer.strategy, step)
         assert trainer.step_record is not None
         trainer.step_record |= profile.as_step_record(self.clock_offset)
-        pass_times = trainer.strategy.clock.resolve(pass_timestamps(trainer.strategy))
-        trainer.step_record["spans"] = [span.to_row() for span in executed_passes(trainer.strategy, pass_times)]
+        timeline = trainer.strategy.timeline
+        pass_times = trainer.strategy.clock.resolve(pass_timestamps(timeline))
+        trainer.step_record["spans"] = [span.to_row() for span in executed_passes(timeline, pass_times)]
         if trainer.experts.layers:
             trainer.step_record["expert_tokens"] = (trainer.experts.current - tokens).long().tolist()
         return record | {"profiled": True}
