@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from statistics import median
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
@@ -16,6 +17,8 @@ A collective that overlaps with compute takes longer on a CPU, and may have wait
 """
 Kind = tuple[str, tuple[int, ...], int]
 """Operation, group, bytes."""
+Call = tuple[Kind, int, int]
+"""Kind, step, and number of earlier calls of this kind in the step: equal on all ranks of a collective."""
 
 
 def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
@@ -23,24 +26,31 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
 
     Calls that a rank did not wait for from start to end are excluded, and so are steps with memory samples.
     """
-    calls: dict[tuple[Kind, int, int], list[float | None]] = defaultdict(list)
+    seconds_per_rank: dict[Call, list[float | None]] = defaultdict(list)
     for record in run_data.ranks.values():
         for line in record.steps:
             if "memory" not in line:
-                occurrences: dict[Kind, int] = defaultdict(int)
-                for call in line.get("collectives", ()):
-                    kind = call["operation"], tuple(call["group"]), call["bytes"]
-                    calls[kind, line["step"], occurrences[kind]].append(_blocking_seconds(call))
-                    occurrences[kind] += 1
+                for call, seconds in _blocking_calls(line):
+                    seconds_per_rank[call].append(seconds)
     durations: dict[Kind, list[float]] = defaultdict(list)
-    for (kind, _, _), per_rank in calls.items():
+    for (kind, _, _), per_rank in seconds_per_rank.items():
+        _, group, _ = kind
         known = [seconds for seconds in per_rank if seconds is not None]
-        if len(known) == len(kind[1]) > 1:
+        if len(known) == len(group) > 1:
             durations[kind].append(min(known))
     return tuple(
         CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes=size_bytes, seconds=median(samples))
         for (operation, group, size_bytes), samples in sorted(durations.items())
     )
+
+
+def _blocking_calls(line: JsonRecord) -> Iterator[tuple[Call, float | None]]:
+    """Yield each collective of a rank in a step, with its seconds or None (`_blocking_seconds`)."""
+    occurrences: Counter[Kind] = Counter()
+    for call in line.get("collectives", ()):
+        kind = call["operation"], tuple(call["group"]), call["bytes"]
+        yield (kind, line["step"], occurrences[kind]), _blocking_seconds(call)
+        occurrences[kind] += 1
 
 
 def _blocking_seconds(call: JsonRecord) -> float | None:

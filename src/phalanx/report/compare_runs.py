@@ -105,7 +105,9 @@ def _join_values(values: Sequence[Any]) -> str:
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
-    return "the default" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if value is None:
+        return "the default"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:

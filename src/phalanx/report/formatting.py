@@ -162,7 +162,9 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
         return ["coordinator of a swarm; the directories of its nodes are nodes/NAME", format_progress(run)]
     ranks = run["ranks"]
     hosts = run["hosts"]
-    where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
+    where = ""
+    if hosts:
+        where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts"
     device = f" ({run['device']})" if run["device"] else ""
     lines = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
@@ -230,34 +232,24 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
     swarm = facts.get("swarm")
     if swarm is None:
         return []
-    return (
-        [_format_round(*row) for row in _round_columns(swarm["rounds"])]
-        if swarm["rounds"]
-        else _format_coordinator_rounds(swarm["told"])
+    rounds = swarm["rounds"]
+    if rounds:
+        return [_format_round(rounds, index) for index in range(len(rounds["round"]))]
+    return _format_coordinator_rounds(swarm["told"])
+
+
+def _format_round(rounds: Mapping[str, Any], index: int) -> str:
+    """Return the line of one round of `swarm_rounds.node_rounds`."""
+    sent = format_number(rounds["bytes"]["sent"][index], "B")
+    received = format_number(rounds["bytes"]["received"][index], "B")
+    seconds = rounds["whole"][index]
+    training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
+    refused = rounds["refused"][index]
+    line = (
+        f"round {rounds['round'][index]}: {rounds['steps'][index]} steps, {sent} sent, {received} received, "
+        f"{training_share} of {format_seconds(seconds)} training"
     )
-
-
-def _round_columns(rounds: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    traffic = rounds["bytes"]["sent"], rounds["bytes"]["received"]
-    return zip(
-        rounds["round"],
-        rounds["steps"],
-        *traffic,
-        rounds["seconds"]["training"],
-        rounds["whole"],
-        rounds["refused"],
-        strict=True,
-    )
-
-
-def _format_round(
-    index: int, num_steps: int, sent: int, received: int, training_seconds: float, total_seconds: float, refused: str
-) -> str:
-    traffic = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
-    refusal = f"; refused: {refused}" if refused else ""
-    training_share = format_percent(training_seconds / (total_seconds or 1.0))
-    training = f"{training_share} of {format_seconds(total_seconds)} training"
-    return f"round {index}: {num_steps} steps, {traffic}, {training}{refusal}"
+    return f"{line}; refused: {refused}" if refused else line
 
 
 def _format_coordinator_rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -276,22 +268,21 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     swarm = facts.get("swarm")
     if swarm is None:
         return []
-    rounds = swarm["rounds"]
-    updates = swarm["told"] or ()
-    rounds_done = rounds["round"][-1] + 1 if rounds else sum(row["seconds"] is not None for row in updates)
     of_planned = f"of {swarm['planned']:,}" if swarm["planned"] else ""
+    rounds = swarm["rounds"]
     if rounds:
-        sizes = [(key, format_number(rounds[f"{key}_bytes"], "B"), "") for key in ("sent", "received")]
         return [
-            ("rounds", f"{rounds_done:,}", of_planned),
-            *sizes,
+            ("rounds", f"{rounds['round'][-1] + 1:,}", of_planned),
+            ("sent", format_number(rounds["sent_bytes"], "B"), ""),
+            ("received", format_number(rounds["received_bytes"], "B"), ""),
             ("training", format_number(rounds["utilisation"], ""), "of the time"),
         ]
-    total_bytes, tokens = (sum(sum(row[key].values()) for row in updates) for key in ("bytes", "tokens"))
-    refused = sum(sum(row["refused"].values()) for row in updates)
-    sums = [
-        ("sent by nodes", format_number(total_bytes, "B"), ""),
-        ("tokens", f"{tokens:,}", ""),
-        ("refused", f"{refused:,}", "times"),
+    updates = swarm["told"] or ()
+    rounds_done = sum(row["seconds"] is not None for row in updates)
+    totals = {key: sum(sum(row[key].values()) for row in updates) for key in ("bytes", "tokens", "refused")}
+    return [
+        ("rounds", f"{rounds_done:,}", of_planned),
+        ("sent by nodes", format_number(totals["bytes"], "B"), ""),
+        ("tokens", f"{totals['tokens']:,}", ""),
+        ("refused", f"{totals['refused']:,}", "times"),
     ]
-    return [("rounds", f"{rounds_done:,}", of_planned), *sums]

@@ -28,38 +28,12 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     Raises:
         UserError: The directory is not a run directory, or has too few steps.
     """
-    file = directory / METRICS_FILE
-    if not file.is_file():
-        raise UserError(
-            "run directory", str(directory), f"has no {METRICS_FILE}", fix="use a run directory of phalanx train"
-        )
-    records = []
-    for line, record in parse_jsonl(file.read_bytes()):
-        if record is None:
-            raise _invalid_json_error(file, line.decode(errors="replace"))
-        if "step_seconds" in record:
-            records.append(record)
+    records = _read_step_records(directory)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
         raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="repeat the run")
-    last_start: list[JsonRecord] = []
-    for record in reversed(records):
-        if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
-            break
-        last_start.append(record)
     measured = _read_measured_step(directory)
-    measured_step = measured.get("step")  # excluded, as profiled steps are
-    steady = [
-        record
-        for record in last_start[::-1][WARM_UP_STEPS:]
-        if record["step"] != measured_step and "profiled" not in record
-    ]
-    if len(steady) < MIN_STEPS:
-        problem = (
-            f"has {len(last_start)} steps; at least {MIN_STEPS} are required after the first {WARM_UP_STEPS}, "
-            "without profiled steps"
-        )
-        raise UserError("run directory", str(directory), problem, fix="increase training.steps")
+    steady = _steady_records(directory, records, measured_step=measured.get("step"))
     run = load_run(directory / RUN_FILE, environment={})
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
@@ -76,6 +50,41 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         peak_flops=peak,
         tensor_bytes=tensor_bytes,
     )
+
+
+def _read_step_records(directory: Path) -> list[JsonRecord]:
+    """Return the records of steps in metrics.jsonl, of which every line must be readable."""
+    file = directory / METRICS_FILE
+    if not file.is_file():
+        fix = "use a run directory of phalanx train"
+        raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", fix=fix)
+    records = []
+    for line, record in parse_jsonl(file.read_bytes()):
+        if record is None:
+            raise _invalid_json_error(file, line.decode(errors="replace"))
+        if "step_seconds" in record:
+            records.append(record)
+    return records
+
+
+def _steady_records(directory: Path, records: list[JsonRecord], measured_step: int | None) -> list[JsonRecord]:
+    """Return the steps of the last start after the warm-up, without profiled steps and the measured one."""
+    last = records[-1]
+    last_start: list[JsonRecord] = []
+    for record in reversed(records):
+        if any(record.get(name) != last.get(name) for name in ("ranks", "resumed_at_step")):
+            break
+        last_start.append(record)
+    last_start.reverse()
+    after_warm_up = last_start[WARM_UP_STEPS:]
+    steady = [record for record in after_warm_up if record["step"] != measured_step and "profiled" not in record]
+    if len(steady) < MIN_STEPS:
+        problem = (
+            f"has {len(last_start)} steps; at least {MIN_STEPS} are required after the first {WARM_UP_STEPS}, "
+            "without profiled steps"
+        )
+        raise UserError("run directory", str(directory), problem, fix="increase training.steps")
+    return steady
 
 
 def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:

@@ -256,7 +256,9 @@ def _check_run_file(directory: Path) -> None:
     """Raise UserError if the directory has no run file."""
     if (directory / RUN_FILE).is_file():
         return
-    problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "does not exist"
+    problem = f"has no {RUN_FILE}"
+    if not directory.is_dir():
+        problem = "is a file" if directory.exists() else "does not exist"
     raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
 
 

@@ -165,24 +165,20 @@ def simulate_measured(
         stages: Seconds of a step by stage and kind of pass.
         balanced: Whether to give all stages the mean time.
     """
-    schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
+    num_micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
 
-    def mean_stage_seconds(*kinds: str) -> list[float]:
-        stage_seconds = [
-            sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)
-        ]
-        return [float(np.mean(stage_seconds))] * len(stage_seconds) if balanced else stage_seconds
+    def seconds_per_stage(*kinds: str) -> list[float]:
+        """Return the seconds of a micro-batch in these kinds of passes."""
+        seconds = [sum(stages[stage].get(kind, 0.0) for kind in kinds) / num_micro_batches for stage in sorted(stages)]
+        return [float(np.mean(seconds))] * len(seconds) if balanced else seconds
 
-    has_split_backward = any("I" in kinds for kinds in stages.values())
+    forward = seconds_per_stage("F")
     # A schedule with split backward passes may have full ones too; their time is added to the halves.
-    return simulate(
-        schedule,
-        ActionTimes(
-            mean_stage_seconds("F"),
-            mean_stage_seconds("B", "I"),
-            mean_stage_seconds("W") if has_split_backward else 0.0,
-        ),
-    )
+    backward = seconds_per_stage("B", "I")
+    has_split_backward = any("I" in kinds for kinds in stages.values())
+    weight_gradients = seconds_per_stage("W") if has_split_backward else 0.0
+    schedule = layout_schedule(run.layout, num_micro_batches)
+    return simulate(schedule, ActionTimes(forward, backward, weight_gradients))
 
 
 def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:

@@ -101,20 +101,18 @@ def _goodput(run_data: RunData) -> float | None:
         return None
     first_record = records[0]
     lines = [*first_record.steps, *first_record.pauses]
-    ends = [line["start"] + _sum_seconds(line) for line in lines]
-    total_seconds = (
-        max(ends) - min(line["start"] for line in lines) + active_seconds_until(run_data.run_events, STARTED)
-    )
+    start = min(line["start"] for line in lines)
+    end = max(line["start"] + _sum_seconds(line) for line in lines)
+    total_seconds = end - start + active_seconds_until(run_data.run_events, STARTED)
+    if not total_seconds:
+        return None
     metrics_interval = run_data.run.metrics.every if run_data.run else 1
     earlier_metrics = run_data.step_metrics if run_data.run_events else []
     earlier_seconds = sum(
         line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
     )
-    return (
-        (earlier_seconds + sum(_sum_seconds(line) for line in first_record.steps)) / total_seconds
-        if total_seconds
-        else None
-    )
+    recorded_seconds = sum(_sum_seconds(line) for line in first_record.steps)
+    return float(earlier_seconds + recorded_seconds) / float(total_seconds)
 
 
 def _sum_seconds(line: JsonRecord) -> float:

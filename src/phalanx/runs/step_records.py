@@ -181,31 +181,34 @@ def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[in
     """
     starts: dict[int, list[JsonRecord]] = {}
     for file in sorted((directory / TRACE_DIR).glob("rank-*.jsonl")):
-        lines = read_valid_jsonl(file, problems)
-        headers = [index for index, line in enumerate(lines) if "format" in line]
-        if not headers:
-            problems.append(Problem("no header", {"file": f"{TRACE_DIR}/{file.name}"}))
-            continue
-        last_start = lines[headers[-1] :]
-        file_format = last_start[0]["format"]
-        if file_format != FORMAT:
-            values = {"file": f"{TRACE_DIR}/{file.name}", "format": file_format, "supported": FORMAT}
-            problems.append(Problem("other format", values))
-            continue
-        starts[last_start[0]["rank"]] = last_start
+        lines = _read_last_start(file, problems)
+        if lines:
+            starts[lines[0]["rank"]] = lines
     if not starts:
         problems.append(Problem("no rank records", {"folder": TRACE_DIR}))
         return {}, 0, 0
-    newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
-    header = starts.get(0, next(iter(starts.values())))[0]
-    resumed_at_step, world_size = (header["step"], header["ranks"]) if 0 in starts else newest
-    records = {
-        rank: _parse_rank_record(lines)
-        for rank, lines in starts.items()
-        if (lines[0]["step"], lines[0]["ranks"]) == (resumed_at_step, world_size)
-    }
+    start_by_rank = {rank: (lines[0]["step"], lines[0]["ranks"]) for rank, lines in starts.items()}
+    last_start = start_by_rank[0] if 0 in starts else max(start_by_rank.values())
+    records = {rank: _parse_rank_record(lines) for rank, lines in starts.items() if start_by_rank[rank] == last_start}
+    resumed_at_step, world_size = last_start
     problems += _incomplete_records(records, world_size)
     return records, world_size, resumed_at_step
+
+
+def _read_last_start(file: Path, problems: list[Problem]) -> list[JsonRecord]:
+    """Return the lines of a rank's file from the last header on; none if this version cannot read them."""
+    name = f"{TRACE_DIR}/{file.name}"
+    lines = read_valid_jsonl(file, problems)
+    headers = [index for index, line in enumerate(lines) if "format" in line]
+    if not headers:
+        problems.append(Problem("no header", {"file": name}))
+        return []
+    last_start = lines[headers[-1] :]
+    file_format = last_start[0]["format"]
+    if file_format != FORMAT:
+        problems.append(Problem("other format", {"file": name, "format": file_format, "supported": FORMAT}))
+        return []
+    return last_start
 
 
 def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[Problem]:

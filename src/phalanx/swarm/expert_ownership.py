@@ -26,26 +26,25 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
         capacities: The capacity of each node, in any unit.
     """
     counts: dict[str, int] = {}
-    while saturated := [
-        node
-        for node in capacities
-        if node not in counts and _fair_share(num_slots, counts, capacities, node=node) > max_per_node
-    ]:
+    shares = _fair_shares(num_slots, counts, capacities)
+    while max(shares.values(), default=0.0) > max_per_node:
+        saturated = [node for node, share in shares.items() if share > max_per_node]
         counts |= dict.fromkeys(saturated, max_per_node)
-    exact_shares = {
-        node: _fair_share(num_slots, counts, capacities, node=node) for node in capacities if node not in counts
-    }
-    counts |= {node: int(share) for node, share in exact_shares.items()}
+        shares = _fair_shares(num_slots, counts, capacities)
+    counts |= {node: int(share) for node, share in shares.items()}
     num_unassigned = num_slots - sum(counts.values())
-    for node in sorted(exact_shares, key=lambda node: int(exact_shares[node]) - exact_shares[node])[:num_unassigned]:
+    by_remainder = sorted(shares, key=lambda node: int(shares[node]) - shares[node])
+    for node in by_remainder[:num_unassigned]:
         counts[node] += 1
     return {node: counts[node] for node in capacities}
 
 
-def _fair_share(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float], node: str) -> float:
-    """Return a node's share of the slots that are not yet assigned."""
-    total = sum(weight for other_node, weight in capacities.items() if other_node not in counts)
-    return (num_slots - sum(counts.values())) * capacities[node] / total
+def _fair_shares(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the nodes without a count in the slots that are not yet assigned."""
+    remaining = {node: capacity for node, capacity in capacities.items() if node not in counts}
+    num_remaining_slots = num_slots - sum(counts.values())
+    total = sum(remaining.values())
+    return {node: num_remaining_slots * capacity / total for node, capacity in remaining.items()}
 
 
 def assign_experts(
@@ -62,17 +61,29 @@ def assign_experts(
         replication: The number of owners per expert.
         previous_owners: The owners before.
     """
-    nodes = list(capacities)
     num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)
     if previous_owners is None:
-        owners: list[list[str]] = [[] for _ in range(num_experts)]
-        slot = 0
-        for node in nodes:
-            for _ in range(counts[node]):
-                owners[slot % num_experts].append(node)
-                slot += 1
-        return tuple(map(tuple, owners))
+        return _consecutive_owners(num_experts, counts)
+    return _least_changed_owners(num_experts, num_copies, counts, previous_owners=previous_owners)
+
+
+def _consecutive_owners(num_experts: int, counts: Mapping[str, int]) -> Owners:
+    """Assign experts in order, starting over after the last expert."""
+    slots = [node for node, count in counts.items() for _ in range(count)]
+    return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
+
+
+def _least_changed_owners(
+    num_experts: int, num_copies: int, counts: Mapping[str, int], previous_owners: Owners
+) -> Owners:
+    """Assign experts with the minimal number of new owners, as a flow of minimal cost.
+
+    The capacities of the edges are in brackets; only the edge of a new owner costs 1:
+
+        from --[num_copies]--> each expert --[1]--> each node --[its count]--> to
+    """
+    nodes = list(counts)
     graph = networkx.DiGraph()
     graph.add_node("from", demand=-num_experts * num_copies)
     graph.add_node("to", demand=num_experts * num_copies)

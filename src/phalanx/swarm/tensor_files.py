@@ -171,7 +171,8 @@ class TensorFile:
         view = memoryview(data)
         while view:
             written = os.pwrite(self._file, view, start)
-            start, view = start + written, view[written:]
+            start += written
+            view = view[written:]
 
 
 def _build_header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
@@ -179,7 +180,8 @@ def _build_header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
     end = 0
     entries = {}
     for name, shape in shapes.items():
-        start, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        start = end
+        end = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)

@@ -124,7 +124,8 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
 
     yield Label(kind="section", x=LEFT, y=top, content=f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
-        is_main, top = bar is main_bar, top + LINE + 2
+        is_main = bar is main_bar
+        top += LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
         yield Label(kind="name", x=LEFT, y=top, content=bar.name, bold=is_main)
         yield Label(
@@ -135,7 +136,8 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
             anchor="end",
             bold=is_main,
         )
-        thickness, top = THICK_BAR if is_main else THIN_BAR, top + 5
+        thickness = THICK_BAR if is_main else THIN_BAR
+        top += 5
         yield from _bar(
             "time", bar, top, thickness=thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time
         )

@@ -235,4 +235,6 @@ def _escape_label(label: str) -> str:
 
 
 def _format_value(value: float) -> str:
-    return "NaN" if math.isnan(value) else repr(float(value)) if isinstance(value, float) else str(int(value))
+    if math.isnan(value):
+        return "NaN"
+    return repr(float(value)) if isinstance(value, float) else str(int(value))

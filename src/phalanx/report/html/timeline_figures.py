@@ -33,7 +33,8 @@ def passes(facts: Facts) -> Figure | None:
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
     for index, (title, spans) in enumerate(shown.items(), 1):
-        top, axis = top - TITLE / num_rows, str(index) if index > 1 else ""
+        axis = str(index) if index > 1 else ""
+        top -= TITLE / num_rows
         layout["annotations"].append(
             {
                 "text": title,

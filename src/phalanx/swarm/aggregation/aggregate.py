@@ -129,7 +129,8 @@ def aggregate(
         The updated pieces by key. The value is the node if one node alone changes the piece and its update is final,
         else "".
     """
-    updates, is_merging = sorted(updates, key=lambda update: update.node), bool(config.merge_alpha and updates)
+    updates = sorted(updates, key=lambda update: update.node)
+    is_merging = bool(config.merge_alpha and updates)
     if config.descent is not None and updates:
         return _apply_gradients(pieces, updates, config, adamw=config.descent, old=old, new=new)
 
@@ -140,7 +141,8 @@ def aggregate(
             new.carry_over(piece, old)
             return "" if is_merged else None
         _average_updates(piece, piece_updates, config, old=old, new=new)
-        return piece_updates[0].node if len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged else ""
+        is_final = len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged
+        return piece_updates[0].node if is_final else ""
 
     piece_senders = zip(pieces, _map_pieces(pieces, aggregate_piece), strict=True)
     if is_merging:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import isfinite
@@ -24,7 +24,7 @@ from phalanx.swarm.coordinator.node_task import NodeTask, node_task
 from phalanx.swarm.coordinator.store import SwarmStore
 from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected, check_update, find_outliers, size_limit
-from phalanx.swarm.pieces import round_pieces
+from phalanx.swarm.pieces import ModelPiece, round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 
@@ -122,12 +122,13 @@ class Coordinator:
         """
         deadline = time.monotonic() + seconds
         with self.changed:
-            while not (task := node_task(self.state, node, self.clock())).reached(round, committed):
-                if (remaining_seconds := deadline - time.monotonic()) <= 0 or self.ended:
-                    break
+            while True:
+                task = node_task(self.state, node, self.clock())
+                remaining_seconds = deadline - time.monotonic()
+                if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
+                    return task
                 self.last_heard[node] = self.clock()
                 self.changed.wait(remaining_seconds)
-            return task
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -172,35 +173,45 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
+                self._check_counts(node, tokens, steps)
                 pieces = self.state.expected_pieces(node)
                 norms = self.norms[-MAX_RECENT_NORMS:]
-                _, assigned_steps = self.state.round.data_assignments[node] if self.state.round else (0, 0)
-            min_tokens = 0 if self.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
-            if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
-                raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
             sync_future = self._store_executor.submit(sync, partial_path)
-            with self._check_lock, TensorFile(self.store.base) as base:
-                base_weights = update_base(self.swarm, base.read)
-                norm = check_update(
-                    partial_path,
-                    pieces,
-                    self.swarm.effective_codec,
-                    base=base_weights,
-                    recent_norms=norms,
-                    outlier_factor=self.swarm.outlier,
-                )
+            norm = self._check_content(partial_path, pieces, norms)
             sync_future.result()
             with self.changed:
-                self._check_accepting(node, round_number)
+                self._check_accepting(node, round_number)  # the round may have closed during the check
                 size_bytes = partial_path.stat().st_size
                 partial_path.rename(path)
                 sync(path.parent)
                 update = {"tokens": tokens, "steps": steps, "bytes": size_bytes, "norm": norm}
                 self._record("accepted", round=round_number, node=node, **update)
-                self.norms += [norm] if tokens else []
+                if tokens:
+                    self.norms.append(norm)
         except UpdateRejected:
             partial_path.unlink(missing_ok=True)
             raise
+
+    def _check_counts(self, node: str, tokens: int, steps: int) -> None:
+        """Raise UpdateRejected if a node cannot have trained so much in the open round."""
+        assert self.state.round is not None
+        _, assigned_steps = self.state.round.data_assignments[node]
+        min_tokens = 0 if self.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
+        max_tokens = steps * self.run.training.tokens_per_step
+        if not (0 < steps <= assigned_steps and min_tokens <= tokens <= max_tokens):
+            raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
+
+    def _check_content(self, path: Path, pieces: Sequence[ModelPiece], recent_norms: Sequence[float]) -> float:
+        """Check the pieces of an update, one update at a time, and return the norm of its change."""
+        with self._check_lock, TensorFile(self.store.base) as base:
+            return check_update(
+                path,
+                pieces,
+                self.swarm.effective_codec,
+                base=update_base(self.swarm, base.read),
+                recent_norms=recent_norms,
+                outlier_factor=self.swarm.outlier,
+            )
 
     def record_refusal(self, node: str, round_number: int, reason: str) -> None:
         """Record that a message or an update of a node was rejected.

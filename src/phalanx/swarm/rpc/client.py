@@ -94,8 +94,9 @@ class SwarmClient:
 
     def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
         """Wait until the node is in round `round` or later, `committed` rounds are done, or all rounds are."""
-        while (task := self.poll(round, committed)) is None:
-            pass
+        task = None
+        while task is None:
+            task = self.poll(round, committed)
         return task
 
     def poll(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
@@ -237,7 +238,8 @@ class SwarmClient:
                 self.received_bytes += len(buffer)
             if not buffer:
                 raise UpdateRejected(f"damaged: {key} is truncated")
-            chunk, buffer = buffer[: end - offset], buffer[end - offset :]
+            chunk = buffer[: end - offset]
+            buffer = buffer[len(chunk) :]
             checksum.update(chunk)
             file.write_at(offset, chunk)
             offset += len(chunk)
@@ -253,7 +255,7 @@ class SwarmClient:
             UpdateRejected: The coordinator rejected the call.
             RoundExpired: The coordinator has removed the result of the round.
         """
-        start = time.monotonic()
+        last_progress_at = time.monotonic()
         pause = 0.1
         moved_bytes = -1
         has_warned = False
@@ -265,25 +267,35 @@ class SwarmClient:
                     self._say("the coordinator is reachable again")
                 return result
             except grpc.RpcError as error:
-                code = error.code()
                 details = error.details() or ""
-                if code == grpc.StatusCode.NOT_FOUND:
-                    raise RoundExpired(details) from None
-                if code not in RETRYABLE_CODES and not details.startswith(BUSY):
-                    raise UpdateRejected(details) from None
-                if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
-                    start = time.monotonic()
-                    moved_bytes = self.sent_bytes + self.received_bytes
-                away_seconds = time.monotonic() - start
-                patience = RECONNECT_SECONDS if self._reached else FIRST_CONNECT_SECONDS
-                is_permanent = not self._reached and any(phrase in details for phrase in PERMANENT_PHRASES)
-                if away_seconds > patience or is_permanent or (self.leaving and away_seconds > 1):
-                    raise _unreachable_error(self.address, details) from None
-                if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
-                    has_warned = True
-                    self._say(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
+                _raise_answer(error.code(), details)
+            if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
+                last_progress_at = time.monotonic()
+                moved_bytes = self.sent_bytes + self.received_bytes
+            away_seconds = time.monotonic() - last_progress_at
+            if self._gives_up(away_seconds, details):
+                raise _unreachable_error(self.address, details)
+            if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
+                has_warned = True
+                self._say(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+
+    def _gives_up(self, away_seconds: float, details: str) -> bool:
+        """Return whether the link has been broken for too long, or cannot recover."""
+        if self.leaving and away_seconds > 1:
+            return True
+        if self._reached:
+            return away_seconds > RECONNECT_SECONDS
+        return away_seconds > FIRST_CONNECT_SECONDS or any(phrase in details for phrase in PERMANENT_PHRASES)
+
+
+def _raise_answer(code: grpc.StatusCode, details: str) -> None:
+    """Raise the coordinator's answer to a failed call; return if the link failed or the coordinator was busy."""
+    if code == grpc.StatusCode.NOT_FOUND:
+        raise RoundExpired(details) from None
+    if code not in RETRYABLE_CODES and not details.startswith(BUSY):
+        raise UpdateRejected(details) from None
 
 
 def update_id(path: Path) -> str:

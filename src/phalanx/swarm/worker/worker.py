@@ -107,22 +107,16 @@ class SwarmWorker:
             round_logger: Logger of rounds, on rank 0.
             log: Prints a line about each round.
         """
-        heartbeat = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
-        if heartbeat:
-            heartbeat.start()
+        if self.link is not None:
+            threading.Thread(target=self._heartbeat_loop, daemon=True).start()
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # otherwise a restarted node has already sent this round
-                    round_record = RoundRecord(round=task.round)
-                    start = time.perf_counter()
-                    self._prepare(task, round_record)
-                    self._run_round(task, round_record, loggers)
-                    round_record.seconds = time.perf_counter() - start
-                    round_record.held_bytes = self.state_bytes
+                    record = self._measure_round(task, loggers)
                     if round_logger is not None:
-                        round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(round_record)})
-                        log(format_round(round_record))
+                        round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(record)})
+                        log(format_round(record))
                 task = self._wait_for(round=task.round + 1)
             if self.trainer is None:
                 return {}
@@ -136,6 +130,15 @@ class SwarmWorker:
         finally:
             self._stopped.set()
             self._executor.shutdown()
+
+    def _measure_round(self, task: NodeTask, loggers: list[Logger]) -> RoundRecord:
+        round_record = RoundRecord(round=task.round)
+        start = time.perf_counter()
+        self._prepare(task, round_record)
+        self._run_round(task, round_record, loggers)
+        round_record.seconds = time.perf_counter() - start
+        round_record.held_bytes = self.state_bytes
+        return round_record
 
     def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Prepare the weights, the trained experts and the text of a round."""
@@ -152,9 +155,8 @@ class SwarmWorker:
             self._rebuild_trainer(task.owned)
         assert self.trainer is not None
         if self.swarm.sends_gradients:  # a parameter that a step does not use has no gradient
-            broadcast_from_rank0(
-                lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
-            )
+            shapes = parameter_shapes(self.run.model)
+            broadcast_from_rank0(lambda: TensorFile.create(self.exchange.local_weights, shapes).close())
         if self.batches is not None:
             self.batches.close()
         self.batches = prefetch(self.trainer.loader, task.first_step, task.first_step + task.steps)
