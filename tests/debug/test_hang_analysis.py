@@ -21,10 +21,10 @@ OPS = st.tuples(
     st.sampled_from(["all", "tp", "dp"]), st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(1, 3)
 )
 LAYOUTS = [
-    ParallelDims(1, 4, 1, 1, 1),
-    ParallelDims(3, 1, 1, 1, 2),
-    ParallelDims(1, 4, 1, 1, 2),
-    ParallelDims(1, 3, 1, 1, 3),
+    ParallelDims(dp_shard=4),
+    ParallelDims(dp_replicate=3, tp=2),
+    ParallelDims(dp_shard=4, tp=2),
+    ParallelDims(dp_shard=3, tp=3),
 ]
 
 
@@ -94,7 +94,7 @@ def test_diagnose_hang_names_rank_stuck_outside_collectives(sizes: ParallelDims,
 
 
 def test_diagnose_hang_locates_skipped_collective_by_source_line() -> None:
-    sizes = ParallelDims(1, 3, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=3)
     program = [Op("all", "all_reduce", 4, line) for line in (10, 20, 30, 40)]
     dumps = simulate_hang([program, [*program[:1], *program[2:]], program], sizes)
     assert dumps is not None
@@ -108,7 +108,7 @@ def test_diagnose_hang_locates_skipped_collective_by_source_line() -> None:
 
 def test_diagnose_hang_names_busy_stage_when_others_wait_in_pipeline_p2p() -> None:
     """A rank that waits for one is not the cause; one that does something else is."""
-    sizes = ParallelDims(1, 1, 3, 1, 1)
+    sizes = ParallelDims(pp=3)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
     dumps = {rank: make_dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
     found = diagnose_hang(dumps, {}, sizes).verdict
@@ -121,7 +121,7 @@ def test_diagnose_hang_names_busy_stage_when_others_wait_in_pipeline_p2p() -> No
 
 def test_diagnose_hang_reports_lost_pipeline_message_when_all_stages_wait() -> None:
     """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
-    sizes = ParallelDims(1, 1, 2, 1, 1)
+    sizes = ParallelDims(pp=2)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
     dumps = {rank: make_dump(rank, sizes, [make_call(5, over=True)], inside, waiting=True) for rank in range(2)}
     found = diagnose_hang(dumps, {}, sizes)
@@ -138,7 +138,9 @@ def test_diagnose_hang_reports_lost_pipeline_message_when_all_stages_wait() -> N
 
 def test_diagnose_hang_reports_single_stalled_process() -> None:
     found = diagnose_hang(
-        {0: make_dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)
+        {0: make_dump(0, ParallelDims(), [], BUSY)},
+        {},
+        ParallelDims(),
     ).verdict
     assert (found.kind, found.ranks) == ("lost", (0,))
     assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): no progress")
@@ -146,7 +148,7 @@ def test_diagnose_hang_reports_single_stalled_process() -> None:
 
 def test_diagnose_hang_uses_suspect_ranks_of_failure_records() -> None:
     """Not the first that wrote it down."""
-    sizes = ParallelDims(1, 3, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=3)
     reason = "step 4: a differs on rank 1"
     failures = {
         rank: {"rank": rank, "reason": reason, "time": 9.0 - rank, "traceback": "...", "suspect_ranks": [1]}
@@ -159,7 +161,7 @@ def test_diagnose_hang_uses_suspect_ranks_of_failure_records() -> None:
 
 
 def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     call = {
         "group": "all0",
         "number": 1,
@@ -175,7 +177,7 @@ def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> No
 
 
 def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     calls = simulate_hang([[Op("all", "all_reduce", 4, 1)], []], sizes)
     assert calls is not None
     calls[0]["error"] = "RuntimeError: gloo: Connection closed by peer"
@@ -197,7 +199,7 @@ def make_call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
 
 def test_diagnose_hang_reports_first_collective_missed_by_late_rank() -> None:
     """Ranks run ahead of a device, and of what they called without waiting for it."""
-    sizes = ParallelDims(1, 3, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=3)
     ahead = make_dump(0, sizes, [make_call(1, over=True), *map(make_call, (2, 3, 4))], WAITING)
     behind = make_dump(2, sizes, [make_call(1, over=True), make_call(2)], WAITING)
     late = make_dump(1, sizes, [make_call(1, over=True)], BUSY)
@@ -208,7 +210,7 @@ def test_diagnose_hang_reports_first_collective_missed_by_late_rank() -> None:
 
 @pytest.mark.parametrize("operation", ["_all_gather_base", "_reduce_scatter_base"])
 def test_diagnose_hang_compares_sizes_of_nccl_base_collectives(operation: str) -> None:
-    sizes = ParallelDims(1, 3, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=3)
     dumps = {
         rank: make_dump(rank, sizes, [make_call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
         for rank in range(3)
@@ -218,7 +220,7 @@ def test_diagnose_hang_compares_sizes_of_nccl_base_collectives(operation: str) -
 
 
 def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     lost = make_dump(0, sizes, [make_call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
     aborted = make_dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
     failures = {1: {"rank": 1, "reason": "was killed by SIGABRT and wrote no failure record", "time": 2.0}}
@@ -235,7 +237,7 @@ def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
 
 
 def test_diagnose_hang_does_not_treat_external_connection_error_as_peer_loss() -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     reason = "ConnectionError: no connection to the host of the text"
     dumps = {0: make_dump(0, sizes, [make_call(1)], WAITING), 1: make_dump(1, sizes, [], BUSY, error=reason)}
     found = diagnose_hang(dumps, {1: {"rank": 1, "reason": reason, "time": 2.0, "traceback": "..."}}, sizes).verdict
@@ -243,7 +245,7 @@ def test_diagnose_hang_does_not_treat_external_connection_error_as_peer_loss() -
 
 
 def test_diagnose_hang_labels_group_over_both_dp_axes_as_dp() -> None:
-    sizes = ParallelDims(2, 2, 2, 1, 1)
+    sizes = ParallelDims(dp_replicate=2, dp_shard=2, pp=2)
     ranks = [0, 2, 4, 6]
     calls = [make_call(1, group="loss")]
     dumps = {rank: make_dump(rank, sizes, calls * (rank != 6), WAITING if rank != 6 else BUSY) for rank in ranks}
@@ -255,8 +257,8 @@ def test_diagnose_hang_labels_group_over_both_dp_axes_as_dp() -> None:
 def test_diagnose_hang_labels_expert_parallel_group_by_axis() -> None:
     """A mesh's axis has other ranks, too; where it has not, the group has the axis's name."""
     for sizes, ranks, said in (
-        (ParallelDims(1, 4, 1, 1, 1, ep=2), [2, 3], "the ep ranks 2, 3"),
-        (ParallelDims(1, 2, 2, 1, 2, ep=2), [4, 5], "the tp ranks 4, 5"),
+        (ParallelDims(dp_shard=4, ep=2), [2, 3], "the ep ranks 2, 3"),
+        (ParallelDims(dp_shard=2, pp=2, tp=2, ep=2), [4, 5], "the tp ranks 4, 5"),
     ):
         late = ranks[1]
         dumps = {
@@ -271,4 +273,4 @@ def test_diagnose_hang_labels_expert_parallel_group_by_axis() -> None:
 
 
 def test_diagnose_hang_returns_nothing_without_dumps() -> None:
-    assert diagnose_hang({}, {}, ParallelDims(1, 2, 1, 1, 1)).verdict.kind == "nothing"
+    assert diagnose_hang({}, {}, ParallelDims(dp_shard=2)).verdict.kind == "nothing"

@@ -11,12 +11,12 @@ from phalanx.spec.parallel_dims import ParallelDims
 @pytest.mark.parametrize(
     ("sizes", "rank", "expected"),
     [
-        (ParallelDims(1, 1, 1, 1, 1), 0, ""),
-        (ParallelDims(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
-        (ParallelDims(2, 2, 1, 1, 1), 3, "dp_replicate=1, dp_shard=1"),
-        (ParallelDims(1, 4, 1, 1, 2, ep=4), 6, "tp=0, ep=2, dp=3"),
-        (ParallelDims(2, 1, 1, 1, 1, servers=1), 0, "server 0"),
-        (ParallelDims(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
+        (ParallelDims(), 0, ""),
+        (ParallelDims(dp_shard=2, pp=4, tp=8), 21, "pp=2, tp=5, dp=0"),
+        (ParallelDims(dp_replicate=2, dp_shard=2), 3, "dp_replicate=1, dp_shard=1"),
+        (ParallelDims(dp_shard=4, tp=2, ep=4), 6, "tp=0, ep=2, dp=3"),
+        (ParallelDims(dp_replicate=2, servers=1), 0, "server 0"),
+        (ParallelDims(dp_replicate=2, servers=1), 2, "dp=1"),
     ],
 )
 def test_format_coordinates_matches_layout(sizes: ParallelDims, rank: int, expected: str) -> None:

@@ -89,7 +89,7 @@ harm()
 
 def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cgroup(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
-    told = make_dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
+    told = make_dump(0, ParallelDims(dp_shard=2), [], BUSY)
     told["oom_kills"] = 1
     write_dump(tmp_path, told)
     said = "was killed by SIGKILL, by the kernel's OOM killer (cgroup limit: 2.00 GB)"

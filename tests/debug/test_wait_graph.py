@@ -8,7 +8,7 @@ from phalanx.debug.hang_evidence import Evidence
 from phalanx.spec.parallel_dims import ParallelDims
 from tests.helpers.hang_dumps import BUSY, WAITING, make_dump
 
-SIZES = ParallelDims(3, 1, 1, 1, 1)
+SIZES = ParallelDims(dp_replicate=3)
 
 
 def pending_call(group: str) -> dict[str, Any]:

@@ -226,7 +226,14 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: boo
     (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
     if has_hang_dump:
         write_dump(
-            tmp_path, make_dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"})
+            tmp_path,
+            make_dump(
+                0,
+                ParallelDims(dp_replicate=3),
+                [],
+                WAITING,
+                sibling_states={"1": "T", "2": "S"},
+            ),
         )
     for number in range(3):
         write_failure_record(

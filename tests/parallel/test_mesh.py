@@ -38,7 +38,7 @@ def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
     layout: Any, world_size: int, expected: Any, dp_ranks: list[int]
 ) -> None:
     made = parallel_dims(Layout(**layout), world_size)
-    assert made == ParallelDims(*expected)
+    assert made == ParallelDims(**dict(zip(ParallelDims.__dataclass_fields__, expected, strict=False)))
     assert made.world_size == world_size
     assert [
         Mesh(dims=made, rank=rank, device_mesh=None, data_dims=made.with_cp_as_data_parallel(Layout())).dp_rank

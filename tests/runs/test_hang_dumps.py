@@ -20,7 +20,7 @@ from tests.helpers.hang_dumps import BUSY, make_dump
 
 
 def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     told = make_dump(1, sizes, [], BUSY)
     write_dump(tmp_path, told)
     (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
@@ -31,7 +31,7 @@ def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
 
 def test_remove_dumps_deletes_dumps_and_keeps_failures_apart(tmp_path: Any) -> None:
     for rank in range(4):
-        write_dump(tmp_path, make_dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
+        write_dump(tmp_path, make_dump(rank, ParallelDims(dp_shard=4), [], BUSY))
         write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
     remove_dumps(tmp_path, 1)
     assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2, 3]

@@ -32,7 +32,7 @@ MAX_KEPT_LINES = 50
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """The end of a training run.
 

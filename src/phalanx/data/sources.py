@@ -45,7 +45,7 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceFile:
     """A source that is opened as one: a file, or a Hugging Face dataset."""
 
@@ -133,7 +133,9 @@ def _hf_source(source: str) -> SourceFile:
     files = [os.stat(file) for file in _walk(path)]
     size = sum(file.st_size for file in files)
     changed = max((file.st_mtime_ns for file in files), default=0)
-    return SourceFile("hf", source[3:], "hf" if os.path.isdir(path) else source, size=size, mtime_ns=changed)
+    return SourceFile(
+        kind="hf", path=source[3:], name="hf" if os.path.isdir(path) else source, size=size, mtime_ns=changed
+    )
 
 
 def _walk(root: str) -> list[str]:
@@ -155,7 +157,9 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
     suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "unknown")
     name = os.path.relpath(path, root)
-    return SourceFile(kind, path, name, size=status.st_size, mtime_ns=status.st_mtime_ns, is_explicit=is_explicit)
+    return SourceFile(
+        kind=kind, path=path, name=name, size=status.st_size, mtime_ns=status.st_mtime_ns, is_explicit=is_explicit
+    )
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:

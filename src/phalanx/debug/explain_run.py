@@ -49,7 +49,7 @@ def explain_run(directory: Path) -> Explanation:
     try:
         sizes = parallel_dims(run.layout, world_size)
     except UserError:  # the number of ranks is unknown before a first step
-        sizes = ParallelDims(world_size, 1, 1, cp=1, tp=1)
+        sizes = ParallelDims(dp_replicate=world_size)
     explanation = diagnose_hang(dumps, failures, sizes)
     if explanation.verdict.kind == "nothing":
         explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events=events))

@@ -23,7 +23,7 @@ STRATEGIES_WITH_UNEVEN_BATCHES = ("ddp", "zero1", "parameter_server")
 """Data-parallel strategies whose ranks may run different numbers of forward passes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """Division of one optimizer update: sequences = micro_batch x dp x accumulation."""
 
@@ -81,9 +81,9 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     micro_batch = _choose_micro_batch(run, sequences_per_rank, dp, is_even=sequences % dp == 0)
     ratio = {"keep": 1.0, "linear": dp / base_dp, "sqrt": (dp / base_dp) ** 0.5}[training.batch_scaling]
     return BatchPlan(
-        sequences,
-        dp,
-        micro_batch,
+        global_batch_size=sequences,
+        dp_size=dp,
+        micro_batch_size=micro_batch,
         gradient_accumulation_steps=-(-sequences_per_rank // micro_batch),
         learning_rate_scale=ratio,
     )

@@ -14,7 +14,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, check_inapplicable_options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelDims:
     """The size of every mesh axis; their product is the world size.
 
@@ -22,15 +22,15 @@ class ParallelDims:
     per step, or pipelines, may be far apart.
     """
 
-    dp_replicate: int
+    dp_replicate: int = 1
     """Copies of the model (all its shards count as one)."""
-    dp_shard: int
+    dp_shard: int = 1
     """Ranks that share one sharded copy."""
-    pp: int
+    pp: int = 1
     """Pipeline stages."""
-    cp: int
+    cp: int = 1
     """Ranks that share one sequence."""
-    tp: int
+    tp: int = 1
     """Ranks that share one matrix product."""
     servers: int = 0
     """Ranks that own parameters and do not compute; they are the first ranks."""
@@ -127,9 +127,9 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     dp_shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
     pipeline_outermost = layout.rank_order == "pipeline_outer"
     return ParallelDims(
-        dp // dp_shard,
-        dp_shard,
-        layout.pp,
+        dp_replicate=dp // dp_shard,
+        dp_shard=dp_shard,
+        pp=layout.pp,
         cp=layout.cp,
         tp=layout.tp,
         servers=servers,

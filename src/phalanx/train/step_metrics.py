@@ -1,4 +1,4 @@
-"""The metrics of a step: what a launched step leaves for its record, its times, and the utilization of the device."""
+"""The metrics of a step: the results of a launched step, its times, and the utilization of the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LaunchedStep = Callable[[], MetricsRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedResults:
-    """What a launched step leaves for its record."""
+    """Results of a launched step, which its record is made of."""
 
     step: int
     """Number of optimizer updates with this one."""

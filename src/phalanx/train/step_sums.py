@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSums:
     """Values of one rank in a step, or their sums over ranks.
 

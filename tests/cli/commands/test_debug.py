@@ -22,7 +22,7 @@ RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
 
 @pytest.fixture
 def hung_run_directory(tmp_path: Path) -> Path:
-    sizes = ParallelDims(3, 1, 1, 1, 1)
+    sizes = ParallelDims(dp_replicate=3)
     program = [Op("all", "all_reduce", 4, 10), Op("all", "all_gather", 4, 20)]
     dumps = simulate_hang([program, program[1:], program], sizes)
     assert dumps is not None

@@ -63,12 +63,12 @@ def test_find_mismatch_names_minority_ranks_or_both_of_two() -> None:
     found = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
     assert found is not None
     assert (found.key, found.ranks, found.holders, found.tensors) == (1, (2,), (0, 1, 2), 3)
-    text = describe_mismatch(found, "model.head.weight", ParallelDims(3, 1, 1, 1, 1), 40, 10)
+    text = describe_mismatch(found, "model.head.weight", ParallelDims(dp_replicate=3), 40, 10)
     assert "step 40: model.head.weight differs on rank 2 (dp=2) from the 2 other ranks" in text
     assert "and 2 more tensors; it was equal after step 30" in text
     two = find_mismatch([{1: 5}, {1: 6}])
     assert two is not None
-    assert "between rank 0 (dp=0), rank 1 (dp=1)" in describe_mismatch(two, "x", ParallelDims(2, 1, 1, 1, 1), 10, 10)
+    assert "between rank 0 (dp=0), rank 1 (dp=1)" in describe_mismatch(two, "x", ParallelDims(dp_replicate=2), 10, 10)
 
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

@@ -66,7 +66,7 @@ def test_watchdog_leaves_no_empty_directory_of_hangs(tmp_path: Path, others: lis
 
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
-    sizes = ParallelDims(1, 2, 1, 1, 1)
+    sizes = ParallelDims(dp_shard=2)
     gloo, nccl = recorder_entry("gloo:broadcast", over=True), recorder_entry("nccl:all_reduce", over=False)
     here, late = recorded_collectives(monkeypatch, [gloo], [nccl]), recorded_collectives(monkeypatch, [gloo], [])
     dumps = {0: make_dump(0, sizes, here, WAITING), 1: make_dump(1, sizes, late, BUSY)}

@@ -15,7 +15,7 @@ Shapes = dict[str, torch.Size]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTopology:
-    """The roles of ranks and their process groups."""
+    """The roles of ranks and their process groups (`docs/design/decisions/parameter-server-ranks.md`)."""
 
     servers: list[int]
     workers: list[int]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Callback:
     """Hooks of the training loop; a subclass overrides those that it needs.
 
-    Every hook runs on every rank. The user's callbacks run in the order of the run file, so hooks may communicate. A hook
-    that raises ends the run. Records hold sums over all ranks; the times in them are those of the rank.
+    Every hook runs on every rank. The user's callbacks run in the order of the run file, so hooks may communicate. An
+    error in a hook ends the run. Records hold sums over all ranks; the times in them are those of the rank.
 
     Example:
         >>> class StopAtLoss(phalanx.Callback):
