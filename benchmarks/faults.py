@@ -249,7 +249,7 @@ def with_nan(folder: Path) -> Iterator[Broken]:
 
 def call_wrongly(directory: Path) -> None:
     """Patch the trainer to execute an order in the step that the order names."""
-    step, order = Trainer.train_step, directory.parent / "order"
+    step, order = Trainer.launch_step, directory.parent / "order"
 
     def wrong(self: Trainer, batches: Any) -> Any:
         at, fault = order.read_text().split() if order.exists() else ("-1", "")
@@ -257,7 +257,7 @@ def call_wrongly(directory: Path) -> None:
             ALL_RANK_FAULTS[fault]()
         return step(self, batches)
 
-    Trainer.train_step = wrong  # type: ignore[method-assign]
+    Trainer.launch_step = wrong  # type: ignore[method-assign]
 
 
 def spoil(directory: Path) -> None:

@@ -79,7 +79,7 @@ def timed(directory: Path) -> tuple[dict[str, list[float]], float]:
 
     def closely() -> None:
         step = trainer.step + 1
-        StepProfiler(trainer, range(step - 1, step + 1))(batches)  # a step of the window without the memory profile
+        StepProfiler(trainer, range(step - 1, step + 1))(batches)()  # a step of the window without the memory profile
         notes.write(dict(trainer.step_record or {}))
 
     kinds: dict[str, Callable[[], Any]] = {"off": lambda: trainer.train_step(batches), "light": noted, "full": closely}

@@ -127,7 +127,7 @@ ALL_RANK_FAULTS = {
 
 def main(fault: str, directory: str) -> None:
     """Train, with a fault."""
-    step = Trainer.train_step
+    step = Trainer.launch_step
 
     def faulty(self: Trainer, batches: Iterator[Any]) -> Any:
         if self.step == FAULT_STEP:
@@ -139,7 +139,7 @@ def main(fault: str, directory: str) -> None:
                 SINGLE_RANK_FAULTS[fault]()
         return step(self, batches)
 
-    Trainer.train_step = faulty  # type: ignore[method-assign]
+    Trainer.launch_step = faulty  # type: ignore[method-assign]
     if fault == "told early":
         signal_during_resume()
     exit_rank(run_rank(Path(directory), [], resume=False))

@@ -86,14 +86,14 @@ def no_slowdown(trainer: Trainer) -> Iterator[None]:
 def slow_rank(trainer: Trainer) -> Iterator[None]:
     """From a step on another process stops rank 1 half of the time."""
     pausers: list[subprocess.Popen[bytes]] = []
-    step = trainer.train_step
+    step = trainer.launch_step
 
-    def train_step(batches: Any) -> Any:
+    def launch_step(batches: Any) -> Any:
         if trainer.step + 1 == FROM_STEP and trainer.mesh.rank == 1:
             pausers.append(subprocess.Popen([sys.executable, "-c", PAUSER, str(os.getpid())]))
         return step(batches)
 
-    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.launch_step = launch_step  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.data.packing import Batch
-from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.step_metrics import LaunchedStep
 from phalanx.train.trainer import Trainer
 
 PACKAGE = "/src/phalanx/"
@@ -27,14 +27,15 @@ def _count(_: bytes) -> None:
 
 
 def write_host_syncs(file: Path) -> None:
-    """From now on, write the places and numbers of each step's waits to a file; that of the last step stays."""
+    """From now on, write the places and numbers of the waits from the start of each step to that of the next to a file.
+
+    Those of the last step but one stay: at the end of the last step, all results are read."""
     ctypes.c_void_p.in_dll(ctypes.CDLL(None), "null_on_host_sync").value = ctypes.cast(_count, ctypes.c_void_p).value
-    train_step = Trainer.train_step
+    launch_step = Trainer.launch_step
 
-    def counted_step(trainer: Trainer, batches: Iterator[Batch]) -> MetricsRecord:
-        _counts.clear()
-        record = train_step(trainer, batches)
+    def counted_step(trainer: Trainer, batches: Iterator[Batch]) -> LaunchedStep:
         file.write_text(json.dumps(_counts))
-        return record
+        _counts.clear()
+        return launch_step(trainer, batches)
 
-    Trainer.train_step = counted_step
+    Trainer.launch_step = counted_step

@@ -18,12 +18,12 @@ from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.data.parameter_server import ParameterServer, ParameterServerWorker, build_parameter_server
-from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
+from phalanx.train.step_metrics import LaunchedStep
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_until, training_trajectory
 
@@ -45,16 +45,16 @@ def delay_last_worker(under_way: Trainer) -> None:
     run, last = under_way.run, dist.get_world_size() - 1
     most = min(1 + (run.layout.max_staleness or 0), run.training.steps)
     waiting = dist.new_group([run.layout.num_servers, last], backend="gloo")
-    train_step, done = under_way.train_step, iter(range(1, 1000))
+    launch_step, done = under_way.launch_step, iter(range(1, 1000))
 
-    def held(batches: Iterator[Batch]) -> MetricsRecord:
-        record, steps_done = train_step(batches), next(done)
+    def held(batches: Iterator[Batch]) -> LaunchedStep:
+        launched, steps_done = launch_step(batches), next(done)
         if steps_done == (1 if dist.get_rank() == last else most):
             dist.barrier(waiting)
-        return record
+        return launched
 
     if dist.get_rank() in (run.layout.num_servers, last):
-        under_way.train_step = held  # type: ignore[method-assign]
+        under_way.launch_step = held  # type: ignore[method-assign]
 
 
 def train_with_slow_worker(run: RunSpec) -> list[dict[str, Any]]:
