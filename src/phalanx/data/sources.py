@@ -45,7 +45,7 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourceFile:
     """A source that is opened as one: a file, or a Hugging Face dataset."""
 
@@ -133,7 +133,8 @@ def _hf_source(source: str) -> SourceFile:
     files = [os.stat(file) for file in _walk(path)]
     size = sum(file.st_size for file in files)
     changed = max((file.st_mtime_ns for file in files), default=0)
-    return SourceFile("hf", source[3:], "hf" if os.path.isdir(path) else source, size=size, mtime_ns=changed)
+    name = "hf" if os.path.isdir(path) else source
+    return SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -155,7 +156,9 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
     suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "unknown")
     name = os.path.relpath(path, root)
-    return SourceFile(kind, path, name, size=status.st_size, mtime_ns=status.st_mtime_ns, is_explicit=is_explicit)
+    return SourceFile(
+        kind=kind, path=path, name=name, size=status.st_size, mtime_ns=status.st_mtime_ns, is_explicit=is_explicit
+    )
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
@@ -263,9 +266,8 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 row = json.loads(line)
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
-                raise UserError(
-                    field, location, f"is not valid JSON: {error}", fix="write one JSON object per line"
-                ) from None
+                problem = f"is not valid JSON: {error}"
+                raise UserError(field, location, problem, fix="write one JSON object per line") from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
@@ -288,9 +290,8 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
-        raise UserError(
-            field, source_file.path, f"is not a valid Parquet file: {error}", fix="recreate the file"
-        ) from None
+        problem = f"is not a valid Parquet file: {error}"
+        raise UserError(field, source_file.path, problem, fix="recreate the file") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:

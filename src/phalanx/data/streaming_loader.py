@@ -35,7 +35,7 @@ CHUNK_CHARACTERS = 250_000
 MAX_SAVED_STATES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamPosition:
     """A position in the stream."""
 
@@ -145,7 +145,11 @@ class StreamingLoader:
         if self._buffer:
             first_piece = self._buffer[0]
             position = StreamPosition(
-                self._start.epoch, first_piece.part, first_piece.document, offset=self._skip, position=self._position
+                epoch=self._start.epoch,
+                part=first_piece.part,
+                document=first_piece.document,
+                offset=self._skip,
+                position=self._position,
             )
         origin_step, tokens = self._origin
         tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
@@ -190,7 +194,7 @@ class StreamingLoader:
                 f"has {self._num_buffered_tokens:,} tokens, but a sequence with its target needs {self.sequence + 1:,}",
                 fix="add text, or lower training.seq_len",
             )
-        self._start = StreamPosition(self._start.epoch + 1)
+        self._start = StreamPosition(epoch=self._start.epoch + 1)
         self._buffer.clear()
         self._num_buffered_tokens = self._skip = self._position = 0
         self._pieces = self._read(self._start)

@@ -178,9 +178,9 @@ def simulate_measured(
     return simulate(
         schedule,
         ActionTimes(
-            mean_stage_seconds("F"),
-            mean_stage_seconds("B", "I"),
-            mean_stage_seconds("W") if has_split_backward else 0.0,
+            forward=mean_stage_seconds("F"),
+            input_grad=mean_stage_seconds("B", "I"),
+            weight_grad=mean_stage_seconds("W") if has_split_backward else 0.0,
         ),
     )
 

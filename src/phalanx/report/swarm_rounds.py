@@ -49,7 +49,7 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
         else {}
     )
     for role, name, unit, value in _measured_rows(rounds):
-        yield Comparison(role, name, unit, predicted=predictions.get((role, name)), measured=value)
+        yield Comparison(role=role, quantity=name, unit=unit, predicted=predictions.get((role, name)), measured=value)
 
 
 def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.cost.kinds import Column, ScheduleKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobTable:
     """Columns of equal length, or of length 1.
 

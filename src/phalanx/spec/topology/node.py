@@ -11,7 +11,7 @@ PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """PCIe path types, nearest first: over one bridge, several, the CPU, a NUMA node's host bridges, between NUMA nodes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeTopology:
     """GPUs and network devices of one node and the paths between them.
 
