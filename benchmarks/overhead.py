@@ -69,7 +69,7 @@ def compare(shape: str, layout: str, data: str, peers: Path, rounds: int, steps:
         for name in NAMES:
             apart[name] = Ranks(ours if name in (OURS, PLAIN) else peers, shape, layout, data, [name])
             stack.callback(apart[name].close)
-        return Comparison(role=shape, quantity=layout, unit=pair, predicted=in_turn(apart, rounds, steps))
+        return Comparison(shape, layout, pair, in_turn(apart, rounds, steps))
 
 
 def in_turn(trainers: dict[str, Ranks], rounds: int, steps: int) -> dict[str, list[Round]]:

@@ -34,7 +34,7 @@ def test_overhead_benchmark_reports_relative_loss_difference() -> None:
 def test_overhead_table_contains_speed_memory_and_loss_ratios() -> None:
     rounds = {OURS: [make_round(1, 4)], PLAIN: [make_round(1, 2)]}
     assert "| tiny | ddp | 2,048 | 4,096 | 0.500 | 0.500 | 1.000 | 0e+00 |" in overhead_table(
-        [Comparison(role="tiny", quantity="ddp", unit=rounds, predicted=rounds)]
+        [Comparison("tiny", "ddp", rounds, rounds)]
     )
 
 
