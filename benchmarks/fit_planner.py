@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ A_SOURCE_COUNTS = 12
 LOW_PRECISION_COUNTS = 0.3
 """Weight relative to rows in 16-bit precision, which alone have accuracy targets."""
 Array = NDArray[np.float64]
+Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
 
 
 def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
@@ -48,12 +50,12 @@ def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) ->
         weights = _weights(known)
 
         def residuals(x: Array, jobs: JobTable = jobs, truth: Array = truth, weights: Array = weights) -> Array:
-            error = np.log(step_seconds(TimeConstants(*np.exp(x)), jobs).total / truth) * weights
+            error = np.log(step_seconds(_constants(TimeConstants, x), jobs).total / truth) * weights
             return np.concatenate([error, 0.1 * (x - middle) / (high - low)])
 
         x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
         found = least_squares(residuals, x, loss="soft_l1", f_scale=0.05, max_nfev=evaluations, bounds=(low, high))
-        start = TimeConstants(*np.exp(found.x))
+        start = _constants(TimeConstants, found.x)
     return start
 
 
@@ -68,7 +70,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
     weights = _weights([row for row, has in zip(known, measured, strict=True) if has])
 
     def residuals(x: Array) -> Array:
-        c = MemoryConstants(*np.exp(x))
+        c = _constants(MemoryConstants, x)
         held = estimate_memory(c, jobs)
         error = np.log(held.allocated / truth)[measured] * weights
         excess = np.log(reserved_bytes(c, held) / jobs.memory_bytes)[labelled] / c.spread
@@ -78,7 +80,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
     middle = (low + high) / 2
     x = np.clip(np.log([getattr(start, name) for name in names]), low + 1e-6, high - 1e-6)
     found = least_squares(residuals, x, loss="soft_l1", f_scale=0.1, max_nfev=80, bounds=(low, high))
-    return MemoryConstants(*np.exp(found.x))
+    return _constants(MemoryConstants, found.x)
 
 
 def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
@@ -109,6 +111,11 @@ def _weights(known: list[Known]) -> Array:
 def _bounded(kind: type[TimeConstants] | type[MemoryConstants]) -> tuple[list[str], Array, Array]:
     low, high = np.log(np.array([bounds(field) for field in fields(kind)])).T
     return [field.name for field in fields(kind)], low, high
+
+
+def _constants(kind: type[Constants], logarithms: Array) -> Constants:
+    names = [field.name for field in fields(kind)]
+    return kind(**dict(zip(names, np.exp(logarithms), strict=True)))
 
 
 def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConstants) -> None:

@@ -43,7 +43,9 @@ def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
     def of(kinds: str) -> list[float]:
         return [max((mean.get((stage, kind), 0.0) for kind in kinds), default=0.0) for stage in range(schedule.stages)]
 
-    return ActionTimes(of("F"), of("I" if any(kind == "I" for _, kind in mean) else "B"), of("W"))
+    return ActionTimes(
+        forward=of("F"), input_grad=of("I" if any(kind == "I" for _, kind in mean) else "B"), weight_grad=of("W")
+    )
 
 
 def row(name: str, p: int, m: int, steps: list[Timeline], simulated: float) -> tuple[str, float, float]:
@@ -80,7 +82,7 @@ def waited(p: int, m: int, steps: int) -> str:
         schedule = layout_schedule(layout, m)
         unit = UNIT_SECONDS / (schedule.stages // p)
         ran = by_step(rank_pool(p).run(wait, layout, m, UNIT_SECONDS, steps, timeout=600))
-        expected = simulate(schedule, ActionTimes(unit, unit, unit))
+        expected = simulate(schedule, ActionTimes(forward=unit, input_grad=unit, weight_grad=unit))
         line, _, seconds[name] = row(name, p, m, ran, float(expected.bubble))
         lines.append(line)
         print(line, flush=True)

@@ -73,7 +73,10 @@ def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[st
 
 def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
     way = CollectiveKind("all_gather", "data", "bf16")
-    rows = [Traffic("all_gather", 3 * 750.0, "", calls=3), Traffic("all_gather", 750.0, "")]
+    rows = [
+        Traffic(operation="all_gather", bytes=3 * 750.0, purpose="", calls=3),
+        Traffic(operation="all_gather", bytes=750.0, purpose=""),
+    ]
     assert benchmark_cases(way, [rows], 4) == [BenchmarkCase(way, 4, 1000, 4)]
     assert benchmark_cases(way, [rows], 4, sweep=[510, 1000]) == [
         BenchmarkCase(way, 4, 512, 0),

@@ -40,7 +40,9 @@ def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
     assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
     assert found["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
     assert found["head",] == (MatmulShape(1, tokens, 500, 128), 1)
-    assert list(attention_shapes(run, 2)) == [AttentionShape(2, 2, 2, 128, 128, 32, causal=True, masked=False)]
+    assert list(attention_shapes(run, 2)) == [
+        AttentionShape(batch=2, heads=2, kv_heads=2, queries=128, keys=128, head_dim=32, causal=True, masked=False)
+    ]
 
 
 def test_matmul_shapes_batch_local_experts(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShap
 @pytest.mark.parametrize("calls", [_attention_calls, _ring_calls])
 @pytest.mark.parametrize("masked", [False, True])
 def test_benchmark_attention_calls_have_stated_flops(masked: bool, calls: Callable[..., Calls]) -> None:
-    core = AttentionShape(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
+    core = AttentionShape(batch=2, heads=4, kv_heads=2, queries=16, keys=16, head_dim=8, causal=True, masked=masked)
     for times, call in zip((1, 2), calls(core, torch.float32, CPU).values(), strict=True):
         with FlopCounter() as meter:
             call()

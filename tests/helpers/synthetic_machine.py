@@ -54,6 +54,13 @@ def make_run(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
 
 def synthesize_measured_run(ranks: int, **layout: object) -> MeasuredRun:
     """A run as the model has it with the imagined constants."""
-    blank = MeasuredRun(str(layout), make_run(ranks, **layout), ranks, 1.0, 1.0, None)
+    blank = MeasuredRun(
+        name=str(layout),
+        run=make_run(ranks, **layout),
+        ranks=ranks,
+        step_seconds=1.0,
+        memory_bytes=1.0,
+        peak_flops=None,
+    )
     seconds, _, memory = predict_run(SYNTHETIC_MACHINE, blank)
     return replace(blank, step_seconds=seconds, memory_bytes=memory)

@@ -145,7 +145,9 @@ def simulate_pipeline_passes(run: RunSpec, ranks: int, wrong: Fault, slower: dic
             for stage in range(schedule.stages)
         ]
         halves = [2 * second for second in each]
-        timeline = simulate(schedule, ActionTimes(each, halves, 0.0, transfer=wrong.transfer_seconds / 4))
+        timeline = simulate(
+            schedule, ActionTimes(forward=each, input_grad=halves, weight_grad=0.0, transfer=wrong.transfer_seconds / 4)
+        )
         for place, rank in at.items():
             own: dict[str, dict[str, float]] = {}
             for span in timeline.spans[place]:
@@ -280,7 +282,9 @@ def test_step_times_bubble_matches_simulated_schedule() -> None:
     found = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
     schedule = layout_schedule(PIPELINE.layout, plan_batch(PIPELINE, 4).gradient_accumulation_steps)
     assert isinstance(found, StepTimes)
-    assert found.bubble == pytest.approx(float(simulate(schedule, ActionTimes(1.0, 2.0, 0.0)).bubble), abs=0.03)
+    assert found.bubble == pytest.approx(
+        float(simulate(schedule, ActionTimes(forward=1.0, input_grad=2.0, weight_grad=0.0)).bubble), abs=0.03
+    )
 
 
 def test_find_bottlenecks_ignores_ranks_without_records() -> None:

@@ -54,7 +54,9 @@ def test_collective_times_use_last_arriving_rank():
     """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
     one = {1: [collective_call(0, 5), collective_call(6, 9)], 3: [collective_call(4, 5), collective_call(6, 7)]}
     two = {1: [collective_call(0, 3), collective_call(6, 9)], 3: [collective_call(0, 4), collective_call(6, 7)]}
-    assert collective_times(build_run_data(one, two)) == (CollectiveTiming("all_gather", 2, 2, 64, 1),)
+    assert collective_times(build_run_data(one, two)) == (
+        CollectiveTiming(operation="all_gather", ranks=2, stride=2, size_bytes=64, seconds=1),
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
 
-ONE, HALF = ActionTimes(*[Frac(1)] * 3), ActionTimes(*[Frac(1, 2)] * 3)
+
+def equal_times(time: Frac) -> ActionTimes:
+    return ActionTimes(forward=time, input_grad=time, weight_grad=time)
+
+
+ONE, HALF = equal_times(Frac(1)), equal_times(Frac(1, 2))
 SIZES = [(4, 4), (4, 8), (4, 12), (8, 32), (2, 7), (3, 9), (5, 20)]
 PASS_TIMES = [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 3), (5, 3, 1)]
 
@@ -32,7 +37,7 @@ def format_rank_order(schedule: Schedule, rank: int) -> str:
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_naive_schedule_bubble_is_one_minus_one_over_p(p: int) -> None:
-    timeline = simulate(naive(p, 1), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
+    timeline = simulate(naive(p, 1), ActionTimes(forward=1, input_grad=Frac(1, 2), weight_grad=Frac(1, 2)))
     assert timeline.makespan == 2 * p
     assert timeline.bubble == 1 - Frac(1, p)
 
@@ -41,7 +46,7 @@ def test_naive_schedule_bubble_is_one_minus_one_over_p(p: int) -> None:
 def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> None:
     half = Frac(1, 2)
     for schedule in (gpipe(p, m), one_f_one_b(p, m)):
-        timeline = simulate(schedule, ActionTimes(1, half, half))
+        timeline = simulate(schedule, ActionTimes(forward=1, input_grad=half, weight_grad=half))
         assert timeline.makespan == makespan
         assert timeline.bubble == Frac(p - 1, m + p - 1)
         assert timeline.bubble_overhead == Frac(p - 1, m)
@@ -52,7 +57,7 @@ def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> 
 
 def test_gpipe_schedule_matches_published_diagram() -> None:
     assert format_rank_order(gpipe(4, 4), 0) == "F0 F1 F2 F3 B3 B2 B1 B0"
-    timeline = simulate(gpipe(4, 4), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
+    timeline = simulate(gpipe(4, 4), ActionTimes(forward=1, input_grad=Frac(1, 2), weight_grad=Frac(1, 2)))
     assert [(spans[0].start, spans[-1].end) for spans in timeline.spans] == [(0, 14), (1, 13), (2, 12), (3, 11)]
 
 
@@ -122,18 +127,20 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
 @pytest.mark.parametrize(("times", "bubble"), [((2, 2, 1), 1), ((3, 4, 2), 2)])
 def test_zb_v_has_bubble_when_pass_times_differ(times: tuple[int, int, int], bubble: int) -> None:
     for p in (4, 8):
-        assert bubble_size(zb_v(p, 4 * p), ActionTimes(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
+        forward, input_grad, weight_grad = (Frac(time, 2) for time in times)
+        halves = ActionTimes(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+        assert bubble_size(zb_v(p, 4 * p), halves) == bubble * (p - 1)
 
 
 @pytest.mark.parametrize("times", PASS_TIMES)
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
 def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
-    given, backward = ActionTimes(forward, input, weight), input + weight
+    given, backward = ActionTimes(forward=forward, input_grad=input, weight_grad=weight), input + weight
     assert bubble_size(gpipe(p, m), given) == bubble_size(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
     if m % p == 0:
         for v in (2, 3):
-            chunk = ActionTimes(forward / v, input / v, weight / v)
+            chunk = ActionTimes(forward=forward / v, input_grad=input / v, weight_grad=weight / v)
             assert bubble_size(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
     if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
         assert bubble_size(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
@@ -147,7 +154,10 @@ def test_dualpipe_v_makespan_and_memory_match_published_formulas(p: int, times: 
     forward, input, weight = (Frac(time) for time in times)
     for m in (2 * p, 2 * p + 3, 5 * p):
         for overlapped in (forward + input + weight, (forward + input + weight) * Frac(4, 5)):
-            timeline = simulate(dualpipe_v(p, m), ActionTimes(forward, input, weight, overlapped=overlapped))
+            timeline = simulate(
+                dualpipe_v(p, m),
+                ActionTimes(forward=forward, input_grad=input, weight_grad=weight, overlapped=overlapped),
+            )
             ideal = m * (forward + input + weight) * 2
             if overlapped == forward + input + weight:
                 assert timeline.makespan - ideal == (p - 1) * (overlapped + input + weight - 3 * weight)

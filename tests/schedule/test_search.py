@@ -14,14 +14,17 @@ from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 
+WITH_HEAD = [0.5] * 7 + [0.9]
+"""Times of eight stages of which the last has the head."""
+
 
 @pytest.mark.parametrize(
     "times",
     [
-        ActionTimes(0.5, 0.5, 0.5, transfer=0.25),
-        ActionTimes(1.0, 1.5, 0.5),
-        ActionTimes(1.5, 2.0, 1.0, transfer=0.25),
-        ActionTimes(*[[0.5] * 7 + [0.9]] * 3, transfer=0.1),  # a last stage with the head
+        ActionTimes(forward=0.5, input_grad=0.5, weight_grad=0.5, transfer=0.25),
+        ActionTimes(forward=1.0, input_grad=1.5, weight_grad=0.5),
+        ActionTimes(forward=1.5, input_grad=2.0, weight_grad=1.0, transfer=0.25),
+        ActionTimes(forward=WITH_HEAD, input_grad=WITH_HEAD, weight_grad=WITH_HEAD, transfer=0.1),
     ],
     ids=["transfer", "long input halves", "both", "long last stage"],
 )
@@ -37,7 +40,8 @@ def test_search_schedule_beats_zb_v_at_equal_memory(times: ActionTimes) -> None:
 def test_search_schedule_is_valid_and_not_slower_than_published(
     p: int, m: int, chunks: int, transfer: int, data: st.DataObject
 ) -> None:
-    times = ActionTimes(*data.draw(st.tuples(*[st.integers(1, 5)] * 3)), transfer=transfer)
+    forward, input_grad, weight_grad = data.draw(st.tuples(*[st.integers(1, 5)] * 3))
+    times = ActionTimes(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
     limit = data.draw(st.integers(1, 2 * p))
     found = search_schedule(p, m, times, Fraction(limit), chunks, moves=200)
     assert violations(found) == []
@@ -55,7 +59,7 @@ def test_search_schedule_respects_memory_limit_below_published() -> None:
 
 
 def test_search_schedule_is_deterministic() -> None:
-    times = ActionTimes(1, 2, 1, transfer=1)
+    times = ActionTimes(forward=1, input_grad=2, weight_grad=1, transfer=1)
     assert search_schedule(3, 6, times, Fraction(3), moves=500) == search_schedule(3, 6, times, Fraction(3), moves=500)
 
 

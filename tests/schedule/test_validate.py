@@ -129,7 +129,7 @@ def test_published_schedules_satisfy_dependencies_when_simulated(
     schedule: Schedule, transfer: int, f: int, i: int, w: int
 ) -> None:
     assert violations(schedule) == []
-    timeline = simulate(schedule, ActionTimes(f, i, w, transfer))
+    timeline = simulate(schedule, ActionTimes(forward=f, input_grad=i, weight_grad=w, transfer=transfer))
     ends: dict[Action, float] = {}
     for spans in timeline.spans:
         assert all(before.end <= after.start for before, after in itertools.pairwise(spans))
@@ -169,5 +169,5 @@ def test_validate_reports_removed_action(schedule: Schedule, data: st.DataObject
 @pytest.mark.parametrize("make", [naive, gpipe, one_f_one_b, zb_h1, zb_h2, zb_v])
 def test_lockstep_violations_accepts_simulated_published_schedules(make: Callable[[int, int], Schedule]) -> None:
     halves = any(action.kind == "W" for action in make(4, 8).actions(0))
-    ticks = ActionTimes() if halves else ActionTimes(1, Fraction(1, 2), Fraction(1, 2))
+    ticks = ActionTimes() if halves else ActionTimes(forward=1, input_grad=Fraction(1, 2), weight_grad=Fraction(1, 2))
     assert lockstep_violations(schedule_to_grid(make(4, 8), ticks)) == []

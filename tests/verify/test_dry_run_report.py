@@ -12,8 +12,18 @@ from phalanx.verify.plan_comparison import PlanCheck
 
 def make_report(agrees: bool) -> DryRunReport:
     checks = [
-        PlanCheck("memory", "total", "", 1, 100.0, 100.0),
-        PlanCheck("flops", "step", "", 1, 8.0, 9.0, 0, 0, agrees),
+        PlanCheck(kind="memory", what="total", among="", ranks=1, planned=100.0, traced=100.0),
+        PlanCheck(
+            kind="flops",
+            what="step",
+            among="",
+            ranks=1,
+            planned=8.0,
+            traced=9.0,
+            planned_calls=0,
+            traced_calls=0,
+            agrees=agrees,
+        ),
     ]
     return DryRunReport(4, [({"rank": 3}, checks)])
 

@@ -104,7 +104,7 @@ def schedules() -> Figure:
     for axis, name in zip(axes, names, strict=True):
         schedule = build_schedule(name, 4, 8)
         part = schedule.ranks / schedule.stages  # of a rank's layers in one stage
-        timeline = simulate(schedule, ActionTimes(part, part, part))
+        timeline = simulate(schedule, ActionTimes(forward=part, input_grad=part, weight_grad=part))
         for rank, action, start, end in executed_spans(timeline):
             style = {"color": KIND_COLORS[action.kind], "edgecolor": "white", "linewidth": 0.4}
             axis.broken_barh([(start, end - start)], (rank - 0.42, 0.84), alpha=0.6 if action.stage > 3 else 1, **style)

@@ -31,7 +31,7 @@ class MatmulShape:
         return 2 * self.batch * self.m * self.n * self.k
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """The two products of attention: a rank's queries with all keys, or with those of one ring step."""
 
@@ -125,10 +125,10 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
     make_shape = partial(
         AttentionShape,
-        plan_batch(run, world_size).micro_batch_size,
-        heads,
-        kv_heads,
-        tokens,
+        batch=plan_batch(run, world_size).micro_batch_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        queries=tokens,
         head_dim=spec.head_dim,
         masked=run.data.mask_documents,
         ring=is_ring,

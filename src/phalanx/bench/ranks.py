@@ -27,6 +27,7 @@ import torch.distributed as dist
 from phalanx.bench import nccl_tests_format
 from phalanx.bench.collective_calls import COLLECTIVE_CALLS, process_group_for
 from phalanx.bench.collectives import (
+    BenchmarkCase,
     BufferMode,
     CaseTiming,
     CollectiveKind,
@@ -141,14 +142,9 @@ def benchmark_collectives(
         # A server is in no group of other servers.
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
-        call = COLLECTIVE_CALLS[kind.operation]
         case_results = []
         for case in benchmark_cases(kind, rows, ranks, sweep=sweep):
-            dist.barrier()  # groups of a kind run at the same time, as in training
-            local_timing = (
-                time_case(case, call, local_group, device=device, iterations=iterations) if local_group else None
-            )
-            timings: list[CaseTiming] = [timing for timing in all_gather_objects(local_timing) if timing is not None]
+            timings = _time_case_on_all_ranks(case, local_group, device=device, iterations=iterations)
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
         environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
@@ -157,6 +153,18 @@ def benchmark_collectives(
         )
         results.append(_kind_result(kind, groups, case_results, document=document))
     return results
+
+
+def _time_case_on_all_ranks(
+    case: BenchmarkCase, local_group: dist.ProcessGroup | None, device: torch.device, iterations: int
+) -> list[CaseTiming]:
+    """Return the timings of all ranks that are in a group of the kind; groups run at the same time, as in training."""
+    dist.barrier()
+    local_timing = None
+    if local_group:
+        call = COLLECTIVE_CALLS[case.kind.operation]
+        local_timing = time_case(case, call, local_group, device=device, iterations=iterations)
+    return [timing for timing in all_gather_objects(local_timing) if timing is not None]
 
 
 def _kind_result(

@@ -12,6 +12,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -123,12 +124,12 @@ class IndexedDataset:
                 raise UserError(field, self.prefix, f"has no {suffix} file", fix="use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
-            dtype, lengths, pointers, documents = _read_index(self.prefix, field)
-            self.offsets = _offsets(self.prefix, field, dtype, lengths=lengths, pointers=pointers, documents=documents)
+            index = _read_index(self.prefix, field)
+            self.offsets = _offsets(self.prefix, field, index)
             if is_joined:
-                self.tokens = _map_joined_tokens(self.prefix, field, dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_joined_tokens(self.prefix, field, index.dtype, num_tokens=int(self.offsets[-1]))
             else:
-                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, index.dtype, num_tokens=int(self.offsets[-1]))
         except FileNotFoundError as error:
             problem = f"requires {error.filename}, which does not exist"
             fix = f"restore {error.filename}, or join the pairs again"
@@ -172,51 +173,82 @@ class IndexedDataset:
         return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, size=last - first)]
 
 
-def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """Content of an .idx file."""
+
+    dtype: np.dtype
+    """Type of the tokens."""
+    lengths: np.ndarray
+    """Tokens of each sequence, int32 [sequences]."""
+    pointers: np.ndarray
+    """Byte in the .bin file at which each sequence starts, int64 [sequences]."""
+    documents: np.ndarray
+    """First sequence of each document, and the number of sequences, int64 [documents + 1]."""
+
+
+@dataclass(frozen=True)
+class _IndexHeader:
+    """Numbers at the start of an .idx file."""
+
+    dtype_code: int
+    sequences: int
+    entries: int
+    """Entries of `_Index.documents`."""
+
+    @property
+    def required_bytes(self) -> int:
+        """Size of a complete .idx file."""
+        return HEADER.size + 12 * self.sequences + 8 * self.entries
+
+
+def _read_index(prefix: str, field: str) -> _Index:
     path = f"{prefix}.idx"
-    size = os.path.getsize(f"{prefix}.idx")
-    with open(path, "rb") as file:
-        header = file.read(HEADER.size)
-    if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
-        raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
-    if len(header) < HEADER.size:
-        raise _damaged_pair_error(field, path, f"is truncated: it has {size} bytes, but its header needs {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(header)
-    if version != VERSION:
-        raise _damaged_pair_error(field, path, f"has format version {version}, but only version {VERSION} is supported")
-    if code not in DTYPES:
-        raise _damaged_pair_error(
-            field, path, f"has the unknown token type {code}; known types: {', '.join(map(str, DTYPES))}"
-        )
-    required_bytes = HEADER.size + 12 * sequences + 8 * entries
-    if size < required_bytes:
-        raise _damaged_pair_error(
-            field, path, f"is truncated: it has {size:,} bytes, but {sequences:,} sequences need {required_bytes:,}"
-        )
+    header = _read_index_header(path, field)
     raw = np.memmap(path, np.uint8, "r")
-    bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+    bounds = np.cumsum([HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.entries])
     lengths, pointers, documents = (
         np.frombuffer(raw[start:stop], field_dtype)
         for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
-    return np.dtype(DTYPES[code]), lengths, pointers, documents
+    return _Index(dtype=np.dtype(DTYPES[header.dtype_code]), lengths=lengths, pointers=pointers, documents=documents)
 
 
-def _offsets(
-    prefix: str, field: str, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
-) -> np.ndarray:
+def _read_index_header(path: str, field: str) -> _IndexHeader:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        raw = file.read(HEADER.size)
+    if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
+        raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
+    if len(raw) < HEADER.size:
+        raise _damaged_pair_error(field, path, f"is truncated: it has {size} bytes, but its header needs {HEADER.size}")
+    _, version, code, sequences, entries = HEADER.unpack(raw)
+    if version != VERSION:
+        raise _damaged_pair_error(field, path, f"has format version {version}, but only version {VERSION} is supported")
+    if code not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise _damaged_pair_error(field, path, f"has the unknown token type {code}; known types: {known}")
+    header = _IndexHeader(code, sequences, entries)
+    if size < header.required_bytes:
+        needed = f"{sequences:,} sequences need {header.required_bytes:,}"
+        raise _damaged_pair_error(field, path, f"is truncated: it has {size:,} bytes, but {needed}")
+    return header
+
+
+def _offsets(prefix: str, field: str, index: _Index) -> np.ndarray:
     """Return the start of each document in the flat file, in tokens: int64 [documents + 1]."""
     path = f"{prefix}.idx"
-    sequences = len(lengths)
+    sequences = len(index.lengths)
+    documents = index.documents
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise _damaged_pair_error(
             field, path, f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
         )
     starts = np.empty(sequences + 1, np.int64)
-    starts[0] = pointers[0] // dtype.itemsize if sequences else 0
-    np.cumsum(lengths, out=starts[1:])
+    starts[0] = index.pointers[0] // index.dtype.itemsize if sequences else 0
+    np.cumsum(index.lengths, out=starts[1:])
     starts[1:] += starts[0]
-    if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
+    if (index.lengths < 0).any() or not np.array_equal(starts[:-1] * index.dtype.itemsize, index.pointers):
         raise _damaged_pair_error(field, path, "has sequences that are not contiguous in the .bin file")
     offsets: np.ndarray = starts[documents]
     return offsets

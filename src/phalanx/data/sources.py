@@ -133,9 +133,8 @@ def _hf_source(source: str) -> SourceFile:
     files = [os.stat(file) for file in _walk(path)]
     size = sum(file.st_size for file in files)
     changed = max((file.st_mtime_ns for file in files), default=0)
-    return SourceFile(
-        kind="hf", path=source[3:], name="hf" if os.path.isdir(path) else source, size=size, mtime_ns=changed
-    )
+    name = "hf" if os.path.isdir(path) else source
+    return SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -267,9 +266,8 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 row = json.loads(line)
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
-                raise UserError(
-                    field, location, f"is not valid JSON: {error}", fix="write one JSON object per line"
-                ) from None
+                problem = f"is not valid JSON: {error}"
+                raise UserError(field, location, problem, fix="write one JSON object per line") from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
@@ -292,9 +290,8 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
-        raise UserError(
-            field, source_file.path, f"is not a valid Parquet file: {error}", fix="recreate the file"
-        ) from None
+        problem = f"is not a valid Parquet file: {error}"
+        raise UserError(field, source_file.path, problem, fix="recreate the file") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:

@@ -25,7 +25,7 @@ TOTAL = "total"
 """Peak of the sum, which is less than the sum of the peaks, because parts peak at different times."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One predicted quantity and its measurement; None if unknown."""
 
@@ -69,14 +69,16 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
         for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
-            rows.append(Comparison(role, part, "B", predicted=getattr(predicted, part), measured=got))
+            rows.append(
+                Comparison(role=role, quantity=part, unit="B", predicted=getattr(predicted, part), measured=got)
+            )
         peak_bytes = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append(Comparison(role, TOTAL, "B", predicted=predicted.total, measured=peak_bytes))
+        rows.append(Comparison(role=role, quantity=TOTAL, unit="B", predicted=predicted.total, measured=peak_bytes))
         # PowerSGD sends from callbacks in other threads, which are not recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
-            rows.append(Comparison(role, operation, "B", predicted=round(size), measured=round(got)))
+            rows.append(Comparison(role=role, quantity=operation, unit="B", predicted=round(size), measured=round(got)))
     return rows
 
 

@@ -21,7 +21,7 @@ from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingCost:
     """Cost of a full training run with one layout; None if the cluster lacks the required speed or price."""
 

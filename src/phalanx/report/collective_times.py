@@ -39,7 +39,13 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
         if len(known) == len(group) > 1:
             durations[kind].append(min(known))
     return tuple(
-        CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes=size_bytes, seconds=median(samples))
+        CollectiveTiming(
+            operation=operation,
+            ranks=len(group),
+            stride=group[1] - group[0],
+            size_bytes=size_bytes,
+            seconds=median(samples),
+        )
         for (operation, group, size_bytes), samples in sorted(durations.items())
     )
 

@@ -42,9 +42,9 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     seconds = statistics.median(record["step_seconds"] for record in steady)
     tensor_bytes = measured.get("peak_bytes", {}).get("total")
     return MeasuredRun(
-        directory.name,
-        run,
-        world_size,
+        name=directory.name,
+        run=run,
+        ranks=world_size,
         step_seconds=seconds,
         memory_bytes=steady[-1]["peak_memory_bytes"],
         peak_flops=peak,

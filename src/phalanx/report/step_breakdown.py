@@ -178,7 +178,8 @@ def simulate_measured(
     has_split_backward = any("I" in kinds for kinds in stages.values())
     weight_gradients = seconds_per_stage("W") if has_split_backward else 0.0
     schedule = layout_schedule(run.layout, num_micro_batches)
-    return simulate(schedule, ActionTimes(forward, backward, weight_gradients))
+    times = ActionTimes(forward=forward, input_grad=backward, weight_grad=weight_gradients)
+    return simulate(schedule, times)
 
 
 def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:

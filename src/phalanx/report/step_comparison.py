@@ -6,7 +6,6 @@ Why: `docs/design/decisions/report-asks-planner.md`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,6 @@ from phalanx.report.step_breakdown import StepTimes
 from phalanx.runs.events import STARTED, active_seconds_until
 from phalanx.runs.jsonl import JsonRecord
 from phalanx.schedule.simulate import Timeline
-
-_row = partial(Comparison, "")
-"""Comparison of all ranks together: its arguments are the quantity, the unit, and both values."""
 
 
 def step_rows(
@@ -81,6 +77,18 @@ def _pipeline_rows(
     yield _row("idle in the pipeline", "s", predicted=idle, measured=_median(times.idle))
     bubble = float(planned_timeline.bubble) if planned_timeline else None
     yield _row("bubble", "", predicted=bubble, measured=times.bubble)
+
+
+def _row(
+    quantity: str,
+    unit: str,
+    *,
+    predicted: float | None,
+    measured: float | None,
+    interval: tuple[float, float] | None = None,
+) -> Comparison:
+    """Return the comparison of a quantity of all ranks together."""
+    return Comparison(role="", quantity=quantity, unit=unit, predicted=predicted, measured=measured, interval=interval)
 
 
 def _predicted_seconds(option: EvaluatedLayout | None, *parts: str) -> float | None:

@@ -50,8 +50,13 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     measured_by_role = {PER_ROUND: _measured_per_round(rounds), ALL_ROUNDS: _measured_in_all_rounds(rounds)}
     for role, quantities in measured_by_role.items():
         for measured in quantities:
-            predicted = predictions.get((role, measured.name))
-            yield Comparison(role, measured.name, measured.unit, predicted=predicted, measured=measured.value)
+            yield Comparison(
+                role=role,
+                quantity=measured.name,
+                unit=measured.unit,
+                predicted=predictions.get((role, measured.name)),
+                measured=measured.value,
+            )
 
 
 @dataclass(frozen=True)

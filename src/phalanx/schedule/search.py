@@ -17,6 +17,9 @@ from phalanx.schedule.schedule import Action, ActionKind, Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError
 
+INFEASIBLE = (math.inf, math.inf)
+"""Cost of an order that deadlocks or exceeds the memory limit."""
+
 
 def search_schedule(
     p: int, m: int, times: ActionTimes, limit: Fraction, chunks: int = 2, moves: int = 20_000
@@ -96,16 +99,12 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
     cost = _cost(graph, orders)
     best_cost = cost
     best_orders = [*orders]
-    min_seconds = min(filter(None, graph.seconds), default=1.0)
-    for move in range(moves):
-        temperature = 0.2 * min_seconds * (1 - move / moves) ** 2
+    for temperature in _temperatures(graph, moves):
         rank = rng.randrange(len(orders))
         old_order = orders[rank]
         orders[rank] = _move_action(orders[rank], rng, 2 * len(orders))
-        cost_increase = math.inf
-        if _peak_in_flight(graph, orders[rank]) <= max_in_flight:
-            new_cost = _cost(graph, orders)
-            cost_increase = _cost_difference(new_cost, cost, len(orders))
+        new_cost = _cost(graph, orders) if _peak_in_flight(graph, orders[rank]) <= max_in_flight else INFEASIBLE
+        cost_increase = _cost_difference(new_cost, cost, len(orders))
         if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
             cost = new_cost
             if cost < best_cost:
@@ -114,6 +113,13 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
         else:
             orders[rank] = old_order
     return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
+
+
+def _temperatures(graph: _Graph, moves: int) -> Iterator[float]:
+    """Yield the temperature of each move: cost increases of this size are accepted one time in e."""
+    min_seconds = min(filter(None, graph.seconds), default=1.0)
+    for move in range(moves):
+        yield 0.2 * min_seconds * (1 - move / moves) ** 2
 
 
 def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
@@ -171,7 +177,7 @@ def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
                     continue
                 break
     is_deadlocked = any(num_done < len(order) for num_done, order in zip(next_index, orders, strict=True))
-    return (math.inf, math.inf) if is_deadlocked else (max(clocks), sum(clocks))
+    return INFEASIBLE if is_deadlocked else (max(clocks), sum(clocks))
 
 
 def _cost_difference(new_cost: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:

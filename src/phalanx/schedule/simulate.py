@@ -13,7 +13,7 @@ from phalanx.schedule.validate import check_schedule
 Time = float | Fraction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActionTimes:
     """Durations, in any one unit: one per stage, or one for all stages."""
 

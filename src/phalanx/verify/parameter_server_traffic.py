@@ -34,19 +34,32 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
     scalar_bytes = 8 * (2 + num_reduced_scalars(run) + biases)
     traffic: dict[tuple[str, Group], list[Traffic]] = {}
     for server in range(servers) if rank in workers else (rank,):
-        rows = [Traffic("broadcast", owned_bytes[server], "weights", group_kind="servers")]
-        rows += [Traffic("broadcast", scalar_bytes, REDUCTION_PURPOSE, group_kind="servers")] if server == 0 else []
+        rows = [Traffic(operation="broadcast", bytes=owned_bytes[server], purpose="weights", group_kind="servers")]
+        rows += (
+            [Traffic(operation="broadcast", bytes=scalar_bytes, purpose=REDUCTION_PURPOSE, group_kind="servers")]
+            if server == 0
+            else []
+        )
         traffic["broadcast", (server, *workers)] = rows
     if rank in workers:
         messages = Traffic(
-            "send", 8 * (num_reduced_scalars(run) + 1) * servers, REDUCTION_PURPOSE, group_kind="servers", calls=servers
+            operation="send",
+            bytes=8 * (num_reduced_scalars(run) + 1) * servers,
+            purpose=REDUCTION_PURPOSE,
+            group_kind="servers",
+            calls=servers,
         )
         all_ranks = tuple(range(world_size))
         traffic["send", all_ranks] = [
-            Traffic("send", sum(owned_bytes), "gradients", group_kind="servers", calls=servers),
+            Traffic(operation="send", bytes=sum(owned_bytes), purpose="gradients", group_kind="servers", calls=servers),
             messages,
         ]
     elif servers > 1:
-        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, REDUCTION_PURPOSE, group_kind="servers")
+        squared_norm = Traffic(
+            operation="all_reduce",
+            bytes=2 * (servers - 1) / servers * 8,
+            purpose=REDUCTION_PURPOSE,
+            group_kind="servers",
+        )
         traffic["all_reduce", tuple(range(servers))] = [squared_norm]
     return traffic

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from phalanx.cost.exact.flops import rank_flops
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.exact.scalar_reductions import scalar_reduction_traffic
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Traffic
@@ -23,7 +23,7 @@ RELATIVE_TOLERANCE = 0.05
 Kind = Literal["collective", "memory", "flops"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanCheck:
     """A planned quantity of a rank's step, and its traced value."""
 
@@ -62,39 +62,52 @@ def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Executed:
+    """Collectives of one operation in one group, as traced."""
+
+    sent_bytes: float = 0.0
+    calls: int = 0
+
+
 def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     planned = planned_collectives(run, world_size, traced["rank"])
-    executed: dict[tuple[str, Group], tuple[float, int]] = {}
-    for row in traced["collectives"]:
-        if len(row["group"]) > 1 and row["operation"] != "recv":  # what one receives another sends
+    executed = _executed_collectives(traced["collectives"])
+    return [
+        _check_collective(run, key, planned=planned.get(key, []), executed=executed.get(key, _Executed()))
+        for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key))
+    ]
+
+
+def _executed_collectives(rows: list[dict[str, Any]]) -> dict[tuple[str, Group], _Executed]:
+    """Return the traced collectives by operation and ranks of the group; what one rank receives another sends."""
+    executed: dict[tuple[str, Group], _Executed] = {}
+    for row in rows:
+        if len(row["group"]) > 1 and row["operation"] != "recv":
             key = row["operation"], tuple(row["group"])
-            size, calls = executed.get(key, (0.0, 0))
-            executed[key] = size + row["sent_bytes"], calls + row["calls"]
-    lines = []
-    for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key)):
-        operation, group = key
-        rows = planned.get(key, [])
-        (size, calls) = executed.get(key, (0.0, 0))
-        expected = sum(row.bytes for row in rows)
-        expected_calls = sum(row.calls for row in rows)
-        agrees = abs(expected - size) <= 1e-9 * max(expected, size) and expected_calls == calls
-        names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
-        explanation = "" if agrees else _explain_difference(run, operation)
-        lines.append(
-            PlanCheck(
-                "collective",
-                operation,
-                names,
-                ranks=len(group),
-                planned=expected,
-                traced=size,
-                planned_calls=expected_calls,
-                traced_calls=calls,
-                agrees=agrees,
-                why=explanation,
-            )
-        )
-    return lines
+            previous = executed.get(key, _Executed())
+            executed[key] = _Executed(previous.sent_bytes + row["sent_bytes"], previous.calls + row["calls"])
+    return executed
+
+
+def _check_collective(run: RunSpec, key: tuple[str, Group], planned: list[Traffic], executed: _Executed) -> PlanCheck:
+    operation, group = key
+    planned_bytes = sum(row.bytes for row in planned)
+    planned_calls = sum(row.calls for row in planned)
+    has_planned_bytes = abs(planned_bytes - executed.sent_bytes) <= 1e-9 * max(planned_bytes, executed.sent_bytes)
+    agrees = has_planned_bytes and planned_calls == executed.calls
+    return PlanCheck(
+        kind="collective",
+        what=operation,
+        among=", ".join(sorted({row.group_kind for row in planned})) or "?",
+        ranks=len(group),
+        planned=planned_bytes,
+        traced=executed.sent_bytes,
+        planned_calls=planned_calls,
+        traced_calls=executed.calls,
+        agrees=agrees,
+        why="" if agrees else _explain_difference(run, operation),
+    )
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
@@ -134,43 +147,53 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
     traced as on a CPU, whose kernels save other tensors than CUDA's."""
     if run.cluster.uses_cuda:
         run = run.on_device("cpu")
-    sizes = parallel_dims(run.layout, world_size)
-    rank = traced["rank"]
-    stage_memory = list(rank_memory(run, world_size).values())
-    stage = sizes.coordinates(rank)["pp"]
-    planned = stage_memory[stage]
-    is_fullest = rank == pipeline_stage_groups(sizes)[stage][0]
-    if sizes.servers:
-        loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
-        planned = stage_memory[rank >= sizes.servers]
-        is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
-    lines = []
+    planned, is_fullest = _planned_memory(run, world_size, traced["rank"])
+    checks = []
     for part in (*STATE, "total"):
-        kind = "peak_bytes" if part == "total" else "held_bytes"
-        expected = getattr(planned, part)
-        actual = traced[kind].get(part, 0)
-        expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
-        tolerance = RELATIVE_TOLERANCE if part == "total" else 0.0
-        agrees = actual <= (1 + tolerance) * expected and (actual >= (1 - tolerance) * expected or not is_fullest)
-        explanation = (
-            ""
-            if is_fullest or actual >= expected
-            else "smaller than the plan, which is for the rank that needs the most"
-        )
-        if expected or actual:
-            lines.append(
-                PlanCheck("memory", part, "", ranks=1, planned=expected, traced=actual, agrees=agrees, why=explanation)
+        planned_bytes = getattr(planned, part)
+        traced_bytes = traced["peak_bytes" if part == "total" else "held_bytes"].get(part, 0)
+        tolerance = 0.0
+        if part == "total":
+            planned_bytes += planned.offloaded  # ranks are traced as on a CPU, whose memory is one
+            tolerance = RELATIVE_TOLERANCE
+        is_at_most = traced_bytes <= (1 + tolerance) * planned_bytes
+        is_at_least = traced_bytes >= (1 - tolerance) * planned_bytes
+        is_smaller = not is_fullest and traced_bytes < planned_bytes
+        if planned_bytes or traced_bytes:
+            checks.append(
+                PlanCheck(
+                    kind="memory",
+                    what=part,
+                    among="",
+                    ranks=1,
+                    planned=planned_bytes,
+                    traced=traced_bytes,
+                    agrees=is_at_most and (is_at_least or not is_fullest),
+                    why="smaller than the plan, which is for the rank that needs the most" if is_smaller else "",
+                )
             )
-    return lines
+    return checks
+
+
+def _planned_memory(run: RunSpec, world_size: int, rank: int) -> tuple[RankMemory, bool]:
+    """Return the planned memory of a rank's role, and whether no rank of the role needs more."""
+    sizes = parallel_dims(run.layout, world_size)
+    role_memories = list(rank_memory(run, world_size).values())
+    stage = sizes.coordinates(rank)["pp"]
+    if not sizes.servers:
+        return role_memories[stage], rank == pipeline_stage_groups(sizes)[stage][0]
+    loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
+    is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
+    return role_memories[rank >= sizes.servers], is_fullest
 
 
 def _compare_flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
     expected = rank_flops(run, world_size, traced["rank"])
     actual = traced["flops"]
     return PlanCheck(
-        "flops",
-        "step",
-        "",
+        kind="flops",
+        what="step",
+        among="",
         ranks=1,
         planned=expected,
         traced=actual,

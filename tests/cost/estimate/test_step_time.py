@@ -98,7 +98,7 @@ def test_zero3_books_exposed_gathers_and_scatters_as_data_parallel(model, ep):
 @pytest.mark.parametrize(("F", "B", "W"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 4.0, 2.0)])
 def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W):
     chunks = 2 if name == "zb-v" else v
-    times = ActionTimes(F / chunks, B / chunks, W / chunks)
+    times = ActionTimes(forward=F / chunks, input_grad=B / chunks, weight_grad=W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
     one = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
     whole = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.comm_buffers import bucket_sizes
-from phalanx.cost.exact.fsdp_buffers import fsdp_unit_sizes
+from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters

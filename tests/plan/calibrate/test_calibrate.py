@@ -105,7 +105,14 @@ def test_search_uses_constants_of_calibrated_machine(calibration):
     run = make_run(4)
     run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 4})})
     best = search_layouts(run, 4).layouts[0]
-    seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
+    seen = MeasuredRun(
+        name="best",
+        run=run.model_copy(update={"layout": best.candidate.layout()}),
+        ranks=4,
+        step_seconds=1.0,
+        memory_bytes=1.0,
+        peak_flops=None,
+    )
     seconds, width, memory = predict_run(calibration.machine, seen)
     assert best.step_seconds == pytest.approx(seconds)
     assert best.high_seconds == pytest.approx(seconds * width)
@@ -151,7 +158,14 @@ def test_search_rejects_precision_other_than_calibrated(calibration):
 
 
 def test_calibrate_error_names_run_with_unsupported_layout():
-    served = MeasuredRun("served", make_run(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
+    served = MeasuredRun(
+        name="served",
+        run=make_run(3, data_parallel="parameter_server"),
+        ranks=3,
+        step_seconds=1.0,
+        memory_bytes=1.0,
+        peak_flops=None,
+    )
     with pytest.raises(UserError, match="served: layout"):
         calibrate([CALIBRATION_RUNS[0], served], MACHINE)
 

@@ -30,15 +30,19 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
     """What `phalanx bench` would find on the imagined machine."""
-    exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
+    exchanges = tuple(
+        CollectiveTiming(operation=kind, ranks=ranks, stride=1, size_bytes=size, seconds=1.0)
+        for kind in OPERATIONS
+        for size in SIZES
+    )
     blank = BenchmarkFile(
-        "measured.json",
-        make_run(ranks, pp=ranks, micro_batch_size=4),
-        ranks,
-        np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
-        np.ones(2),
-        np.array([(2**26, 1.0)]),
-        exchanges,
+        name="measured.json",
+        run=make_run(ranks, pp=ranks, micro_batch_size=4),
+        ranks=ranks,
+        products=np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
+        core=np.ones(2),
+        passes=np.array([(2**26, 1.0)]),
+        exchanges=exchanges,
     )
     times, chance = time_constants_for(SYNTHETIC_MACHINE), np.random.default_rng(0)
     found = {
@@ -104,7 +108,12 @@ def test_collective_timings_use_formula_of_each_operation():
     jobs = job_table([{**job_row(synthesize_benchmark_file(2), machine), "pp": 1.0, "fast_link_domain": 2.0}])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
     near, far = (
-        collective_timings("x", [CollectiveTiming(kind, n, 1, 1e9, 1.0) for kind in kinds], jobs) for n in (2, 4)
+        collective_timings(
+            "x",
+            [CollectiveTiming(operation=kind, ranks=n, stride=1, size_bytes=1e9, seconds=1.0) for kind in kinds],
+            jobs,
+        )
+        for n in (2, 4)
     )
     constants = time_constants_for(machine)
     assert len(near.seconds) == 3
@@ -119,7 +128,11 @@ def test_collective_timings_use_formula_of_each_operation():
 
 def test_operation_timings_compute_geometric_mean_error():
     double = OperationTimings(
-        "x", "y", np.array([1.0, 1.0]), np.array([0.25, 0.75]), lambda c, which: np.array([2.0, 0.5])[which]
+        source="x",
+        kind="y",
+        seconds=np.array([1.0, 1.0]),
+        shares=np.array([0.25, 0.75]),
+        predicted=lambda c, which: np.array([2.0, 0.5])[which],
     )
     assert double.geometric_mean_error(time_constants()) == pytest.approx(1.0)
     both = double.errors(time_constants(), points=2)
@@ -158,7 +171,7 @@ def test_read_benchmark_file_parses_all_parts(tmp_path):
     np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
     np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
     np.testing.assert_array_equal(found.passes, [[8, 2]])
-    assert found.exchanges == (CollectiveTiming("all_reduce", 2, 2, 64, 0.5),)
+    assert found.exchanges == (CollectiveTiming(operation="all_reduce", ranks=2, stride=2, size_bytes=64, seconds=0.5),)
 
 
 def test_benchmark_file_may_contain_attention_only(tmp_path):

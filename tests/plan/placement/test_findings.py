@@ -29,7 +29,7 @@ TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
 
 def test_with_pxn_relays_only_over_fast_links() -> None:
     """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
-    pairs = NodeLayout((0, 0, 1, 1), (0, 1, 2, 3), (("a",), ("b",), ("c",), ("d",)))
+    pairs = NodeLayout(domain=(0, 0, 1, 1), rail=(0, 1, 2, 3), nics=(("a",), ("b",), ("c",), ("d",)))
     sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
     assert matrix_entries(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
     last = TrafficMatrix(6, np.array([4]), np.array([3]), np.array([1.0]))

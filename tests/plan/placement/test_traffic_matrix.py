@@ -235,4 +235,6 @@ def test_traffic_by_group_separates_expert_gradients() -> None:
     rows = [row for row in traffic_by_group(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]
     (merged,) = [r for r in traffic_by_role(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]
-    assert merged == Traffic("all_reduce", rows[0].bytes + rows[1].bytes, rows[0].purpose, calls=2)
+    assert merged == Traffic(
+        operation="all_reduce", bytes=rows[0].bytes + rows[1].bytes, purpose=rows[0].purpose, calls=2
+    )

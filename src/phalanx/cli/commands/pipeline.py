@@ -139,7 +139,7 @@ def _stage_times(times: list[Fraction], schedule: Schedule) -> ActionTimes:
     """Divide a rank's times among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
-    return ActionTimes(forward, input, weight, transfer=times[3])
+    return ActionTimes(forward=forward, input_grad=input, weight_grad=weight, transfer=times[3])
 
 
 def _load_schedule(
@@ -152,7 +152,7 @@ def _load_schedule(
     p, m = _require_sizes(stages, microbatches)
     if name == "searched":
         forward, input, weight, transfer = map(float, times)
-        half = ActionTimes(forward / 2, input / 2, weight / 2, transfer=transfer)
+        half = ActionTimes(forward=forward / 2, input_grad=input / 2, weight_grad=weight / 2, transfer=transfer)
         return search_schedule(p, m, half, limit=Fraction(p if memory is None else memory))
     return build_schedule(name, p, m, v=v or 2)
 

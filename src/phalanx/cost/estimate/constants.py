@@ -25,7 +25,7 @@ def bounds(constant: Field[Any]) -> tuple[float, float]:
     return constant.metadata["low"], constant.metadata["high"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TimeConstants:
     """Constants of step times.
 
@@ -124,7 +124,7 @@ class TimeConstants:
     """Passes over the logits for softmax and loss, forward and backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
     """Constants of memory. Bytes are per token and element of the named tensor."""
 
@@ -168,7 +168,7 @@ class MemoryConstants:
     """Standard deviation of the logarithm of used / predicted memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class IntervalConstants:
     """Half widths of the intervals that contain 80 % of runs, as a logarithm of the step time."""
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from phalanx.cost.kinds import Column, ScheduleKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobTable:
     """Columns of equal length, or of length 1.
 
@@ -162,17 +162,17 @@ class JobTable:
         """Number of jobs."""
         return max(len(getattr(self, column.name)) for column in fields(self))
 
-    @property
+    @cached_property
     def tokens(self) -> Column:
         """Tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.sequence / self.cp
 
-    @property
+    @cached_property
     def expert_replicas(self) -> Column:
         """Ranks of a stage with the same experts, among which the gradients of these experts are reduced."""
         return np.maximum(self.dp * self.cp * self.tp / self.expert_shards, 1)
 
-    @property
+    @cached_property
     def expert_shards(self) -> Column:
         """Ranks over which a block's experts are sharded.
 

@@ -39,7 +39,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
     """Bytes between the loss and the backward pass, by part, and at later peaks."""
 
@@ -165,7 +165,15 @@ def activation_bytes(
     layout = layout or Layout()
     stage = stage or StageBlocks(range(spec.num_layers), first=True, last=True)
     autocast = autocast and precision == "bf16"
-    shape = ForwardShape(batch, seq_len, precision, layout=layout, autocast=autocast, masked=masked, on_cuda=on_cuda)
+    shape = ForwardShape(
+        batch=batch,
+        sequence=seq_len,
+        precision=precision,
+        layout=layout,
+        autocast=autocast,
+        masked=masked,
+        on_cuda=on_cuda,
+    )
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=_saved_by_inputs(spec, shape, stage))
     deferred = _deferred_weight_grads(spec, shape, stage)
     # Weight gradients that later layers and the head have deferred.
@@ -270,57 +278,3 @@ def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
         + (shape.compute_bytes if shape.compute_bytes < shape.high_precision_bytes else 0)
     )
     return shape.tokens * shape.max_local_count(spec.vocab_size) * bytes_per_logit
-
-
-@dataclass(frozen=True)
-class PeakInFlightBytes:
-    """Peak bytes of activations on a pipeline rank."""
-
-    forward_only: int
-    """Peak before the rank has gradients of its parameters."""
-    with_gradients: int
-    """Peak from then on."""
-
-
-def peak_in_flight_bytes(
-    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: int
-) -> PeakInFlightBytes:
-    """Return the peak activations of a pipeline rank.
-
-    Args:
-        schedule: Schedule of the pipeline.
-        rank: Pipeline rank.
-        saved: Activations per stage and micro-batch, from forward to backward and between the halves of backward.
-        inside: Bytes of communication inside blocks.
-    """
-    stage_activations = {stage: saved[stage] for stage in schedule.stages_of(rank)}
-    sizes = {
-        stage: (
-            activations.total,
-            max(activations.at_backward_start, activations.within_blocks() + inside),
-            activations.deferred_weight_grads,
-            activations.within_blocks(1.0) + inside,
-        )
-        for stage, activations in stage_activations.items()
-    }
-    live = 0
-    has_gradients = False
-    peaks = [0, 0]
-    for stage, kind, _ in schedule.actions(rank):
-        total, peak, deferred, end_peak = sizes[stage]
-        current = live + (total if kind == "F" else 0 if kind == "W" else peak - total)
-        if kind == "W":
-            has_gradients = True
-        if current > peaks[has_gradients]:
-            peaks[has_gradients] = current
-        if kind == "F":
-            live += total
-        elif kind == "I":
-            live += deferred - total
-        elif kind == "W":
-            live -= deferred
-        else:
-            live, has_gradients = live - total, True
-            if live + end_peak > peaks[True]:
-                peaks[True] = live + end_peak
-    return PeakInFlightBytes(*peaks)

@@ -112,9 +112,15 @@ def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, Tr
     kv_elements = 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     kv_bytes = (cp - 1) * kv_elements * shape.compute_bytes
     gradient_bytes = cp * kv_elements * shape.high_precision_bytes if cp > 1 else 0
-    forward = Traffic("send", kv_bytes, CONTEXT_PARALLEL_PURPOSE, group_kind="cp", calls=cp - 1)
+    forward = Traffic(operation="send", bytes=kv_bytes, purpose=CONTEXT_PARALLEL_PURPOSE, group_kind="cp", calls=cp - 1)
     return [forward], [
-        Traffic("send", kv_bytes + gradient_bytes, CONTEXT_PARALLEL_PURPOSE, group_kind="cp", calls=2 * cp - 1)
+        Traffic(
+            operation="send",
+            bytes=kv_bytes + gradient_bytes,
+            purpose=CONTEXT_PARALLEL_PURPOSE,
+            group_kind="cp",
+            calls=2 * cp - 1,
+        )
     ]
 
 
@@ -196,4 +202,6 @@ def _tp_reduce(shape: ForwardShape, size: int) -> TrafficRows:
 def _collective_traffic(
     operation: Collective, size: int, ranks: int, purpose: str, group_kind: GroupKind
 ) -> TrafficRows:
-    return [Traffic(operation, sent_bytes(operation, size, ranks), purpose, group_kind=group_kind)]
+    return [
+        Traffic(operation=operation, bytes=sent_bytes(operation, size, ranks), purpose=purpose, group_kind=group_kind)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.exact.comm_buffers import bucket_names
-from phalanx.cost.exact.fsdp_buffers import fsdp_unit_of
+from phalanx.cost.exact.fsdp_units import fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors

@@ -10,7 +10,8 @@ from collections.abc import Container
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_buffer_peaks
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
@@ -50,7 +51,9 @@ def comm_buffer_peaks(
             peaks = (
                 ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
-            end_peak = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())))
+            end_peak = CommBufferPeak(
+                backward_fraction=1.0, bytes=STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values()))
+            )
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
             peaks = zero_buffers(
@@ -144,9 +147,9 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     )
     fractions = [sent_elements / sum(sizes) for sent_elements in accumulate(sizes)]
     return [
-        CommBufferPeak(0.0, unsent_bytes),
+        CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes),
         *(
-            CommBufferPeak(fraction, unsent_bytes + copied_bytes * size)
+            CommBufferPeak(backward_fraction=fraction, bytes=unsent_bytes + copied_bytes * size)
             for fraction, size in zip(fractions, sizes, strict=True)
         ),
     ]
@@ -187,7 +190,9 @@ def zero_buffers(
     gather_elements = [shard * (n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
     max_gather_elements = max(sum(pair) for pair in pairwise([0, *gather_elements]))
     points = [*zip(fractions, reduce_elements, strict=True), (1.0, max_gather_elements)]
-    return [CommBufferPeak(fraction, bytes_per_element * size) for fraction, size in points if size]
+    return [
+        CommBufferPeak(backward_fraction=fraction, bytes=bytes_per_element * size) for fraction, size in points if size
+    ]
 
 
 def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:

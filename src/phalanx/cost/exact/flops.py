@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,39 +136,60 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
         rank: Global rank. Parameter servers compute nothing.
     """
     dims = parallel_dims(run.layout, world_size)
-    batch_plan = plan_batch(run, world_size)
-    spec = run.model
-    layout = run.layout
     if rank < dims.servers:
         return 0.0
     coordinates = dims.coordinates(rank)
-    rows_per_rank, remainder = divmod(batch_plan.global_batch_size, batch_plan.dp_size)
-    rows = rows_per_rank + (coordinates["dp_replicate"] * dims.dp_shard + coordinates["dp_shard"] < remainder)
-    tokens = rows * run.training.seq_len / dims.cp
+    tokens = _rank_tokens(run, world_size, coordinates)
     tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
-    layers = layers_per_rank(run)[coordinates["pp"]] if dims.pp > 1 else range(spec.num_layers)
-    product_flops = 0.0
-    attention_flops = 0.0
+    products = _block_product_flops(run, tensors, tokens)
+    core = _attention_core_flops(run, coordinates["pp"], tokens)
+    recomputed = {
+        "none": 0.0,
+        "selective": products.attention + core,
+        "full": products.total + core,
+    }[run.layout.activation_checkpointing]
+    head_shape = lm_head_shape(run, tensors, coordinates["pp"])
+    head = 6 * tokens * num_elements(head_shape) if head_shape else 0
+    return 3 * (products.total + core) + recomputed + head
+
+
+def _rank_tokens(run: RunSpec, world_size: int, coordinates: Mapping[str, int]) -> float:
+    """Return the tokens that a rank processes in an update; the first data-parallel ranks get the remaining rows."""
+    dims = parallel_dims(run.layout, world_size)
+    batch_plan = plan_batch(run, world_size)
+    dp_rank = coordinates["dp_replicate"] * dims.dp_shard + coordinates["dp_shard"]
+    rows, remainder = divmod(batch_plan.global_batch_size, batch_plan.dp_size)
+    return (rows + (dp_rank < remainder)) * run.training.seq_len / dims.cp
+
+
+@dataclass(frozen=True)
+class _BlockProductFlops:
+    """FLOPs of the forward pass in a rank's matrix products with parameters of blocks."""
+
+    total: float
+    attention: float
+    """Part of `total` in attention's projections."""
+
+
+def _block_product_flops(run: RunSpec, tensors: RankTensors, tokens: float) -> _BlockProductFlops:
+    total = 0.0
+    attention = 0.0
     for name, shape in tensors.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
-            flops = (
-                2
-                * tokens_through_parameter(name, run, tokens)
-                * num_elements(shape[1:] if ".experts." in name else shape)
-            )
-            product_flops, attention_flops = product_flops + flops, attention_flops + flops * (".attention." in name)
-    causal = not run.data.mask_documents
-    heads = -(-spec.num_heads // dims.tp)
-    core_flops = 4 * heads * spec.head_dim * run.training.seq_len * (0.5 if causal else 1.0) * tokens * len(layers)
-    recomputed_flops = {"none": 0.0, "selective": attention_flops + core_flops, "full": product_flops + core_flops}[
-        layout.activation_checkpointing
-    ]
-    head_shape = lm_head_shape(run, tensors, coordinates["pp"])
-    return (
-        3 * (product_flops + core_flops)
-        + recomputed_flops
-        + (6 * tokens * num_elements(head_shape) if head_shape else 0)
-    )
+            matrix = shape[1:] if ".experts." in name else shape
+            flops = 2 * tokens_through_parameter(name, run, tokens) * num_elements(matrix)
+            total += flops
+            attention += flops * (".attention." in name)
+    return _BlockProductFlops(total, attention)
+
+
+def _attention_core_flops(run: RunSpec, pp_rank: int, tokens: float) -> float:
+    """Return the FLOPs of attention's core in the forward pass on a rank's heads."""
+    spec = run.model
+    num_layers = len(layers_per_rank(run)[pp_rank]) if run.layout.pp > 1 else spec.num_layers
+    causal_fraction = 1.0 if run.data.mask_documents else 0.5
+    heads = -(-spec.num_heads // run.layout.tp)
+    return 4 * heads * spec.head_dim * run.training.seq_len * causal_fraction * tokens * num_layers
 
 
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:

@@ -9,7 +9,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import is_flash_head_dim
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ForwardShape:
     """Sizes of a forward pass on one rank; those of numbers are in bytes."""
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cost.exact.activation_memory import ActivationBytes, PeakInFlightBytes
-from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
+from phalanx.cost.exact.activation_memory import ActivationBytes
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
@@ -21,7 +22,7 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PersistentMemory:
     """Bytes that remain while activations and buffers are allocated and freed."""
 
@@ -69,9 +70,9 @@ def split_persistent_memory(
         summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
-        state.parameters + state.optimizer,
-        gradients,
-        before_bytes,
+        parameters_and_optimizer=state.parameters + state.optimizer,
+        gradients=gradients,
+        accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy),
     )

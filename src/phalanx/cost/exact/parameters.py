@@ -23,7 +23,7 @@ PART_BY_MODULE = {
 """Part that a module's parameters belong to; the innermost module of a name decides."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParameterCount:
     """Parameters by part. Buffers (a router's balancing bias, rotary tables) are not parameters."""
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import comm_buffer_peaks, parameter_server_buffers
 from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
-from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_stream_buffers
+from phalanx.cost.exact.fsdp_cuda_buffers import fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, split_persistent_memory, without_other_streams
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes

@@ -14,7 +14,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import TensorSharding, rows_on_rank, tensor_sharding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankTensors:
     """Tensors of a rank."""
 
@@ -77,9 +77,9 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
-            {name: shapes[name] for name in names if name not in expert_names},
-            data_dims.dp_shard,
-            {name: shapes[name] for name in names if name in expert_names},
+            dense={name: shapes[name] for name in names if name not in expert_names},
+            shards=data_dims.dp_shard,
+            expert={name: shapes[name] for name in names if name in expert_names},
             expert_shards=expert_shards,
             names=tuple(names),
             tied_embedding_copy=shapes["embedding.weight"] if has_copy else None,

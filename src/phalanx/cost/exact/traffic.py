@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from phalanx.cost.exact.activation_memory import StageBlocks, pipeline_stages
-from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
-from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
 from phalanx.cost.exact.parameter_shapes import (
     Shapes,
     is_muon_parameter,
@@ -20,12 +18,9 @@ from phalanx.cost.exact.parameter_shapes import (
     num_elements,
     parameter_shapes,
 )
-from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
@@ -71,7 +66,7 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
             if row.bytes
         ]
         for tensors, model_parallel in zip(
-            stage_tensors, _model_parallel_traffic(run, world_size, stage_tensors), strict=True
+            stage_tensors, model_parallel_traffic(run, world_size, stage_tensors), strict=True
         )
     ]
     return {"rank": traffic[0]} if layout.pp == 1 else {f"pp{pp_rank}": rows for pp_rank, rows in enumerate(traffic)}
@@ -188,61 +183,9 @@ def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int)
             bytes_by_group[group] = bytes_by_group.get(group, 0) + bytes_per_element * num_elements((rows, *shape[1:]))
     purpose = "partial gradients of parameters that several ranks use"
     return [
-        Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind=group_kind)
+        Traffic(operation="all_reduce", bytes=sent_bytes("all_reduce", size, n), purpose=purpose, group_kind=group_kind)
         for (n, group_kind), size in bytes_by_group.items()
     ]
-
-
-def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
-    """Return the model-parallel traffic of activations and their gradients, per pipeline rank."""
-    layout = run.layout
-    spec = run.model
-    batch_plan = plan_batch(run, world_size)
-    data_dims = parallel_dims(layout, world_size).with_cp_as_data_parallel(layout)
-    shape = ForwardShape(
-        batch_plan.micro_batch_size,
-        run.training.seq_len,
-        run.training.precision,
-        layout=layout,
-        autocast=effective_strategy(layout, data_dims.dp_shard) == "ddp",
-        masked=run.data.mask_documents,
-    )
-    if layout.pp == 1:
-        return [
-            _scale_traffic(
-                batch_plan.gradient_accumulation_steps,
-                stage_activation_traffic(spec, shape, StageBlocks(range(spec.num_layers), True, True)),
-            )
-        ]
-    schedule = layout_schedule(layout, batch_plan.gradient_accumulation_steps)
-    stages = pipeline_stages(layers_per_stage(run), schedule)
-    message_bytes = shape.residual_tokens * spec.hidden_size * shape.residual_bytes
-    first, last = schedule.end_ranks
-    sends_tied_embedding = spec.tie_embeddings and first != last
-    stage_traffic = []
-    for pp_rank in range(layout.pp):
-        local_stages = schedule.stages_of(pp_rank)
-        rows = [row for stage in local_stages for row in stage_activation_traffic(spec, shape, stages[stage])]
-        num_sends = sum(receiver != pp_rank for _, receiver in schedule.messages(pp_rank))
-        rows = [
-            *_scale_traffic(batch_plan.gradient_accumulation_steps, rows),
-            Traffic(
-                "send",
-                num_sends * message_bytes,
-                "activations and their gradients, from stage to stage",
-                group_kind="pp",
-                calls=num_sends,
-            ),
-        ]
-        if sends_tied_embedding and (0 in local_stages or schedule.stages - 1 in local_stages):
-            size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
-            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients", group_kind="ends"))
-        stage_traffic.append(rows)
-    return stage_traffic
-
-
-def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:
-    return [replace(row, bytes=count * row.bytes, calls=count * row.calls) for row in traffic]
 
 
 def _powersgd_elements(shapes: Shapes, rank: int) -> int:
@@ -275,7 +218,14 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
     returned = sum(-(-count // ranks) * num_elements(shape) for shape, count in shape_counts.items())
     size = COMPUTE_BYTES["fp64" if run.training.precision == "fp64" else "bf16"] * (gathered + returned)
     purpose = "Muon's momenta, to whole matrices and back"
-    return [Traffic("all_to_all", sent_bytes("all_to_all", size, ranks), purpose, calls=2 * len(shape_counts))]
+    return [
+        Traffic(
+            operation="all_to_all",
+            bytes=sent_bytes("all_to_all", size, ranks),
+            purpose=purpose,
+            calls=2 * len(shape_counts),
+        )
+    ]
 
 
 def _parameter_server_traffic(
@@ -288,14 +238,24 @@ def _parameter_server_traffic(
     servers = layout.num_servers
     total_bytes = bytes_per_element * sum(map(num_elements, shapes.values()))
     owned_bytes = bytes_per_element * max(server_loads(shapes, servers))
-    down = Traffic("broadcast", owned_bytes, "weights", group_kind="servers")
-    up = Traffic("broadcast", total_bytes, "weights", group_kind="servers", calls=servers)
+    down = Traffic(operation="broadcast", bytes=owned_bytes, purpose="weights", group_kind="servers")
+    up = Traffic(operation="broadcast", bytes=total_bytes, purpose="weights", group_kind="servers", calls=servers)
     if layout.max_staleness is not None:
-        down = Traffic("send", workers * owned_bytes, "weights", group_kind="servers", calls=workers)
-        up = Traffic("recv", total_bytes, "weights", group_kind="servers", calls=servers)
+        down = Traffic(
+            operation="send", bytes=workers * owned_bytes, purpose="weights", group_kind="servers", calls=workers
+        )
+        up = Traffic(operation="recv", bytes=total_bytes, purpose="weights", group_kind="servers", calls=servers)
     return {
-        "server": [down, Traffic("recv", workers * owned_bytes, "gradients", group_kind="servers", calls=workers)],
-        "worker": [up, Traffic("send", total_bytes, "gradients", group_kind="servers", calls=servers)],
+        "server": [
+            down,
+            Traffic(
+                operation="recv", bytes=workers * owned_bytes, purpose="gradients", group_kind="servers", calls=workers
+            ),
+        ],
+        "worker": [
+            up,
+            Traffic(operation="send", bytes=total_bytes, purpose="gradients", group_kind="servers", calls=servers),
+        ],
     }
 
 
@@ -316,7 +276,9 @@ def _merge_rows(traffic: list[Traffic]) -> list[Traffic]:
     """Return the sums of rows with equal operation and purpose."""
     total: dict[tuple[str, str], Traffic] = {}
     for row in traffic:
-        previous = total.get((row.operation, row.purpose), Traffic(row.operation, 0, row.purpose, calls=0))
+        previous = total.get(
+            (row.operation, row.purpose), Traffic(operation=row.operation, bytes=0, purpose=row.purpose, calls=0)
+        )
         total[row.operation, row.purpose] = replace(
             previous, bytes=previous.bytes + row.bytes, calls=previous.calls + row.calls
         )

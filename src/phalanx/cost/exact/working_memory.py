@@ -8,14 +8,13 @@ from functools import partial
 
 from phalanx.cost.exact.activation_memory import (
     ActivationBytes,
-    PeakInFlightBytes,
     StageBlocks,
     activation_bytes,
-    peak_in_flight_bytes,
     pipeline_stages,
 )
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import activation_exchange_bytes, pipeline_buffer_bytes
-from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
+from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.formulas.collectives import Strategy

@@ -49,7 +49,7 @@ def ring_steps(operation: Collective, ranks: int) -> int:
     return (2 if operation == "all_reduce" else 1) * (ranks - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes that one rank sends for one purpose in one optimizer update, summed over `calls`."""
 
@@ -106,8 +106,8 @@ def step_traffic(
             return traffic if strategy == "zero3" else [*traffic, _replica_traffic(gradient_bytes / ranks, replicas)]
         case "parameter_server":
             return [
-                Traffic("recv", parameter_bytes, "parameters, from the servers"),
-                Traffic("send", gradient_bytes, "gradients, to the servers"),
+                Traffic(operation="recv", bytes=parameter_bytes, purpose="parameters, from the servers"),
+                Traffic(operation="send", bytes=gradient_bytes, purpose="gradients, to the servers"),
             ]
 
 
@@ -139,4 +139,6 @@ def _replica_traffic(gradient_bytes: float, replicas: int) -> Traffic:
 
 
 def _collective(operation: Collective, size_bytes: float, ranks: int, purpose: str, calls: int = 1) -> Traffic:
-    return Traffic(operation, calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=calls)
+    return Traffic(
+        operation=operation, bytes=calls * sent_bytes(operation, size_bytes, ranks), purpose=purpose, calls=calls
+    )

@@ -38,7 +38,7 @@ AGREEMENT_TOLERANCE = 0.01
 Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Advice:
     """Rule that applies, compared with the planner's best layout."""
 
@@ -127,9 +127,9 @@ def compare_with_best(
 
     if obeys_rule(best.candidate):
         return Advice(
-            rule,
-            because,
-            "agrees",
+            rule=rule,
+            why_rule_applies=because,
+            verdict="agrees",
             option=best,
             slower=0.0,
             more_bytes=0.0,
@@ -142,9 +142,9 @@ def compare_with_best(
     more = option.memory_bytes - best.memory_bytes
     verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
     return Advice(
-        rule,
-        because,
-        verdict,
+        rule=rule,
+        why_rule_applies=because,
+        verdict=verdict,
         option=option,
         slower=slower,
         more_bytes=more,
@@ -169,11 +169,27 @@ def _impossible_advice(
     obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
         reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
-        return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
+        return Advice(
+            rule=rule,
+            why_rule_applies=because,
+            verdict="does not run",
+            option=None,
+            slower=0.0,
+            more_bytes=0.0,
+            reason=reason,
+        )
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
-        return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
+        return Advice(
+            rule=rule,
+            why_rule_applies=because,
+            verdict="does not run",
+            option=None,
+            slower=0.0,
+            more_bytes=0.0,
+            reason=reason,
+        )
     cluster = every.run.cluster
     part_bytes = _fullest_stage_bytes(smallest)
     if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
@@ -185,9 +201,9 @@ def _impossible_advice(
         f"but the limit is {MAX_OOM_PROBABILITY:.0%}; device memory in GiB: {parts}"
     )
     return Advice(
-        rule,
-        because,
-        "does not fit",
+        rule=rule,
+        why_rule_applies=because,
+        verdict="does not fit",
         option=smallest,
         slower=0.0,
         more_bytes=smallest.memory_bytes - best.memory_bytes,
@@ -205,10 +221,9 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
-    optimizer = optimizer_kind(run.optimizer)
+    fits_one_device = any(option.p_oom < MAX_OOM_PROBABILITY for option in one)
     count = count_parameters(model)
-    state = model_state_bytes(count, optimizer, training.precision)
-    bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
+    state = model_state_bytes(count, optimizer_kind(run.optimizer), training.precision)
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
@@ -220,16 +235,22 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=resident_bytes["activations"] + resident_bytes["logits"],
         recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
-        layer_bytes=bytes_per_parameter * _largest_block_parameters(run)
-        + resident_bytes["activations"] / model.num_layers,
-        fits_one_device=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
-        fits_with_zb_h2=not alone and _fits_with_zb_h2(every),
+        layer_bytes=_largest_block_state_bytes(run) + resident_bytes["activations"] / model.num_layers,
+        fits_one_device=fits_one_device,
+        fits_with_zb_h2=not fits_one_device and _fits_with_zb_h2(every),
     )
 
 
 def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
     """Return the bytes by part of the fullest stage."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
+
+
+def _largest_block_state_bytes(run: RunSpec) -> int:
+    """Return the bytes of parameters, gradients and optimizer state of the largest block on one device."""
+    optimizer = optimizer_kind(run.optimizer)
+    bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, run.training.precision).total
+    return bytes_per_parameter * _largest_block_parameters(run)
 
 
 def _largest_block_parameters(run: RunSpec) -> int:

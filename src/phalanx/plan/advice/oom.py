@@ -45,7 +45,7 @@ class RunFootprint:
         return self.p_oom < SAFE_OOM_PROBABILITY
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RemedyEffect:
     """Effect of a remedy on a run."""
 
@@ -62,7 +62,7 @@ class RemedyEffect:
     problem: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Memory of a run, and remedies."""
 
@@ -94,9 +94,9 @@ def diagnose(run: RunSpec) -> Diagnosis:
         best = None
     micro_batch = plan_batch(run, run.cluster.ranks).micro_batch_size
     return Diagnosis(
-        now,
-        limit_bytes(run),
-        micro_batch,
+        current_footprint=now,
+        limit_bytes=limit_bytes(run),
+        micro_batch=micro_batch,
         single_remedies=cheapest_first(effects, now),
         steps=made,
         needed=needed,
@@ -277,7 +277,12 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
         total = before.memory.device - after.memory.device
         tried.append(
             RemedyEffect(
-                remedy, changed, changed_settings(since, changed), freed=freed, freed_bytes=total, new_footprint=after
+                remedy=remedy,
+                run=changed,
+                settings=changed_settings(since, changed),
+                freed=freed,
+                freed_bytes=total,
+                new_footprint=after,
             )
         )
         if after.fits:
@@ -285,7 +290,9 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
     return max(
         tried,
         key=lambda effect: effect.freed_bytes,
-        default=RemedyEffect(remedy, None, (), freed={}, freed_bytes=0, new_footprint=None, problem=problem),
+        default=RemedyEffect(
+            remedy=remedy, run=None, settings=(), freed={}, freed_bytes=0, new_footprint=None, problem=problem
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoin
 from phalanx.spec.formatting import format_gib
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSituation:
     """Facts of a run that rules depend on.
 

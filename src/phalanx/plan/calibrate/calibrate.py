@@ -23,6 +23,7 @@ from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.cost.precision import Precision
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
+from phalanx.plan.calibrate.memory_fit import fit_memory
 from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
     OperationTimings,
@@ -45,20 +46,12 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
 from phalanx.spec.formatting import WRITTEN_BY
 
-SHARE_PRIOR = 0.2
-BUFFER_PRIOR = 2.0
-MEMORY_NOISE = 0.03
-"""Standard deviations of the memory fit.
-
-Of the bytes of memory per counted byte, around 1; of the additional bytes per byte of buffers, around 0; and of the
-logarithm of a process's memory.
-"""
 Z_80_PERCENT = 1.2816
 """Standard deviations of a normal distribution on each side of the middle 80 %."""
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OperationFit:
     """Number of operations of a kind that were timed outside of steps, and the model's error on them."""
 
@@ -70,7 +63,7 @@ class OperationFit:
     after: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Calibrated machine and the model's errors on its runs: in the order of the runs, seconds or bytes."""
 
@@ -102,27 +95,52 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     operations = _collect_operations(runs, jobs, sweeps, machine=machine)
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
-    z = map_estimate(prior, jobs, truth)
-    constants = prior.constants(z)
-    errors = leave_one_out_errors(prior, jobs, truth, z=z)
-    memory = _fit_memory(runs)
+    fit = _fit_time(prior, jobs, truth)
+    memory = fit_memory(runs)
     fitted = {
-        "time_constants": _changed_constants(constants),
-        "identified_constants": identified_constants(prior, jobs, truth, z=z),
-        "log_half_width": Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too similar
+        "time_constants": _changed_constants(fit.constants),
+        "identified_constants": fit.identified_constants,
+        "log_half_width": fit.log_half_width,
         "baseline_process_bytes": round(memory.process_bytes),
         "bytes_per_counted_byte": memory.bytes_per_counted_byte,
         "buffer_overhead": memory.buffer_overhead,
     }
-    before, after = (np.broadcast_to(step_seconds(each, jobs).total, len(runs)) for each in (prior.start, constants))
     return Calibration(
-        machine.model_copy(update={"calibration": start.model_copy(update=fitted)}),
-        before,
-        after,
-        leave_one_out=truth.step_total * np.exp(errors),
+        machine=machine.model_copy(update={"calibration": start.model_copy(update=fitted)}),
+        before=_predict_steps(prior.start, jobs, len(runs)),
+        after=_predict_steps(fit.constants, jobs, len(runs)),
+        leave_one_out=truth.step_total * np.exp(fit.leave_one_out_errors),
         memory=memory.predicted,
-        operations=[_operation_fit(each, prior.start, constants) for each in operations],
+        operations=[_operation_fit(timings, prior.start, fit.constants) for timings in operations],
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TimeFit:
+    """Constants of time, and the errors of fits without one of the runs."""
+
+    constants: TimeConstants
+    identified_constants: list[str]
+    leave_one_out_errors: Array
+    """Logarithm of measured / predicted step time of each run, by the other runs."""
+
+    @property
+    def log_half_width(self) -> float:
+        """Half of the 80 % interval's width, as a logarithm; at least the noise, since runs may be too similar."""
+        return Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(self.leave_one_out_errors**2))))
+
+
+def _fit_time(prior: Prior, jobs: JobTable, truth: MeasuredTargets) -> _TimeFit:
+    z = map_estimate(prior, jobs, truth)
+    return _TimeFit(
+        constants=prior.constants(z),
+        leave_one_out_errors=leave_one_out_errors(prior, jobs, truth, z=z),
+        identified_constants=identified_constants(prior, jobs, truth, z=z),
+    )
+
+
+def _predict_steps(constants: TimeConstants, jobs: JobTable, num_runs: int) -> Array:
+    return np.broadcast_to(step_seconds(constants, jobs).total, num_runs)
 
 
 def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> Precision:
@@ -166,9 +184,9 @@ def _changed_constants(constants: TimeConstants) -> dict[str, float]:
 def _operation_fit(timings: OperationTimings, before: TimeConstants, after: TimeConstants) -> OperationFit:
     """Return the model's errors on operations, before and after the fit."""
     return OperationFit(
-        timings.source,
-        timings.kind,
-        len(timings.seconds),
+        of=timings.source,
+        kind=timings.kind,
+        count=len(timings.seconds),
         before=timings.geometric_mean_error(before),
         after=timings.geometric_mean_error(after),
     )
@@ -252,52 +270,6 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
     except UserError as error:
         raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, fix=error.fix) from None
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
-
-
-@dataclass(frozen=True)
-class _MemoryFit:
-    """Constants of memory, and the memory of the runs that they predict."""
-
-    process_bytes: float
-    """Bytes of a process that trains nothing."""
-    bytes_per_counted_byte: float
-    buffer_overhead: float
-    """Additional bytes per byte of buffers."""
-    predicted: Array
-
-
-def _fit_memory(runs: Sequence[MeasuredRun]) -> _MemoryFit:
-    """Fit the memory constants.
-
-    None is negative: the smallest is removed, and the others explain the memory alone.
-    """
-    held_bytes = np.array([run.counted_peak_bytes for run in runs], float)
-    peak = np.array([run.memory_bytes for run in runs])
-    buffers = np.array([run.memory.communication for run in runs], float)
-    columns = np.stack([np.ones(len(runs)), held_bytes, buffers], axis=1)
-    priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
-    rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
-    targets = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
-    solution = _nonnegative_least_squares(rows, targets)
-    process, share, more = (float(value) for value in solution)
-    return _MemoryFit(process, share, more / share, predicted=columns @ solution)
-
-
-def _nonnegative_least_squares(rows: Array, targets: Array) -> Array:
-    """Return a solution of rows @ x = targets without negative values, by elimination.
-
-    While a value is negative, the most negative one is set to zero, and the others are fitted again. This may differ
-    from the optimum, which the few columns of a fit do not need.
-    """
-    active = list(range(rows.shape[1]))
-    solution = np.zeros(rows.shape[1])
-    while active:
-        values = np.linalg.lstsq(rows[:, active], targets, rcond=None)[0]
-        if values.min() >= 0:
-            solution[active] = values
-            break
-        del active[int(values.argmin())]
-    return solution
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

@@ -21,7 +21,7 @@ MIN_WAIT_FRACTION = 0.03
 """Minimum waiting time, as a fraction of a step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
     """One run and its measurements."""
 

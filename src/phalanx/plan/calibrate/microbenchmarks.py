@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 OperationIndices = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OperationTimings:
     """Operations of a kind on one machine, for one run."""
 
@@ -65,7 +65,7 @@ class OperationTimings:
         return float(np.exp(np.sum(self.shares * np.abs(NOISE * self.errors(c)[0] / np.sqrt(self.shares)))) - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectiveTiming:
     """Timing of a collective, or of a message to the next stage."""
 
@@ -78,7 +78,7 @@ class CollectiveTiming:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchmarkFile:
     """Result of `phalanx bench` on a machine, for a run on `ranks` ranks."""
 
@@ -106,9 +106,9 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
         ranks = int(results["world_size"])
         cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
         return BenchmarkFile(
-            file.name,
-            run.model_copy(update={"cluster": cluster}),
-            ranks,
+            name=file.name,
+            run=run.model_copy(update={"cluster": cluster}),
+            ranks=ranks,
             products=_parse_products(results.get("matmul", [])),
             core=_parse_attention(results.get("attention", [])),
             passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
@@ -155,9 +155,9 @@ def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
     group = group_result["groups"][0]
     return [
         CollectiveTiming(
-            group_result["operation"],
-            len(group),
-            group[1] - group[0],
+            operation=group_result["operation"],
+            ranks=len(group),
+            stride=group[1] - group[0],
             size_bytes=size_result["size_bytes"],
             seconds=size_result["seconds"],
         )
@@ -180,9 +180,9 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
 
         timings.append(
             OperationTimings(
-                sweep.name,
-                "matrix products",
-                seconds,
+                source=sweep.name,
+                kind="matrix products",
+                seconds=seconds,
                 shares=seconds * times / (seconds @ times),
                 predicted=predict_products,
             )
@@ -193,7 +193,13 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
             return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
 
         timings.append(
-            OperationTimings(sweep.name, "attention", sweep.core, shares=np.full(2, 0.5), predicted=predict_attention)
+            OperationTimings(
+                source=sweep.name,
+                kind="attention",
+                seconds=sweep.core,
+                shares=np.full(2, 0.5),
+                predicted=predict_attention,
+            )
         )
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
@@ -203,7 +209,11 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
 
         timings.append(
             OperationTimings(
-                sweep.name, "memory", pass_seconds, shares=_equal_shares(len(moved)), predicted=predict_memory_passes
+                source=sweep.name,
+                kind="memory",
+                seconds=pass_seconds,
+                shares=_equal_shares(len(moved)),
+                predicted=predict_memory_passes,
             )
         )
     return [columns for columns in timings if len(columns.seconds)]
@@ -244,7 +254,12 @@ def collective_timings(
 
     seconds = np.array([exchange.seconds for exchange in known], float)
     return OperationTimings(
-        source, "collectives", seconds, shares=_equal_shares(len(known)), predicted=predict_collectives, run=run
+        source=source,
+        kind="collectives",
+        seconds=seconds,
+        shares=_equal_shares(len(known)),
+        predicted=predict_collectives,
+        run=run,
     )
 
 

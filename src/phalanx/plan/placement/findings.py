@@ -37,7 +37,7 @@ MAX_SHOWN_RANKS = 8
 """Maximum number of ranks of a group that a message lists."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeLayout:
     """Devices and links of a node, equal for all nodes; tuples have one entry per device."""
 
@@ -104,9 +104,9 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     assumed = [] if cluster.fast_link_domain else [f"fast links connect the {nproc} devices of a node"]
     if topology is None:
         return NodeLayout(
-            domain,
-            rail,
-            nics,
+            domain=domain,
+            rail=rail,
+            nics=nics,
             span=span,
             assumed=(*assumed, "every device has its own NIC, on the rail of its index"),
         )
@@ -118,14 +118,14 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
         domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
     if not topology.nics:
         return NodeLayout(
-            domain,
-            rail,
-            nics,
+            domain=domain,
+            rail=rail,
+            nics=nics,
             span=span,
             assumed=(*assumed, "every device has its own NIC, because the topology lists none"),
         )
     nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
-    return NodeLayout(domain, _assign_rails(topology, nics), nics, span=span, assumed=tuple(assumed))
+    return NodeLayout(domain=domain, rail=_assign_rails(topology, nics), nics=nics, span=span, assumed=tuple(assumed))
 
 
 def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:

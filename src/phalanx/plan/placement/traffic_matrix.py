@@ -128,7 +128,10 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     for row in rows:
         key = ("all_reduce" if row.operation in RING_OPERATIONS else row.operation), row.group_kind
         total[key] = total.get(key, 0.0) + row.bytes
-    return [Traffic(operation, size, "", group_kind=group_kind) for (operation, group_kind), size in total.items()]
+    return [
+        Traffic(operation=operation, bytes=size, purpose="", group_kind=group_kind)
+        for (operation, group_kind), size in total.items()
+    ]
 
 
 Transfers = tuple[Ranks, Ranks, Sizes]
@@ -161,27 +164,45 @@ def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Trans
     group with unequal numbers of members on its islands has one ring.
     """
     parts: list[Transfers] = []
-    count = members.shape[1]
-    on = members // island
-    first = (on == on[:, :1]).sum(1)
-    for width in np.unique(first):
-        rows = members[first == width]
-        where = on[first == width]
-        if count % width or width == count:
-            regular = np.zeros(len(rows), bool)
-        else:
-            blocks = where.reshape(len(rows), -1, width)
-            regular = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
-        one = rows[~regular]
-        several = rows[regular].reshape(-1, count // width, width) if regular.any() else None
-        parts.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, bytes_per_rank)))
-        if several is not None:
-            far = np.full(several.size, bytes_per_rank / width)
-            parts.append((several.ravel(), np.roll(several, -1, axis=1).ravel(), far))
-            if width > 1:
-                parts.append((several.ravel(), np.roll(several, -1, axis=2).ravel(), bytes_per_rank - far))
+    islands = members // island
+    members_in_first_island = (islands == islands[:, :1]).sum(1)
+    for width in np.unique(members_in_first_island):
+        has_width = members_in_first_island == width
+        groups = members[has_width]
+        is_even = _is_even(islands[has_width], width)
+        parts += _single_ring_transfers(groups[~is_even], bytes_per_rank)
+        parts += _parallel_ring_transfers(groups[is_even], width, bytes_per_rank)
     source, target, sent = zip(*parts, strict=True)
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
+
+
+def _is_even(islands: Ranks, width: int) -> NDArray[np.bool_]:
+    """Return which groups have `width` consecutive members on each of several islands.
+
+    `islands` has the island of each member, one row per group.
+    """
+    num_groups, num_members = islands.shape
+    if num_members % width or width == num_members:
+        return np.zeros(num_groups, bool)
+    blocks = islands.reshape(num_groups, -1, width)
+    is_even: NDArray[np.bool_] = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
+    return is_even
+
+
+def _single_ring_transfers(groups: Ranks, bytes_per_rank: float) -> Iterator[Transfers]:
+    """Yield the transfers of one ring per group."""
+    yield groups.ravel(), np.roll(groups, -1, axis=1).ravel(), np.full(groups.size, bytes_per_rank)
+
+
+def _parallel_ring_transfers(groups: Ranks, width: int, bytes_per_rank: float) -> Iterator[Transfers]:
+    """Yield the transfers of `width` rings per group: to the counterparts on the next island, and within islands."""
+    if not len(groups):
+        return
+    members = groups.reshape(len(groups), -1, width)
+    bytes_between_islands = np.full(members.size, bytes_per_rank / width)
+    yield members.ravel(), np.roll(members, -1, axis=1).ravel(), bytes_between_islands
+    if width > 1:
+        yield members.ravel(), np.roll(members, -1, axis=2).ravel(), bytes_per_rank - bytes_between_islands
 
 
 def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:

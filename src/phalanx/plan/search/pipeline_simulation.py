@@ -32,7 +32,9 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
     )
     return simulate(
         _build_candidate_schedule(candidate),
-        ActionTimes(forward, [b - w for b, w in zip(backward, weight, strict=True)], weight),
+        ActionTimes(
+            forward=forward, input_grad=[b - w for b, w in zip(backward, weight, strict=True)], weight_grad=weight
+        ),
     )
 
 

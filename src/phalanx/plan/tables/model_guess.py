@@ -13,7 +13,7 @@ from phalanx.spec.base import parse_table, require
 from phalanx.spec.model import ModelSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MLAShape:
     """Multi-head latent attention and fine-grained experts of DeepSeek (arXiv 2412.19437, section 4.2)."""
 
@@ -35,10 +35,10 @@ class MLAShape:
 
 
 MLA_SHAPES = {
-    "deepseek-v3": MLAShape(2048, 1, 3, ffn=18432),
-    "deepseekv3": MLAShape(2048, 1, 1, ffn=18432),
-    "deepseekv2": MLAShape(1536, 2, 1, ffn=12288),
-    "kimi-k2": MLAShape(2048, 1, 1, ffn=18432, heads=64),
+    "deepseek-v3": MLAShape(expert_ffn=2048, shared_experts=1, first_dense=3, ffn=18432),
+    "deepseekv3": MLAShape(expert_ffn=2048, shared_experts=1, first_dense=1, ffn=18432),
+    "deepseekv2": MLAShape(expert_ffn=1536, shared_experts=2, first_dense=1, ffn=12288),
+    "kimi-k2": MLAShape(expert_ffn=2048, shared_experts=1, first_dense=1, ffn=18432, heads=64),
 }
 """Models whose attention no column describes, by prefix of their names.
 

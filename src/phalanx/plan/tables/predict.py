@@ -32,7 +32,7 @@ The row was run, and a layout that was run can have a smaller margin than an off
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Prediction of one job's step; the interval contains the true time in 80 of 100 cases."""
 

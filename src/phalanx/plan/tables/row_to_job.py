@@ -16,25 +16,19 @@ from phalanx.plan.tables.csv_rows import Row
 from phalanx.plan.tables.job_columns import JobRow, flops_per_token, stage_columns
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.plan.tables.model_guess import model_from_row
+from phalanx.plan.tables.row_machine import read_machine
 from phalanx.plan.tables.trainer_behaviour import is_low_precision, trainer_behaviour
-from phalanx.spec.base import did_you_mean, divisors, require
+from phalanx.spec.base import divisors, require
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, preset_names
 from phalanx.spec.model import ModelSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batch sizes that a trainer would try."""
-NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
-"""Network bandwidth per device by generation, if neither the row nor the preset states it.
-
-200 or 400 Gb/s, as in DGX A100, H100 and B200.
-"""
 ASSUMED_WIDTH_FACTOR = 1.3
 """Factor on the logarithmic width of the interval if a row requires assumptions."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableJob:
     """One row: the jobs that it can stand for, and the basis of its figures."""
 
@@ -54,20 +48,60 @@ class TableJob:
         return ASSUMED_WIDTH_FACTOR if self.assumed else 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RunSizes:
+    """Numbers of a row that are the same in all jobs that it can stand for."""
+
+    ranks: int
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    sequence: int
+    batch: int
+    """Sequences of a step."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.batch
+
+
 def job_from_row(row: Row) -> TableJob:
     """Return the jobs that a row can stand for.
 
     Raises:
         UserError: If a value is missing or impossible.
     """
-    zero = read_count(row, "zero", 0)
-    precision = row.get("precision", "")
-    cluster, assumed = _read_machine(row)
+    zero_stage = read_count(row, "zero", 0)
+    cluster, assumed = read_machine(row)
+    sizes = _read_sizes(row)
+    if read_number(row, "dp", sizes.dp) != sizes.dp:
+        assumed.append(f"dp = {sizes.dp}, from the other degrees")
+    spec, model_shape = model_from_row(row, sizes.sequence)
+    _check_expert_parallelism(spec, sizes.ep)
+    fixed: JobRow = {**model_shape, **_fixed_columns(row, cluster, sizes, zero_stage=zero_stage)}
+    choices = _enumerate_choices(row, fixed, spec.num_layers, batch=sizes.batch)
+    choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in _description(row)) for choice in choices]
+    peak_factor = 2 if is_low_precision(row.get("precision", "")) else 1
+    return TableJob(
+        name=row.get("id", ""),
+        choices=choices,
+        assumed=assumed + _open_options(row, fixed),
+        recomputed_flops=[
+            sizes.tokens_per_step * _recomputed_flops(spec, sizes.sequence, choice) for choice in choices
+        ],
+        flops_per_step=flops_per_token(spec, sizes.sequence) * sizes.tokens_per_step,
+        peak_flops=fixed["peak_flops"] * peak_factor * sizes.ranks,
+        ranks=sizes.ranks,
+    )
+
+
+def _read_sizes(row: Row) -> _RunSizes:
     tp, pp, cp, ep = (read_count(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     for column in ("gpus", "seq", "global_batch", "tp", "pp"):
         read_number(row, column)
     sequence, ranks, batch = (read_count(row, column) for column in ("seq", "gpus", "global_batch"))
-    dp = ranks // (tp * pp * cp)
     shared = tp * pp * cp
     require(
         ranks % shared == 0,
@@ -76,42 +110,36 @@ def job_from_row(row: Row) -> TableJob:
         problem=f"is not a multiple of tp x pp x cp = {shared}",
         fix="correct gpus, tp, pp or cp",
     )
-    if read_number(row, "dp", dp) != dp:
-        assumed.append(f"dp = {dp}, from the other degrees")
-    spec, shape = model_from_row(row, sequence)
+    return _RunSizes(ranks=ranks, dp=ranks // shared, tp=tp, pp=pp, cp=cp, ep=ep, sequence=sequence, batch=batch)
+
+
+def _check_expert_parallelism(spec: ModelSpec, ep: int) -> None:
     experts = spec.moe.num_experts if spec.moe else 1
     require(experts % ep == 0, "ep", ep, problem=f"does not divide the {experts} experts", fix="correct ep or experts")
-    text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
-    chip = row.get("gpu_type", "")
-    node = read_count(row, "gpus_per_node", 8)
-    fixed: JobRow = {
-        **shape,
-        **machine_columns(cluster, ranks),
-        **trainer_behaviour(text, precision, cluster.generation, zero=zero, xla=chip.startswith("TPU")),
-        "ranks": ranks,
-        "dp": dp,
-        "tp": tp,
-        "pp": pp,
-        "cp": cp,
-        "ep": ep,
-        "zero_stage": zero,
-        "shard_group_size": _shard_group_size(text, zero, dp * cp, domain=max(cluster.fast_link_domain or 1, node)),
+
+
+def _description(row: Row) -> str:
+    """Return what the row says of its trainer: the name of the schedule, and known facts."""
+    return f"{row.get('schedule', '')}; {row.get('facts', '')}"
+
+
+def _fixed_columns(row: Row, cluster: ClusterSpec, sizes: _RunSizes, zero_stage: int) -> JobRow:
+    """Return the columns of the machine, the trainer and the layout, which the row does not leave open."""
+    text = _description(row)
+    uses_xla = row.get("gpu_type", "").startswith("TPU")
+    domain = max(cluster.fast_link_domain or 1, read_count(row, "gpus_per_node", 8))
+    return {
+        **machine_columns(cluster, sizes.ranks),
+        **trainer_behaviour(text, row.get("precision", ""), cluster.generation, zero=zero_stage, xla=uses_xla),
+        "ranks": sizes.ranks,
+        "dp": sizes.dp,
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "cp": sizes.cp,
+        "ep": sizes.ep,
+        "zero_stage": zero_stage,
+        "shard_group_size": _shard_group_size(text, zero_stage, sizes.dp * sizes.cp, domain=domain),
     }
-    choices, open_ones = _enumerate_choices(row, fixed, spec.num_layers, batch=batch)
-    choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
-    tokens = sequence * batch
-    recomputed_flops = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
-    flops = flops_per_token(spec, sequence) * tokens
-    peak = fixed["peak_flops"] * (2 if is_low_precision(precision) else 1)
-    return TableJob(
-        row.get("id", ""),
-        choices,
-        assumed + open_ones,
-        recomputed_flops=recomputed_flops,
-        flops_per_step=flops,
-        peak_flops=peak * ranks,
-        ranks=ranks,
-    )
 
 
 def state_memory(row: Row) -> float | None:
@@ -133,59 +161,84 @@ def state_memory(row: Row) -> float | None:
     return read_number(row, "params_b") * sum(size / (ranks if zero >= stage else 1) for stage, size in kinds)
 
 
-def _enumerate_choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[JobRow], list[str]]:
-    assumed = []
-    share = batch / fixed["dp"]
-    stated = row.get("micro_batch", "")
-    tried = [float(b) for b in MICRO_BATCHES if b <= share and share % b == 0]
-    micro_batches = [read_number(row, "micro_batch")] if stated else tried
-    micro_batches = micro_batches or [1.0]
-    if not stated:
-        assumed.append("micro-batch")
-    description = row.get("recompute", "").lower()
-    sharded = fixed["zero_stage"] >= 3
-    partly = (
-        ActivationCheckpointing.OPERATIONS
-        if sharded or fixed["hardware_generation"] > 0
-        else ActivationCheckpointing.SELECTIVE
-    )
-    recompute_kinds = (
-        [_checkpointing_method(description, sharded)]
-        if description
-        else [ActivationCheckpointing.NONE, partly, ActivationCheckpointing.FULL]
-    )
-    if not description:
-        assumed.append("recompute")
-    schedule = row.get("schedule", "").lower()
-    pp = int(fixed["pp"])
-    chunks = [read_count(row, "vpp", 0)]
-    if chunks == [0] and "interleaved" in schedule and pp > 1:
-        chunks = [v for v in divisors(max(layers // pp, 1)) if v <= 8] if layers % pp == 0 else [1, 2, 3, 4]
-        assumed.append("virtual stages")
-    parallel = row.get("seq_parallel", "")
-    sequence_parallel = read_number(row, "seq_parallel", 0) > 0
-    if not parallel and fixed["tp"] > 1:
-        assumed.append("sequence parallelism")
+def _enumerate_choices(row: Row, fixed: JobRow, num_layers: int, batch: int) -> list[JobRow]:
+    """Return the jobs that a row can stand for: all combinations of the options that it leaves open."""
+    sequences_per_rank = batch / fixed["dp"]
+    micro_batch_sizes = _micro_batch_sizes(row, sequences_per_rank)
+    recompute_methods = _recompute_methods(row, fixed)
+    virtual_stage_counts = _virtual_stage_counts(row, fixed, num_layers)
+    states_sequence_parallelism = bool(row.get("seq_parallel", ""))
+    is_sequence_parallel = read_number(row, "seq_parallel", 0) > 0
     choices = []
-    for micro_batch in micro_batches:
-        for recompute in recompute_kinds:
-            for v in chunks:
-                order = _schedule_kind(schedule, pp, v)
-                modern = (
-                    fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
-                ) and recompute != ActivationCheckpointing.FULL
+    for micro_batch in micro_batch_sizes:
+        for recompute in recompute_methods:
+            if not states_sequence_parallelism:
+                is_sequence_parallel = _assumes_sequence_parallelism(fixed, recompute)
+            for virtual_stages in virtual_stage_counts:
+                schedule = _schedule_kind(row.get("schedule", "").lower(), int(fixed["pp"]), virtual_stages)
                 choices.append(
                     {
                         **fixed,
                         "micro_batch": micro_batch,
-                        "micro_batches": max(1.0, share / micro_batch),
+                        "micro_batches": max(1.0, sequences_per_rank / micro_batch),
                         "recompute": recompute,
-                        "virtual_stages": max(v, 1) if order == ScheduleKind.INTERLEAVED else 1,
-                        "schedule": order,
-                        "sequence_parallel": float(sequence_parallel if parallel else modern),
+                        "virtual_stages": max(virtual_stages, 1) if schedule == ScheduleKind.INTERLEAVED else 1,
+                        "schedule": schedule,
+                        "sequence_parallel": float(is_sequence_parallel),
                     }
                 )
-    return choices, assumed
+    return choices
+
+
+def _open_options(row: Row, fixed: JobRow) -> list[str]:
+    """Return the names of the options that a row leaves open."""
+    is_open = {
+        "micro-batch": not row.get("micro_batch", ""),
+        "recompute": not row.get("recompute", ""),
+        "virtual stages": _leaves_virtual_stages_open(row, fixed),
+        "sequence parallelism": not row.get("seq_parallel", "") and fixed["tp"] > 1,
+    }
+    return [option for option, holds in is_open.items() if holds]
+
+
+def _micro_batch_sizes(row: Row, sequences_per_rank: float) -> list[float]:
+    if row.get("micro_batch", ""):
+        return [read_number(row, "micro_batch")]
+    tried = [float(size) for size in MICRO_BATCHES if size <= sequences_per_rank and sequences_per_rank % size == 0]
+    return tried or [1.0]
+
+
+def _recompute_methods(row: Row, fixed: JobRow) -> list[ActivationCheckpointing]:
+    """Return the stated method, or none, the trainer's selective one and full recomputation."""
+    is_fsdp = fixed["zero_stage"] >= 3
+    description = row.get("recompute", "").lower()
+    if description:
+        return [_checkpointing_method(description, is_fsdp)]
+    recomputes_operations = is_fsdp or fixed["hardware_generation"] > 0
+    selective = ActivationCheckpointing.OPERATIONS if recomputes_operations else ActivationCheckpointing.SELECTIVE
+    return [ActivationCheckpointing.NONE, selective, ActivationCheckpointing.FULL]
+
+
+def _leaves_virtual_stages_open(row: Row, fixed: JobRow) -> bool:
+    is_interleaved = "interleaved" in row.get("schedule", "").lower() and fixed["pp"] > 1
+    return is_interleaved and read_count(row, "vpp", 0) == 0
+
+
+def _virtual_stage_counts(row: Row, fixed: JobRow, num_layers: int) -> list[int]:
+    """Return the stated number of virtual stages, or those that divide the blocks of a rank evenly."""
+    stated = read_count(row, "vpp", 0)
+    if not _leaves_virtual_stages_open(row, fixed):
+        return [stated]
+    pp = int(fixed["pp"])
+    if num_layers % pp > 0:
+        return [1, 2, 3, 4]
+    return [count for count in divisors(max(num_layers // pp, 1)) if count <= 8]
+
+
+def _assumes_sequence_parallelism(fixed: JobRow, recompute: ActivationCheckpointing) -> bool:
+    """Return whether a trainer that does not state it splits sequences: recent ones, without full recomputation."""
+    is_recent = fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
+    return is_recent and recompute != ActivationCheckpointing.FULL
 
 
 def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
@@ -196,7 +249,7 @@ def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
     return recomputed_flops_per_token(spec, sequence, checkpointing, flash=flash, sharded=sharded, causal=False)
 
 
-def _schedule_kind(schedule: str, pp: int, virtual: int) -> ScheduleKind:
+def _schedule_kind(schedule: str, pp: int, virtual_stages: int) -> ScheduleKind:
     if pp == 1:
         return ScheduleKind.NONE
     for keyword, order in (
@@ -208,7 +261,7 @@ def _schedule_kind(schedule: str, pp: int, virtual: int) -> ScheduleKind:
     ):
         if keyword in schedule:
             return order
-    return ScheduleKind.INTERLEAVED if virtual > 1 else ScheduleKind.ONE_F_ONE_B
+    return ScheduleKind.INTERLEAVED if virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
 
 
 def _checkpointing_method(description: str, sharded: bool) -> ActivationCheckpointing:
@@ -233,44 +286,3 @@ def _shard_group_size(text: str, zero: int, ranks: float, domain: int) -> float:
     if stated:
         return float(stated.group(1))
     return min(float(domain), ranks) if "hsdp" in text.lower() else ranks
-
-
-def _read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
-    """Return the machine of a row, and the assumptions about it."""
-    preset, assumed = _find_preset(row.get("gpu_type", ""))
-    cluster = load_machine(preset)
-    changes: dict[str, float] = {}
-    node = read_count(row, "gpus_per_node", 8)
-    joined = cluster.fast_link_domain or node
-    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay separate, unless a row states its links
-        node = min(joined, node)
-    changes["fast_link_domain"] = joined if joined > 8 else node
-    for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
-        if row.get(column):
-            changes[field] = read_number(row, column) * 1e9
-    if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
-        assumed.append("network")
-        changes.setdefault(
-            "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
-        )
-    return cluster.model_copy(update=changes), assumed
-
-
-def _find_preset(chip: str) -> tuple[str, list[str]]:
-    """Return the preset that a device's name stands for, and the assumptions.
-
-    It is the preset that has the most words of the name, in any order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB is
-    v100-32gb, and an MI250X is one of its halves, as ROCm counts.
-    """
-    tokens = re.findall(r"[a-z0-9]+", chip.lower())
-    halved = ["gcd"] if "mi250x" in tokens and "gcd" not in tokens else []
-    known = preset_names("machines")
-    meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
-    if not meant:
-        fix = did_you_mean("-".join(tokens), known, "list the known devices with `phalanx info --list`")
-        raise UserError("gpu_type", chip, "is not a known device", fix=fix)
-    preset = max(meant, key=lambda name: name.count("-"))
-    assumed = ["gpus counts GCDs; an MI250X has two"] if halved else []
-    if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
-        assumed.append(f"links of {preset}")
-    return preset, assumed

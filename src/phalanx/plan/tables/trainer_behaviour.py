@@ -8,7 +8,7 @@ from phalanx.cost.kinds import AttentionKernel, OffloadTarget
 from phalanx.plan.tables.job_columns import JobRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Trainer:
     """Facts of a trainer that the description of a run states or implies."""
 
@@ -77,7 +77,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
         zero: ZeRO stage.
         xla: The trainer compiles with XLA.
     """
-    trainer = _Trainer(text.lower(), precision, era, zero=zero, xla=xla)
+    trainer = _Trainer(text=text.lower(), precision=precision, era=era, zero=zero, xla=xla)
     return {
         **_state_columns(trainer),
         **_kernel_columns(trainer),

@@ -36,20 +36,30 @@ def parse_matrix(text: str) -> NodeTopology:
         row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices=devices)
         cells.append(row)
         numa.append(_parse_numa_node(remainder, lines[header_index]))
-    nic_names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]
     _check_symmetry(links, gpus, row_indices)
     nics = [i for i, name in enumerate(devices) if name not in gpus]
-    counts = [[int(path[2:]) for path in row if path.startswith("NV")] for row in links]
     shows_nvlinks = "NV#" in text or "Legend:" not in text
     return NodeTopology(
         gpus=tuple(gpus),
-        nics=tuple(nic_names.get(devices[i], devices[i]) for i in nics),
+        nics=_nic_names(lines[header_index:], [devices[i] for i in nics]),
         links=tuple(map(tuple, links)),
         nic_paths=tuple(tuple(row[i] for i in nics) for row in cells),
         numa_nodes=tuple(numa),
-        nvlinks=tuple((sum(row) if sum(row) <= MAX_NVLINKS else max(row)) if shows_nvlinks else None for row in counts),
+        nvlinks=tuple(_count_nvlinks(row) if shows_nvlinks else None for row in links),
     )
+
+
+def _nic_names(lines: Sequence[str], nics: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of network cards in the legend below the matrix, or else their names in the matrix."""
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    return tuple(legend.get(nic, nic) for nic in nics)
+
+
+def _count_nvlinks(paths: Sequence[str]) -> int:
+    """Return the NVLinks of a GPU from its paths to all GPUs: their sum, or with switches the number in each path."""
+    counts = [int(path[2:]) for path in paths if path.startswith("NV")]
+    return sum(counts) if sum(counts) <= MAX_NVLINKS else max(counts)
 
 
 def _find_header(lines: Sequence[str]) -> int:

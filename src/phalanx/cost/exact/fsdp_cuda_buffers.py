@@ -1,0 +1,271 @@
+"""Buffers in which FSDP2's units gather and reduce on CUDA, on separate streams (torch/distributed/fsdp)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
+from phalanx.cost.exact.parameter_shapes import num_elements
+from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+FIRST_BLOCK = 1e-9
+"""Fraction of the backward pass that is complete at the start of the first block, after the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaUnits:
+    """Elements of FSDP2's units on a rank: parameters of all ranks with padding, gradients without."""
+
+    root: int
+    """Parameters outside blocks."""
+    block: int
+    """Parameters of the largest block, without experts that have ranks of their own."""
+    expert: int
+    """Parameters of the largest unit of such experts, which are inside blocks; 0 without them."""
+    num_blocks: int
+    all_blocks: int
+    """Parameters of all blocks together."""
+    root_gradient: int
+    head_gradient: int
+    """Gradients of the root before the first block's backward pass: all except an untied embedding's."""
+    unit_gradient: int
+    """Gradients of the largest unit except the root."""
+
+    def gathered_ahead(self, layout: Layout) -> int:
+        """Return the elements that are prefetched while a block computes: a (block + expert).
+
+        With experts it is one block less, because their own gather is the first. The number `a` is
+        `layout.fsdp_prefetch`, or all other blocks if they stay gathered."""
+        num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks)
+        if not layout.reshard_after_forward:
+            num_ahead = max(num_ahead, self.num_blocks - 1)
+        return num_ahead * (self.block + self.expert) - (self.block if self.expert else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaBuffers:
+    """Bytes of FSDP2's buffers on CUDA, by phase of a block's backward pass."""
+
+    before: int
+    """Gathered parameters at the start of the backward pass."""
+    root: int
+    """Root parameters and gradients of the head, during the full backward pass."""
+    ahead: int
+    """Prefetched parameters, on the gather stream; part of the phases below."""
+    expert_copy: int
+    """Buffer of experts on the gather stream, while it is copied out; part of `copied_out`."""
+    copied_out: int
+    """While a block computes: its parameters, and prefetched parameters."""
+    gradients_ready: int
+    """After a block: its gradients in addition to its parameters."""
+    between: int
+    """Between two blocks: prefetched parameters, and the reduction of the last completed unit."""
+    block_sum: int
+    """Reduction of the previous block, until the current block starts its own."""
+    root_sum: int
+    """Reduction of the root and its gradients, at the end."""
+    earlier_root_sum: int
+    """Root gradients of the previous micro-batch, until the first block is complete."""
+
+
+def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
+    root, *blocks = (size * rank.shards for size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
+    root_gradient, *gradients = fsdp_unit_sizes(rank.dense, layout, 1)
+    expert_gradients = fsdp_unit_sizes(rank.expert, layout, 1)
+    late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
+    late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
+    return CudaUnits(
+        root=root,
+        block=max(blocks, default=0),
+        expert=max(fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)) * rank.expert_shards,
+        num_blocks=len(blocks),
+        all_blocks=sum(blocks),
+        root_gradient=root_gradient,
+        head_gradient=root_gradient - late,
+        unit_gradient=max([*gradients, *expert_gradients]),
+    )
+
+
+def _cuda_buffers(
+    rank: RankTensors, units: CudaUnits, layout: Layout, precision: Precision, accumulates: bool
+) -> CudaBuffers:
+    """Return the buffers of each phase, with c bytes per element in compute and s per element in a sum.
+
+    copied_out      = c (block + ahead + expert) + c expert
+    gradients_ready = c (block + ahead + expert) + c unit_gradient
+    between         = c (block + ahead) + sum of experts, or without experts of the block
+    sum of a unit   = s (unit + unit / ranks): sent gradients, and the received shard"""
+    compute = COMPUTE_BYTES[precision]
+    state = STATE_BYTES[precision]
+    ahead = units.gathered_ahead(layout)
+    gathered = units.block + ahead + units.expert
+    block_sum = _sum_bytes(units.block, rank.shards, precision)
+    last_sum = _sum_bytes(units.expert, rank.expert_shards, precision) if units.expert else block_sum
+    return CudaBuffers(
+        before=compute * (units.root + (0 if layout.reshard_after_forward else units.all_blocks)),
+        root=compute * (units.root + units.head_gradient),
+        ahead=compute * ahead,
+        expert_copy=compute * units.expert,
+        copied_out=compute * (gathered + units.expert),
+        gradients_ready=compute * (gathered + units.unit_gradient),
+        between=compute * (units.block + ahead) + last_sum,
+        block_sum=block_sum,
+        root_sum=compute * units.root_gradient + _sum_bytes(units.root, rank.shards, precision),
+        earlier_root_sum=state * units.root if accumulates else 0,
+    )
+
+
+def _sum_bytes(elements: int, ranks: int, precision: Precision) -> int:
+    """Return s (n + n / ranks): bytes of the gradients that a unit sends and of the received shard."""
+    return STATE_BYTES[precision] * (elements + elements // ranks)
+
+
+def cuda_buffer_peaks(
+    rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool
+) -> list[CommBufferPeak]:
+    """Return the buffers on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
+
+    A block's gathered buffer exists until the block computes, when it is copied out. The next block's buffer exists by
+    then (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). After a block, its parameters are freed, and its gradients
+    are copied to the send buffer in the dtype of the sum (`post_backward`, `foreach_reduce`). That buffer exists until
+    the next unit is at that point. The root's buffer exists from a micro-batch to the first block of the next one
+    (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). Experts with ranks of their
+    own are units in blocks.
+
+    Args:
+        rank: Tensors of the rank.
+        layout: Layout of the run.
+        precision: Precision of the run.
+        accumulates: True if a step has several micro-batches.
+    """
+    units = _cuda_units(rank, layout)
+    buffers = _cuda_buffers(rank, units, layout, precision=precision, accumulates=accumulates)
+
+    def computes(fraction: float, sums: int) -> CommBufferPeak:
+        size = buffers.root + buffers.copied_out + sums
+        return CommBufferPeak(
+            backward_fraction=fraction,
+            bytes=size,
+            is_between_blocks=False,
+            gather_stream_bytes=buffers.ahead + buffers.expert_copy,
+        )
+
+    def is_done(fraction: float, sums: int) -> CommBufferPeak:
+        return CommBufferPeak(
+            backward_fraction=fraction,
+            bytes=buffers.root + buffers.gradients_ready + sums,
+            is_between_blocks=True,
+            gather_stream_bytes=buffers.ahead,
+        )
+
+    block = 1 / max(1, units.num_blocks)  # of the backward pass
+    until_done = block / 2 if units.expert else block
+    second_done = is_done(min(1.0, block + until_done), buffers.block_sum)
+    end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.root_sum)
+    return [
+        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_root_sum),
+        computes(FIRST_BLOCK, buffers.earlier_root_sum),
+        is_done(until_done, buffers.earlier_root_sum),
+        CommBufferPeak(
+            backward_fraction=block,
+            bytes=buffers.root + buffers.between,
+            is_between_blocks=True,
+            gather_stream_bytes=buffers.ahead,
+        ),
+        computes(block, buffers.block_sum),
+        second_done,
+        computes(1 - block, buffers.block_sum),
+        CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, is_between_blocks=True),
+    ]
+
+
+@dataclass(frozen=True)
+class StreamBuffers:
+    """Bytes on FSDP2's CUDA streams, whose memory the allocator keeps separate."""
+
+    side_streams: int
+    """Peak on the gather and reduce streams."""
+    largest_sum: int
+    """Largest buffer of a reduction, on the compute stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnedUnits:
+    """Elements that a rank owns, with padding, of FSDP2's units."""
+
+    root: int
+    block: int
+    """Elements of the largest block."""
+    expert: int
+    """Elements of the largest unit of experts that have ranks of their own; 0 without them."""
+    all_units: int
+    shards: int
+    expert_shards: int
+
+    @property
+    def gathered_root(self) -> int:
+        """Elements of the root on all ranks together."""
+        return self.root * self.shards
+
+    @property
+    def gathered_block(self) -> int:
+        """Elements of the largest block on all ranks together."""
+        return self.block * self.shards
+
+    @property
+    def gathered_expert(self) -> int:
+        """Elements of the largest unit of experts on all ranks together."""
+        return self.expert * self.expert_shards
+
+
+def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> StreamBuffers:
+    """Return the peak bytes per stream.
+
+    Args:
+        rank: Tensors of the rank.
+        run: Run whose layout and precision apply.
+        accumulation: Micro-batches per step.
+    """
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
+    state_bytes = STATE_BYTES[run.training.precision]
+    units = _owned_units(rank, run.layout)
+    gathered = _gather_stream_elements(units)
+    summed = _reduce_stream_elements(units, offloads=run.layout.offload != "none", accumulates=accumulation > 1)
+    return StreamBuffers(
+        side_streams=compute_bytes * gathered + state_bytes * summed,
+        largest_sum=state_bytes * max(units.gathered_root, units.gathered_block, units.gathered_expert),
+    )
+
+
+def _owned_units(rank: RankTensors, layout: Layout) -> _OwnedUnits:
+    root, *blocks = fsdp_unit_sizes(rank.dense, layout, rank.shards)
+    experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
+    return _OwnedUnits(
+        root=root,
+        block=max(blocks, default=0),
+        expert=max(experts),
+        all_units=root + sum(blocks) + sum(experts),
+        shards=rank.shards,
+        expert_shards=rank.expert_shards,
+    )
+
+
+def _gather_stream_elements(units: _OwnedUnits) -> int:
+    """Return the peak of the gather stream: the root and the first block, or experts of two blocks, and a shard.
+
+    Buffers of experts and of blocks alternate: half of one is lost between them.
+    """
+    experts_of_two_blocks = 2 * units.gathered_expert + units.gathered_expert // 2
+    copied_shard = max(units.block, units.expert)
+    return max(units.gathered_root, experts_of_two_blocks, units.gathered_block) + units.gathered_block + copied_shard
+
+
+def _reduce_stream_elements(units: _OwnedUnits, offloads: bool, accumulates: bool) -> int:
+    """Return the peak of the reduce stream: a step's gradients, and one unit's that are added or copied to the CPU."""
+    gradients = 0 if offloads else units.all_units
+    largest_unit = max(units.root, units.block, units.expert) if accumulates or offloads else 0
+    return gradients + largest_unit

@@ -1,0 +1,90 @@
+"""Bytes of activations and their gradients that a rank sends: inside blocks, between stages, and between the ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.cost.exact.activation_memory import StageBlocks, pipeline_stages
+from phalanx.cost.exact.activation_traffic import stage_activation_traffic
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.parameter_shapes import num_elements
+from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.rank_state import effective_strategy
+from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.formulas.collectives import Traffic
+from phalanx.schedule.registry import layout_schedule
+from phalanx.schedule.schedule import Schedule
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.run import RunSpec
+
+
+def model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
+    """Return the model-parallel traffic of activations and their gradients, per pipeline rank.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        stage_tensors: Tensors of one rank per pipeline rank.
+    """
+    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
+    shape = _forward_shape(run, world_size)
+    if run.layout.pp == 1:
+        stage = StageBlocks(layers=range(run.model.num_layers), first=True, last=True)
+        return [_scale_traffic(micro_batches, stage_activation_traffic(run.model, shape, stage))]
+    schedule = layout_schedule(run.layout, micro_batches)
+    stages = pipeline_stages(layers_per_stage(run), schedule)
+    traffic = []
+    for pp_rank in range(run.layout.pp):
+        local_stages = [stages[stage] for stage in schedule.stages_of(pp_rank)]
+        inside = [row for stage in local_stages for row in stage_activation_traffic(run.model, shape, stage)]
+        traffic.append(
+            [
+                *_scale_traffic(micro_batches, inside),
+                _stage_messages(run, shape, schedule, pp_rank=pp_rank),
+                *_tied_embedding_messages(run, shape, schedule, pp_rank=pp_rank, stage_tensors=stage_tensors),
+            ]
+        )
+    return traffic
+
+
+def _forward_shape(run: RunSpec, world_size: int) -> ForwardShape:
+    data_dims = parallel_dims(run.layout, world_size).with_cp_as_data_parallel(run.layout)
+    return ForwardShape(
+        batch=plan_batch(run, world_size).micro_batch_size,
+        sequence=run.training.seq_len,
+        precision=run.training.precision,
+        layout=run.layout,
+        autocast=effective_strategy(run.layout, data_dims.dp_shard) == "ddp",
+        masked=run.data.mask_documents,
+    )
+
+
+def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_rank: int) -> Traffic:
+    """Return the messages of a pipeline rank to other ranks: outputs of its stages, and gradients of their inputs."""
+    num_sends = sum(receiver != pp_rank for _, receiver in schedule.messages(pp_rank))
+    message_bytes = shape.residual_tokens * run.model.hidden_size * shape.residual_bytes
+    return Traffic(
+        operation="send",
+        bytes=num_sends * message_bytes,
+        purpose="activations and their gradients, from stage to stage",
+        group_kind="pp",
+        calls=num_sends,
+    )
+
+
+def _tied_embedding_messages(
+    run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_rank: int, stage_tensors: list[RankTensors]
+) -> list[Traffic]:
+    """Return the messages between embedding and head that are one tensor on two ranks; none from other ranks."""
+    first, last = schedule.end_ranks
+    end_stages = {0, schedule.stages - 1}
+    if not run.model.tie_embeddings or first == last or end_stages.isdisjoint(schedule.stages_of(pp_rank)):
+        return []
+    size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
+    purpose = "the tied embedding's weights, or their gradients"
+    return [Traffic(operation="send", bytes=size, purpose=purpose, group_kind="ends")]
+
+
+def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:
+    return [replace(row, bytes=count * row.bytes, calls=count * row.calls) for row in traffic]

@@ -1,0 +1,59 @@
+"""Machine of a table row: the preset of its device, with the links that the row states."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.plan.tables.cells import read_count, read_number
+from phalanx.plan.tables.csv_rows import Row
+from phalanx.spec.base import did_you_mean
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine, preset_names
+
+NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
+"""Network bandwidth per device by generation, if neither the row nor the preset states it.
+
+200 or 400 Gb/s, as in DGX A100, H100 and B200.
+"""
+
+
+def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
+    """Return the machine of a row, and the assumptions about it."""
+    preset, assumed = _find_preset(row.get("gpu_type", ""))
+    cluster = load_machine(preset)
+    changes: dict[str, float] = {}
+    node = read_count(row, "gpus_per_node", 8)
+    joined = cluster.fast_link_domain or node
+    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay separate, unless a row states its links
+        node = min(joined, node)
+    changes["fast_link_domain"] = joined if joined > 8 else node
+    for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
+        if row.get(column):
+            changes[field] = read_number(row, column) * 1e9
+    if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
+        assumed.append("network")
+        changes.setdefault(
+            "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
+        )
+    return cluster.model_copy(update=changes), assumed
+
+
+def _find_preset(chip: str) -> tuple[str, list[str]]:
+    """Return the preset that a device's name stands for, and the assumptions.
+
+    It is the preset that has the most words of the name, in any order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB is
+    v100-32gb, and an MI250X is one of its halves, as ROCm counts.
+    """
+    tokens = re.findall(r"[a-z0-9]+", chip.lower())
+    halved = ["gcd"] if "mi250x" in tokens and "gcd" not in tokens else []
+    known = preset_names("machines")
+    meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
+    if not meant:
+        fix = did_you_mean("-".join(tokens), known, "list the known devices with `phalanx info --list`")
+        raise UserError("gpu_type", chip, "is not a known device", fix=fix)
+    preset = max(meant, key=lambda name: name.count("-"))
+    assumed = ["gpus counts GCDs; an MI250X has two"] if halved else []
+    if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
+        assumed.append(f"links of {preset}")
+    return preset, assumed
