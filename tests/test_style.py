@@ -39,6 +39,8 @@ FUNCTION_VARIABLES = {"attend", "make", "CPU_ATTENTION", "CUDA_ATTENTION"}
 MAX_UNDOCUMENTED_PARAMETERS = 2
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
+MAX_POSITIONAL_FIELDS = 4
+MAX_TUPLE_TYPES = 3
 Finding = tuple[str, str, int]
 """A rule, where it is broken (a qualified name), and the line."""
 
@@ -167,6 +169,29 @@ def functions_without_args(tree: ast.Module, path: Path) -> Iterator[tuple[str, 
         yield name, function.lineno
 
 
+def is_positional_dataclass(node: ast.AST) -> bool:
+    """Return whether a class is a dataclass of more than four fields that takes positional arguments."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    decorators = [ast.unparse(each) for each in node.decorator_list if "dataclass" in ast.unparse(each)]
+    num_fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
+    return bool(decorators) and "kw_only=True" not in decorators[0] and num_fields > MAX_POSITIONAL_FIELDS
+
+
+def long_tuples(function: Function) -> Iterator[str]:
+    """Yield the tuples of more than three types in a signature, except those of autograd, pickle and sort keys."""
+    if function.name in ("backward", "__reduce__", "key"):
+        return
+    arguments = function.args
+    annotations = [each.annotation for each in (*arguments.args, *arguments.kwonlyargs)]
+    for annotation in [*annotations, function.returns]:
+        for node in ast.walk(annotation) if annotation is not None else ():
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple":
+                types = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+                if len(types) > MAX_TUPLE_TYPES:
+                    yield ast.unparse(node)
+
+
 def findings(path: Path) -> list[Finding]:
     """Return what breaks a rule in a file."""
     tree = ast.parse(path.read_text())
@@ -182,6 +207,12 @@ def findings(path: Path) -> list[Finding]:
             found.append(("unrelated assignments in one line", ast.unparse(node)[:40], node.lineno))
         if has_many_positional(node):
             found.append(("more than three positional arguments", ast.unparse(node.func)[:40], node.lineno))
+        if is_positional_dataclass(node):
+            found.append(("dataclass of more than four fields without kw_only", node.name, node.lineno))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [
+                ("tuple of more than three types in a signature", text, node.lineno) for text in long_tuples(node)
+            ]
     found += [
         ("three or more parameters without Args", name, line) for name, line in functions_without_args(tree, path)
     ]
@@ -204,6 +235,11 @@ def test_package_has_no_findings(package: str) -> None:
         ("plan(run, 8, 20, True)", "more than three positional arguments"),
         ('def f(a, b, *, c):\n    """Return a + b + c."""', "three or more parameters without Args"),
         ('class C:\n    def f(self, a, b, c):\n        """Return a."""', "three or more parameters without Args"),
+        (
+            "@dataclass\nclass C:\n    a: int\n    b: int\n    c: int\n    d: int\n    e: int",
+            "dataclass of more than four fields without kw_only",
+        ),
+        ("def _f() -> list[tuple[int, int, int, str]]: ...", "tuple of more than three types in a signature"),
     ],
 )
 def test_findings_name_broken_rule(source: str, rule: str, tmp_path: Path) -> None:
