@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from phalanx.model import host_counts
-from phalanx.parallel.comm.host_copy import copy_to_host
-from phalanx.train import evaluator, trainer, worker
+from phalanx.parallel.comm.host_copy import HostCopies
+from phalanx.train import evaluator, step_runner
+from phalanx.train.callbacks import rank_records
 from phalanx.train.profiling import clock_sync, step_profiler
 
 NUM_TOKENS, LOSS_SUM = 1000.0, 5000.0
@@ -21,20 +22,22 @@ def balanced_counts(counts: Tensor, total: int) -> list[list[int]]:
     return [[share + (index < rest) for index in range(counts.shape[1])]] * len(counts)
 
 
-def read_step_sums(sums: Tensor, norm: Tensor) -> list[Tensor]:
-    """Wait for what a step came to, in place of `copy_to_host`, and return numbers of one that went well."""
-    copies = copy_to_host(sums, norm)
-    given = torch.ones_like(copies[0])
-    given[0], given[1], given[2:6] = NUM_TOKENS, LOSS_SUM, 0
-    return [given, torch.ones_like(copies[1])]
+class GivenStepSums(HostCopies):
+    """Copies of the sums and the norm of a step, with the numbers of one that went well."""
+
+    def wait(self) -> list[Tensor]:
+        sums, norm = super().wait()
+        given = torch.ones_like(sums)
+        given[0], given[1], given[2:6] = NUM_TOKENS, LOSS_SUM, 0
+        return [given, torch.ones_like(norm)]
 
 
 def give_numbers() -> None:
     """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     host_counts.read_counts = balanced_counts
-    trainer.copy_to_host = read_step_sums
+    step_runner.HostCopies = GivenStepSums
     sum_over_ranks = evaluator._sum_over_ranks
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
-    for module in (worker, step_profiler):
+    for module in (rank_records, step_profiler):
         module.measure_clock_offset = lambda *_, **__: clock_sync.ClockOffset()

@@ -168,9 +168,11 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
     device = f" ({run['device']})" if run["device"] else ""
     lines = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
+        implementation = run["model"].get("implementation")
+        described = f" as [model] describes {implementation['class']}" if implementation else ""
         lines += [
             format_layout(run["layout"]),
-            f"{format_count(run['parameters'])} parameters in {run['precision']}",
+            f"{format_count(run['parameters'])} parameters{described} in {run['precision']}",
             f"{run['tokens_per_step']:,} tokens a step in sequences of {run['sequence']:,}",
         ]
     return [*lines, format_progress(run)]

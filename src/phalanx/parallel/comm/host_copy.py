@@ -23,8 +23,8 @@ class HostCopies:
 
     def wait(self) -> list[Tensor]:
         """Return the copies, after the device has made them. The host waits once for any number of tensors."""
-        for event in self._events:
-            event.synchronize()
+        while self._events:
+            self._events.pop().synchronize()
         return self._copies
 
 
