@@ -58,7 +58,13 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
     monkeypatch.setattr(places, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = NonHostRendezvous(
-            "run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1
+            name="run",
+            host="127.0.0.1",
+            port=silent.getsockname()[1],
+            min_nodes=1,
+            max_nodes=2,
+            join_seconds=1,
+            last_call_seconds=1,
         )
         with pytest.raises(UserError, match="is not a Phalanx rendezvous") as other:
             run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)

@@ -30,7 +30,8 @@ def main() -> None:
                 file.write(BLOCK)
             file.flush()
             os.fsync(file.fileno())
-            written, seconds = written + count, time.perf_counter() - start
+            written += count
+            seconds = time.perf_counter() - start
         print(f"{written * len(BLOCK)} bytes in {seconds:.4f} s")
 
 

@@ -144,14 +144,7 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
 
     A counter below its earlier value was reset. A counter without an earlier value is ignored.
     """
-    differences = {
-        rule: {
-            name: count - previous if count >= (previous := before[rule][name]) else count
-            for name, count in counts.items()
-            if name in before.get(rule, {})
-        }
-        for rule, counts in after.items()
-    }
+    differences = {rule: _growth(before.get(rule, {}), counts) for rule, counts in after.items()}
     findings = []
     for rule in RULES:
         counts = differences.get(rule.id)
@@ -231,3 +224,12 @@ def _read_tcp_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
         for rule, counter in ((TCP.id, "RetransSegs"), (SEGMENTS, "OutSegs")):
             if values.get(counter, "").isdecimal():
                 yield rule, "tcp", int(values[counter])
+
+
+def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return the growth of each counter that has an earlier value."""
+    growth = {}
+    for name, count in after.items():
+        if name in before:
+            growth[name] = count - before[name] if count >= before[name] else count
+    return growth

@@ -18,7 +18,11 @@ FAILING_NODES_FILE = "failing_nodes.txt"
 def exit_code(findings: Iterable[DoctorFinding]) -> int:
     """Return 0 if all is OK, 1 for warnings, 2 for failures, 3 if nothing could be checked."""
     severities = {finding.severity for finding in findings}
-    return 2 if "FAIL" in severities else 1 if "WARN" in severities else 0 if "OK" in severities else 3
+    if "FAIL" in severities:
+        return 2
+    if "WARN" in severities:
+        return 1
+    return 0 if "OK" in severities else 3
 
 
 def sort_by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:

@@ -167,13 +167,16 @@ class ElasticAgent(LocalElasticAgent):
     def _kill_remaining(self) -> None:
         """Let ranks that wait for a lost one fail and report it; kill those that are stopped."""
         deadline = time.monotonic() + FAILURE_GRACE_SECONDS
-        while (
-            running_pids := [pid for pid in self._pids() if exit_status(pid) is None]
-        ) and time.monotonic() < deadline:
+        running_pids = self._running_pids()
+        while running_pids and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS / 2)
+            running_pids = self._running_pids()
         for pid in running_pids:
             os.kill(pid, signal.SIGKILL)
         self._killed_pids |= set(running_pids)
+
+    def _running_pids(self) -> list[int]:
+        return [pid for pid in self._pids() if exit_status(pid) is None]
 
     def _pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []

@@ -100,8 +100,9 @@ class FailureCounters:
         if "out_of_memory" not in report.first:
             return False
         is_first_start = self.last_step_reached < 0
-        last_step, self.last_out_of_memory_step = self.last_out_of_memory_step, report.step
-        return (is_first_start and report.in_first_step) or report.step == last_step
+        is_repeated = report.step == self.last_out_of_memory_step
+        self.last_out_of_memory_step = report.step
+        return (is_first_start and report.in_first_step) or is_repeated
 
     def count(self, report: FailureReport) -> None:
         """Count a failure; a run that got further than at the last failure starts to count again."""

@@ -221,12 +221,13 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
 def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
     """Yield the run, and the run with 1/2, 1/4, ... of its sequence length while a plan exists."""
     yield run
-    seq_len = run.training.seq_len
-    while (seq_len := seq_len // 2) >= MIN_SEQ_LEN:
+    seq_len = run.training.seq_len // 2
+    while seq_len >= MIN_SEQ_LEN:
         shorter = run.model_copy(update={"training": run.training.model_copy(update={"seq_len": seq_len})})
         with suppress(UserError):
             check_layout(shorter, run.cluster.ranks)
             yield shorter
+        seq_len //= 2
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:

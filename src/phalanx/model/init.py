@@ -65,7 +65,8 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     std = math.sqrt(2 / (5 * spec.hidden_size))
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * spec.num_layers)
-    full, rows = torch.empty(shape), range(shape[0]) if rows is None else rows
+    full = torch.empty(shape)
+    rows = range(shape[0]) if rows is None else rows
     block_rows = max(1, BLOCK_NUMBERS // math.prod(shape[1:]))
     for block in range(rows.start // block_rows, -(-rows.stop // block_rows) if rows else 0):
         begin = block * block_rows

@@ -27,16 +27,8 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
         gradients: Gradients of this rank, in the same order on all ranks, which is the order of the collectives.
         exposed: Timer of the time spent waiting.
     """
-    parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            split = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
-            parts[tuple(mesh.get_group(axis) for axis in split)].append(local_tensor(gradient))
-        else:
-            parts[()].append(gradient)
     total = None
-    for groups, local_gradients in parts.items():
+    for groups, local_gradients in _shards_by_groups(gradients).items():
         dtype = torch.float32 if local_gradients[0].dtype == torch.bfloat16 else None
         square = torch.stack(torch._foreach_norm(local_gradients, 2, dtype)).square().sum()
         for group in groups:
@@ -45,6 +37,18 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
                 dist.all_reduce(square, group=group)
         total = square if total is None else total.to(square.device) + square
     return torch.zeros(()) if total is None else total.sqrt()
+
+
+def _shards_by_groups(gradients: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+    """Return this rank's shards by the groups over which their gradients are sharded."""
+    shards: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            axes = [axis for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
+            groups = tuple(gradient.device_mesh.get_group(axis) for axis in axes)
+        shards[groups].append(local_tensor(gradient))
+    return shards
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

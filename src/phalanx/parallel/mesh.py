@@ -74,8 +74,10 @@ class Mesh:
     @property
     def expert_dp_mesh(self) -> DeviceMesh | None:
         """The ranks with the same experts of the same stages; None if this rank is the only one."""
-        names = tuple(name for name in (self.ep_mesh.mesh_dim_names or ()) if name != "ep") if self.ep_mesh else ()
-        return self.ep_mesh[names] if self.ep_mesh is not None and names else None
+        if self.ep_mesh is None:
+            return None
+        names = tuple(name for name in self.ep_mesh.mesh_dim_names or () if name != "ep")
+        return self.ep_mesh[names] if names else None
 
     @cached_property
     def expert_dp_group(self) -> dist.ProcessGroup | None:
@@ -179,8 +181,8 @@ def _build_data_mesh(layout: Layout, data: ParallelDims, grid: Tensor, device_ty
     is_sharded = layout.data_parallel in SHARDED_STRATEGIES
     data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
     ranks = _permute_axes(grid, *data_axes, "pp", "tp")
-    present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
-    return make_device_mesh(device_type, ranks.reshape(list(present.values())), tuple(present))
+    sizes = {axis: getattr(data, axis) for axis in AXES if getattr(data, axis) > 1}
+    return make_device_mesh(device_type, ranks.reshape(list(sizes.values())), tuple(sizes))
 
 
 def _build_context_mesh(sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:

@@ -118,8 +118,13 @@ def _fallback_findings(lines: Sequence[tuple[str, str, str]], rdma: bool) -> lis
 
 def _version_findings(lines: Sequence[str]) -> list[DoctorFinding]:
     """Return the versions that differ from that of most lines; lines of NCCL up to 2.2x name no host."""
-    versions = [(LINE_PATTERN.match(line), match[1]) for line in lines if (match := VERSION_PATTERN.search(line))]
-    hosts = {(line[1] if line else "", version) for line, version in versions}
+    versions = []
+    for line in lines:
+        version_match = VERSION_PATTERN.search(line)
+        if version_match is not None:
+            line_match = LINE_PATTERN.match(line)
+            versions.append((line_match[1] if line_match else "", version_match[1]))
+    hosts = set(versions)
     majority = most_common(version for _, version in versions) or ""
     other = [
         VERSION.violation(host, version, majority, host=host) for host, version in sorted(hosts) if version != majority

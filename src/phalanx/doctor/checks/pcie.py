@@ -66,7 +66,8 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     max_speeds = {address: _max_supported(machine, address, "max_link_speed") for address in cards}
     speeds = {address: _read_number(machine, address, "current_link_speed") for address in cards}
     nodes = {address: machine.read(f"{pci.DEVICES}/{address}/numa_node") or "" for address in devices}
-    error_counts = {address: count for address in devices if (count := errors(machine, address)) is not None}
+    counts = {address: errors(machine, address) for address in devices}
+    error_counts = {address: count for address, count in counts.items() if count is not None}
     return [
         *_check_below_max(WIDTH, widths, max_widths),
         *_check_below_max(SPEED, speeds, max_speeds),

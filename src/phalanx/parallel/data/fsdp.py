@@ -193,14 +193,11 @@ class FSDP(Strategy):
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part."""
         resident = super().resident_tensors(optimizers)
-        resident["parameters"] = list(
-            self.trainable_parameters.values()
-        )  # full parameters are gathered buffers, which `resizable_buffers` returns
-        return (
-            resident
-            if self.offload is None
-            else {"offloaded": [tensor for part in resident.values() for tensor in part]}
-        )
+        # Full parameters are gathered buffers, which `resizable_buffers` returns.
+        resident["parameters"] = list(self.trainable_parameters.values())
+        if self.offload is None:
+            return resident
+        return {"offloaded": [tensor for part in resident.values() for tensor in part]}
 
     def resizable_buffers(self) -> list[Tensor]:
         """Return the all-gather buffers of FSDP2."""

@@ -13,41 +13,27 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.parallel.data.parameter_server_messages import (
-    Shapes,
+    MessagePair,
+    ServerTopology,
+    first_tag,
     flatten_parameters,
     irecv,
-    isend,
     parameter_views,
     receive_buffer,
     router_biases,
+    send_pair,
 )
 from phalanx.parallel.grad_norm import global_grad_norm
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors, place_buffers, replace_parameter
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerTopology:
-    """The roles of ranks and their process groups (`docs/design/decisions/parameter-server-ranks.md`)."""
-
-    servers: list[int]
-    workers: list[int]
-    owned: list[Shapes]
-    """The parameters of each server."""
-    groups: list[dist.ProcessGroup]
-    """For each server, the group of the server and all workers."""
-    server_group: dist.ProcessGroup
-    staleness: int | None
-    """Maximum number of updates that a worker's weights may lack; None: it waits for every update."""
 
 
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
@@ -120,7 +106,7 @@ class ParameterServerWorker(Strategy):
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
         for server, gradients in zip(self.roles.servers, sent, strict=True):
-            works += [isend(message, server, 2 * self.steps_sent), isend(gradients, server, 2 * self.steps_sent + 1)]
+            works += send_pair(message, gradients, server, tag=first_tag(self.steps_sent))
         self.steps_sent += 1
         self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
@@ -134,9 +120,8 @@ class ParameterServerWorker(Strategy):
             gradients.zero_()
         # A synchronous worker has just received this step's update.
         version = self.steps_sent if self.roles.staleness is None else int(self._newest_values[0])
-        reported_sums = (
-            self._newest_values[2:].to(sums.device) if version else sums
-        )  # before the first update, this rank's own sums
+        # Before the first update, this rank's own sums.
+        reported_sums = self._newest_values[2:].to(sums.device) if version else sums
         return StepReduction(norm=self._newest_values[1], sums=reported_sums, steps_behind=self.steps_sent - version)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -166,25 +151,36 @@ class ParameterServerWorker(Strategy):
 
     def _receive_updates(self, needed: int) -> None:
         """Receive updates of every server until there are `needed`, and further ones that have arrived."""
-        for index, server in enumerate(self.roles.servers):
+        for index in range(len(self.roles.servers)):
             while self.versions[index] < self.steps_sent:
-                tag = 2 * (self.versions[index] + 1)
-                if (expected := self._posted_receives[index]) is None:
-                    header = self._header_buffer()
-                    expected = self._posted_receives[index] = irecv(header, server, tag), header
-                work, header = expected
+                _, header = self._post_header(index)
                 # Gloo reports an arrival only to a waiting receiver; the header's first number shows it before.
                 if self.versions[index] >= needed and header[0] < 0:
                     break
-                received = receive_buffer(self.weights[index])
-                with self.comm_wait.measure():
-                    work.wait()
-                    dist.recv(received, server, tag=tag + 1)
-                self.weights[index].copy_(received)
-                self.versions[index] += 1
-                self._posted_receives[index] = None
-                if index == 0:
-                    self._parse_header(header)
+                self._receive_update(index)
+
+    def _post_header(self, index: int) -> tuple[dist.Work, Tensor]:
+        """Return the pending receive of a server's next header, and start it if there is none."""
+        posted = self._posted_receives[index]
+        if posted is None:
+            header = self._header_buffer()
+            tag = first_tag(self.versions[index] + 1)
+            posted = irecv(header, self.roles.servers[index], tag), header
+            self._posted_receives[index] = posted
+        return posted
+
+    def _receive_update(self, index: int) -> None:
+        """Receive the next weights of a server, whose header is posted."""
+        work, header = self._post_header(index)
+        received = receive_buffer(self.weights[index])
+        with self.comm_wait.measure():
+            work.wait()
+            dist.recv(received, self.roles.servers[index], tag=first_tag(self.versions[index] + 1) + 1)
+        self.weights[index].copy_(received)
+        self.versions[index] += 1
+        self._posted_receives[index] = None
+        if index == 0:
+            self._parse_header(header)
 
     def _header_buffer(self) -> Tensor:
         """Return a buffer for version, gradient norm, sums and router biases."""
@@ -225,8 +221,8 @@ class ParameterServer(Strategy):
         """Number of updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
         self._receive_buffer: Tensor | None = None
-        self._posted_receives: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
-        self._pending_sends: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
+        self._posted_receives: dict[int, deque[MessagePair]] = defaultdict(deque)
+        self._pending_sends: deque[MessagePair] = deque()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the summed gradient of this server's parameters."""
@@ -268,13 +264,13 @@ class ParameterServer(Strategy):
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part."""
-        received = [gradients for posted in self._posted_receives.values() for _, _, gradients in posted]
+        received = [pair.vector for posted in self._posted_receives.values() for pair in posted]
         staging_buffers = [] if self._receive_buffer is None else [self._receive_buffer]
         return {
             "parameters": [self.weights],
             "gradients": [self.sum],
             "optimizer": optimizer_state_tensors(optimizers),
-            "communication": [*staging_buffers, *received, *(weights for _, _, weights in self._pending_sends)],
+            "communication": [*staging_buffers, *received, *(pair.vector for pair in self._pending_sends)],
         }
 
     def drain_pending_updates(self) -> None:
@@ -283,8 +279,7 @@ class ParameterServer(Strategy):
 
     def _finish_sending(self, max_pending: int) -> None:
         while len(self._pending_sends) > max_pending:
-            for work in self._pending_sends.popleft()[0]:
-                work.wait()
+            self._pending_sends.popleft().wait()
 
     def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
         """Return the next gradients of a worker, and their message; asynchronous receives are posted ahead."""
@@ -295,17 +290,16 @@ class ParameterServer(Strategy):
             for steps_ahead in range(1 + self.roles.staleness):
                 message = torch.empty(size, dtype=torch.float64)
                 self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead=steps_ahead)
-        works, message, gradients = self._posted_receives[worker].popleft()
+        pair = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
-            for work in works:
-                work.wait()
-        return message, gradients
+            pair.wait()
+        return pair.message, pair.vector
 
     def _post_receive(self, worker: int, message: Tensor, gradients: Tensor, steps_ahead: int) -> None:
         """Start to receive the message that a worker sends `steps_ahead` steps from now."""
-        tag = 2 * (self.steps_done + steps_ahead)
+        tag = first_tag(self.steps_done + steps_ahead)
         works = [irecv(message, worker, tag), irecv(gradients, worker, tag + 1)]
-        self._posted_receives[worker].append((works, message, gradients))
+        self._posted_receives[worker].append(MessagePair(message, gradients, works))
 
     def _build_message(self) -> Tensor:
         return torch.cat([self._header, *(bias.double() for bias in self.biases)])
@@ -319,12 +313,11 @@ class ParameterServer(Strategy):
 
     def _send(self) -> None:
         """Send each worker a copy of the weights, which continue to change."""
-        self._finish_sending(
-            max_pending=self.roles.staleness or 0
-        )  # servers have already waited for workers that are further behind
+        # Servers have already waited for workers that are further behind.
+        self._finish_sending(max_pending=self.roles.staleness or 0)
         message = self._build_message()
         weights = self.weights.clone()
         works = []
         for worker in self.roles.workers:
-            works += [isend(message, worker, 2 * self.steps_done), isend(weights, worker, 2 * self.steps_done + 1)]
-        self._pending_sends.append((works, message, weights))
+            works += send_pair(message, weights, worker, tag=first_tag(self.steps_done))
+        self._pending_sends.append(MessagePair(message, weights, works))

@@ -1,6 +1,8 @@
-"""Messages between workers and parameter servers: flat buffers, their views, sends and receives."""
+"""Roles of workers and parameter servers, and their messages: flat buffers, their views, sends and receives."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,21 @@ from torch import Tensor, nn
 from phalanx.model.moe import Router
 
 Shapes = dict[str, torch.Size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTopology:
+    """The roles of ranks and their process groups (`docs/design/decisions/parameter-server-ranks.md`)."""
+
+    servers: list[int]
+    workers: list[int]
+    owned: list[Shapes]
+    """The parameters of each server."""
+    groups: list[dist.ProcessGroup]
+    """For each server, the group of the server and all workers."""
+    server_group: dist.ProcessGroup
+    staleness: int | None
+    """Maximum number of updates that a worker's weights may lack; None: it waits for every update."""
 
 
 def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
@@ -69,3 +86,35 @@ def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
     work = dist.irecv(tensor, source, tag=tag)
     assert work is not None
     return work
+
+
+def first_tag(step: int) -> int:
+    """Return the tag of the message of a step; that of its vector is the next number."""
+    return 2 * step
+
+
+def send_pair(message: Tensor, vector: Tensor, destination: int, tag: int) -> list[dist.Work]:
+    """Start to send a message and its vector, and return the pending work.
+
+    Args:
+        message: The small tensor, which must not change until the work is complete.
+        vector: Gradients or weights, likewise.
+        destination: Global rank of the receiver.
+        tag: Tag of the message.
+    """
+    return [isend(message, destination, tag), isend(vector, destination, tag + 1)]
+
+
+@dataclass(frozen=True)
+class MessagePair:
+    """A message and its vector on their way."""
+
+    message: Tensor
+    vector: Tensor
+    """Gradients or weights."""
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Wait until both are complete."""
+        for work in self.works:
+            work.wait()

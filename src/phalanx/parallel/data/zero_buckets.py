@@ -29,7 +29,8 @@ class RowSharding:
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
-        self.ranks, self.rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
+        self.ranks = 1 if mesh is None else mesh.size()
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -42,10 +43,9 @@ class RowSharding:
 
     def rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows (a view)."""
-        rows_per_rank = self.rows_per_rank(full)
-        return full.detach()[
-            min(self.rank * rows_per_rank, len(full)) : min((self.rank + 1) * rows_per_rank, len(full))
-        ]
+        start = self.rank * self.rows_per_rank(full)
+        end = start + self.rows_per_rank(full)
+        return full.detach()[min(start, len(full)) : min(end, len(full))]
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
         """Return this rank's rows as part of a tensor like `full`."""
@@ -127,19 +127,23 @@ class OwnedParameter:
             self.gradient = self.split.rows(full_gradient)
             if received is not full_gradient:
                 self.gradient.copy_(received)
-        elif self.offload is not None:
-            self._num_added += 1
-            self.gradient = self._add_on_host(received, self.offload)
-            self.offload.write_back([self.gradient])
-            self.drop_full_gradient()
-        elif self.gradient is None:
-            self.gradient = received
+            return
+        self._num_added += 1
+        if self.offload is None:
+            self.gradient = self._add_on_device(received)
+            return
+        self.gradient = self._add_on_host(received, self.offload)
+        self.offload.write_back([self.gradient])
+        self.drop_full_gradient()
+
+    def _add_on_device(self, received: Tensor) -> Tensor:
+        """Return the sum; the step's first gradient starts it."""
+        if self.gradient is None:
             self._num_added = 1
-        else:
-            self._num_added += 1
-            if needs_fp32_sum(self.gradient.dtype, self._num_added):
-                self.gradient = self.gradient.float()
-            self.gradient.add_(received)
+            return received
+        if needs_fp32_sum(self.gradient.dtype, self._num_added):
+            self.gradient = self.gradient.float()
+        return self.gradient.add_(received)
 
     def _add_on_host(self, received: Tensor, offload: CpuOffload) -> Tensor:
         """Return the sum in CPU memory; the step's first gradient replaces the sum of the last step."""
@@ -215,15 +219,19 @@ class Bucket:
             parts = [part for part in self.parts if part.full_gradient is not None]
             received = [part.full_gradient for part in parts if part.full_gradient is not None]
         else:
-            self._reducing.wait()
             parts = self.parts
-            summed = self._reducing.out.split(self.sizes)
+            received = self._reduced_rows(self._reducing)
             self._reducing = None
-            received = [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(parts, summed, strict=True)]
         if self.parts[0].offload is not None and not keep_full:
             received = copy_to_host(*received)
         for part, gradient in zip(parts, received, strict=True):
             part.accumulate(gradient, keep_full)
+
+    def _reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
+        """Wait for a reduction, and return the summed gradients of the owned rows of each parameter."""
+        reducing.wait()
+        summed = reducing.out.split(self.sizes)
+        return [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(self.parts, summed, strict=True)]
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters of the bucket."""
@@ -293,14 +301,13 @@ def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[Own
     size = 0
     for part in reversed(list(owned)):
         parameter = part.parameter
-        previous = buckets[-1][0] if buckets else None
-        is_compatible = previous is not None and (previous.split, previous.parameter.dtype) == (
-            part.split,
-            parameter.dtype,
-        )
-        if not is_compatible or size >= limit:
+        if not buckets or size >= limit or not _fit_one_message(buckets[-1][0], part):
             buckets.append([])
             size = 0
         buckets[-1].append(part)
         size += part.largest_numel * parameter.element_size()
     return buckets
+
+
+def _fit_one_message(part: OwnedParameter, other: OwnedParameter) -> bool:
+    return part.split == other.split and part.parameter.dtype == other.parameter.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -12,6 +13,20 @@ from torch import Tensor
 
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Action, Schedule, actions
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way, and its buffer."""
+
+    message: Action
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> None:
+        """Wait until the message is complete."""
+        if self.work is not None:
+            self.work.wait()
 
 
 class PipelineP2P:
@@ -46,7 +61,7 @@ class PipelineP2P:
         self.shapes = shapes
         self.like = like
         self._inbox: dict[Action, Tensor] = {}
-        self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
+        self._sends: dict[int, deque[Transfer]] = defaultdict(deque)
         self._num_released: Counter[int] = Counter()
         self._num_delivered = count_delivered_before(schedule, rank)
         self._expected_messages: dict[int, deque[Action]] = {
@@ -54,7 +69,7 @@ class PipelineP2P:
             for sender in range(schedule.ranks)
             if sender != rank
         }
-        self._posted_receives: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
+        self._posted_receives: dict[int, deque[Transfer]] = defaultdict(deque)
         for sender in self._expected_messages:
             self._post_receives(sender)
 
@@ -66,19 +81,18 @@ class PipelineP2P:
             return
         sent = tensor.contiguous()
         work = dist.isend(sent, group=self.groups[receiver < self.rank], group_dst=receiver, tag=self._tag(message))
-        self._sends[receiver].append((work, sent))
+        self._sends[receiver].append(Transfer(message, sent, work))
 
     def receive(self, message: Action) -> Tensor:
         """Wait for the output of a stage, and return it."""
         while message not in self._inbox:
             sender = self.schedule.rank_of[message.stage]
-            received, work, tensor = self._posted_receives[sender].popleft()
+            transfer = self._posted_receives[sender].popleft()
             self._post_receives(sender)
             with self.waits.measure():
-                if work is not None:
-                    work.wait()
-            self._inbox[received] = tensor
-            self._release_sends(sender, self._num_delivered[received])
+                transfer.wait()
+            self._inbox[transfer.message] = transfer.tensor
+            self._release_sends(sender, self._num_delivered[transfer.message])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
@@ -89,10 +103,8 @@ class PipelineP2P:
     def _release_sends(self, receiver: int, count: int) -> None:
         """Release the buffers of the first `count` messages to a rank."""
         while self._num_released[receiver] < count:
-            work, _ = self._sends[receiver].popleft()
             self._num_released[receiver] += 1
-            if work is not None:
-                work.wait()
+            self._sends[receiver].popleft().wait()
 
     def _post_receives(self, sender: int) -> None:
         expected = self._expected_messages[sender]
@@ -101,7 +113,7 @@ class PipelineP2P:
             message = expected.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
             work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
-            posted.append((message, work, tensor))
+            posted.append(Transfer(message, tensor, work))
 
     def _tag(self, message: Action) -> int:
         stage, kind, micro = message
@@ -122,15 +134,20 @@ def connect_peers(
         groups: Groups of the messages to higher and to lower ranks.
         token: Tensor of one number, which is overwritten.
     """
-    pairs = {(min(link), max(link)) for link in schedule.links} | {(min(schedule.end_ranks), max(schedule.end_ranks))}
-    for forward, group in zip((True, False), groups, strict=True):
-        for low, high in sorted(pairs):
-            if low == high or rank not in (low, high):
-                continue
-            if (rank == low) == forward:
-                dist.send(token, group=group, group_dst=low + high - rank)
-            else:
-                dist.recv(token, group=group, group_src=low + high - rank)
+    to_higher_rank, to_lower_rank = groups
+    links = [*schedule.links, schedule.end_ranks]
+    pairs = sorted({(min(link), max(link)) for link in links if min(link) < max(link) and rank in link})
+    for low, high in pairs:
+        _exchange_token(token, to_higher_rank, rank, sender=low, receiver=high)
+    for low, high in pairs:
+        _exchange_token(token, to_lower_rank, rank, sender=high, receiver=low)
+
+
+def _exchange_token(token: Tensor, group: dist.ProcessGroup, rank: int, sender: int, receiver: int) -> None:
+    if rank == sender:
+        dist.send(token, group=group, group_dst=receiver)
+    else:
+        dist.recv(token, group=group, group_src=sender)
 
 
 @lru_cache(maxsize=16)

@@ -173,7 +173,8 @@ class PipelineStrategy(Strategy):
         if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
             return
         shapes = self._activation_shapes(micros)
-        if (case := (*shapes, torch.is_grad_enabled())) in self._loaded_cases:
+        case = (*shapes, torch.is_grad_enabled())
+        if case in self._loaded_cases:
             return
         self._loaded_cases.add(case)
         self.passes.loss_scale = 0.0  # gradients of zero
@@ -191,19 +192,27 @@ class PipelineStrategy(Strategy):
         All forward passes precede all backward passes. (At the end of any backward pass FSDP2 visits all stages, which
         must have been gathered before.)"""
         template = self.activation_template
-        state = PipelineStepState(micros=[micro], losses=losses)
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
         if not torch.is_grad_enabled():
             for stage in self.stages.layers:
                 self.passes.forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
-        halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
+        state = PipelineStepState(micros=[micro], losses=losses)
         for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
-            for stage in self.stages.layers:
-                self.passes.execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
-            for stage, kind in product(self.stages.layers, halves):
-                gradient = torch.zeros_like(activation) if stage < self.stages.last else None
-                self.passes.execute(Action(stage, kind, 0), gradient, state)
+            self._rehearse_step(activation, state)
+        self._reset_routers()
+
+    def _rehearse_step(self, activation: Tensor, state: PipelineStepState) -> None:
+        """Run the forward and backward passes of this rank's stages."""
+        for stage in self.stages.layers:
+            self.passes.execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
+        halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
+        for stage, kind in product(self.stages.layers, halves):
+            gradient = torch.zeros_like(activation) if stage < self.stages.last else None
+            self.passes.execute(Action(stage, kind, 0), gradient, state)
+
+    def _reset_routers(self) -> None:
+        """Drop the numbers of tokens that a rehearsal has counted."""
         for router in self.stages.modules():
             if isinstance(router, Router):
                 router.load.zero_()
@@ -240,7 +249,7 @@ class PipelineStrategy(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
-        self._sync_tied_embedding(gradients=True)
+        self._reduce_tied_gradient()
         self.inner.finalize_gradients()
         self.inner.reduce_partial_gradients()
         square = self.grad_norm().to(sums.device).square()
@@ -253,7 +262,7 @@ class PipelineStrategy(Strategy):
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and copy the tied embedding to the last stage."""
         self.inner.update(optimizers)
-        self._sync_tied_embedding()
+        self._send_tied_weight()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -262,32 +271,44 @@ class PipelineStrategy(Strategy):
     def sync_model_weights(self) -> None:
         """Copy the trained weights to the model, and the tied embedding to the last stage."""
         self.inner.sync_model_weights()
-        self._sync_tied_embedding()
+        self._send_tied_weight()
 
-    def _sync_tied_embedding(self, gradients: bool = False) -> None:
-        """Synchronize a tied embedding between the first and the last stage on different ranks.
+    def _has_tied_embedding_peer(self) -> bool:
+        """Return whether this rank and another one have the tied embedding: the first and the last stage.
 
         The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after
         every update."""
         first, last = self.forward_only.end_ranks
-        if not self.stages.spec.tie_embeddings or first == last or self.rank not in (first, last):
+        return self.stages.spec.tie_embeddings and first != last and self.rank in (first, last)
+
+    def _reduce_tied_gradient(self) -> None:
+        """Add the last rank's gradient of a tied embedding to that of the first rank."""
+        if not self._has_tied_embedding_peer():
             return
+        first, last = self.forward_only.end_ranks
+        copy = self.stages.tied_embedding_copy
         with self.comm_wait.measure():
-            if self.stages.tied_embedding_copy is not None:
-                if gradients:
-                    assert self.stages.tied_embedding_copy.grad is not None
-                    dist.send(self.stages.tied_embedding_copy.grad, group=self.groups[1], group_dst=first)
-                    self.stages.tied_embedding_copy.grad = None
-                else:
-                    dist.recv(self.stages.tied_embedding_copy.detach(), group=self.groups[0], group_src=first)
+            if copy is not None:
+                assert copy.grad is not None
+                dist.send(copy.grad, group=self.groups[1], group_dst=first)
+                copy.grad = None
+                return
+            weight = self.stages.embedding.weight
+            received_grad = torch.empty_like(weight)
+            dist.recv(received_grad, group=self.groups[1], group_src=last)
+            weight.grad = received_grad if weight.grad is None else weight.grad.add_(received_grad)
+
+    def _send_tied_weight(self) -> None:
+        """Send the trained weight of a tied embedding to the last rank."""
+        if not self._has_tied_embedding_peer():
+            return
+        first, last = self.forward_only.end_ranks
+        copy = self.stages.tied_embedding_copy
+        with self.comm_wait.measure():
+            if copy is not None:
+                dist.recv(copy.detach(), group=self.groups[0], group_src=first)
             else:
-                weight = self.stages.embedding.weight
-                if gradients:
-                    received_grad = torch.empty_like(weight)
-                    dist.recv(received_grad, group=self.groups[1], group_src=last)
-                    weight.grad = received_grad if weight.grad is None else weight.grad.add_(received_grad)
-                else:
-                    dist.send(weight.detach(), group=self.groups[0], group_dst=last)
+                dist.send(self.stages.embedding.weight.detach(), group=self.groups[0], group_dst=last)
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Return initial optimizer state of a parameter."""

@@ -87,7 +87,9 @@ def split_backward_linear(
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     return _Linear.apply(x, weight, bias, deferred_grads)
 
 

@@ -66,29 +66,34 @@ class StagePasses:
             received: The input from another stage, if any: an activation, or the gradient of the stage's output.
             state: The state of the step.
         """
-        stage, kind, index = action
-        saved = state.saved_activations
-        last = stage == self.stages.last
-        key = stage, index
-        if kind == "F":
-            micro = state.micros[index]
-            x = micro.tokens if received is None else received.requires_grad_()
-            activation = saved[key] = self.forward(stage, x, micro, losses=state.losses)
-            auxiliary = activation.auxiliary.detach()
-            state.losses_by_micro_batch[index].append(
-                torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
-            )
-            return activation.output.detach()
-        if kind == "W":
-            compute_weight_grads(state.deferred_weight_grads.pop(key))
-            self.inner.finish_weight_grad_pass()
-            return None
-        activation = saved.pop(key)
-        if kind == "I":
-            with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
-                self._backward(activation, received)
-        else:
-            self._backward(activation, received)
+        key = action.stage, action.micro
+        if action.kind == "F":
+            return self._run_forward(action, received, state)
+        if action.kind == "B":
+            return self._run_backward(state.saved_activations.pop(key), received)
+        if action.kind == "I":
+            with self.stages.deferred_weight_grads.deferring() as deferred:
+                state.deferred_weight_grads[key] = deferred
+                return self._run_backward(state.saved_activations.pop(key), received)
+        compute_weight_grads(state.deferred_weight_grads.pop(key))
+        self.inner.finish_weight_grad_pass()
+        return None
+
+    def _run_forward(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor:
+        """Run a forward pass, save its activation and its losses, and return its output."""
+        micro = state.micros[action.micro]
+        x = micro.tokens if received is None else received.requires_grad_()
+        activation = self.forward(action.stage, x, micro, losses=state.losses)
+        state.saved_activations[action.stage, action.micro] = activation
+        output = activation.output.detach()
+        auxiliary = activation.auxiliary.detach()
+        loss = output if action.stage == self.stages.last else 0 * auxiliary
+        state.losses_by_micro_batch[action.micro].append(torch.stack([loss, auxiliary]))
+        return output
+
+    def _run_backward(self, activation: SavedActivation, output_grad: Tensor | None) -> Tensor | None:
+        """Run a backward pass, and return the gradient of the stage's input."""
+        self._backward(activation, output_grad)
         return activation.x.grad
 
     def forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:

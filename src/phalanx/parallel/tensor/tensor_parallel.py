@@ -146,12 +146,6 @@ class TensorParallelGroup:
                 work.wait()
 
 
-# -- pairs of products -------------------------------------------------------------------------------------------------
-
-
-# -- other ways into and out of what ranks share -----------------------------------------------------------------------
-
-
 # -- the parts of a model ----------------------------------------------------------------------------------------------
 
 
@@ -167,30 +161,41 @@ def apply_tensor_parallel(
         sharded_heads: Ranks have different heads; if false, the heads are gathered (`gathered_heads.py`).
     """
     for part in model.modules():
-        if isinstance(part, Attention):
-            _parallelize_pair(part, ranks, ("wq", "wk", "wv"), second="wo")
-            if sharded_heads and part.qk_norm == "full":
-                part.q_norm.forward = partial(_norm_across_heads, part.q_norm, ranks)  # type: ignore[method-assign]
-                part.k_norm.forward = partial(_norm_across_heads, part.k_norm, ranks)  # type: ignore[method-assign]
-        elif isinstance(part, SwiGLUMLP):
-            _parallelize_pair(part, ranks, ("gate", "up"), second="down")
-        elif isinstance(part, GELUMLP):
-            _parallelize_pair(part, ranks, ("up",), second="down")
-        elif isinstance(part, MoE) and not unsharded_experts:
-            part.apply_experts = partial(_apply_expert_shards, part.apply_experts, ranks)  # type: ignore[method-assign]
-        elif isinstance(part, Router) and ranks.sequence:
-            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+        if isinstance(part, MoE) and unsharded_experts:
+            continue
+        _parallelize_part(part, ranks)
+        if isinstance(part, Attention) and part.qk_norm == "full" and sharded_heads:
+            part.q_norm.forward = partial(_norm_across_heads, part.q_norm, ranks)  # type: ignore[method-assign]
+            part.k_norm.forward = partial(_norm_across_heads, part.k_norm, ranks)  # type: ignore[method-assign]
     model.logits = partial(_local_logits, ranks)  # type: ignore[method-assign]
     if hasattr(model, "embedding"):
         model.embedding.forward = partial(_embed_tokens, model.embedding, ranks)  # type: ignore[method-assign]
     if ranks.sequence:
-        if hasattr(model, "positions"):
-            model.positions.forward = partial(  # type: ignore[method-assign]
-                _embed_positions, model.positions, ranks
-            )
-        model.local_positions = lambda x_BT: _attended_indices(x_BT, ranks)  # type: ignore[method-assign]
-        if model.spec.moe:
-            model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, ranks)  # type: ignore[method-assign]
+        _apply_sequence_parallel(model, ranks)
+
+
+def _parallelize_part(part: nn.Module, ranks: TensorParallelGroup) -> None:
+    """Make a pair of products, or the experts, compute with the shards of all ranks."""
+    if isinstance(part, Attention):
+        _parallelize_pair(part, ranks, ("wq", "wk", "wv"), second="wo")
+    elif isinstance(part, SwiGLUMLP):
+        _parallelize_pair(part, ranks, ("gate", "up"), second="down")
+    elif isinstance(part, GELUMLP):
+        _parallelize_pair(part, ranks, ("up",), second="down")
+    elif isinstance(part, MoE):
+        part.apply_experts = partial(_apply_expert_shards, part.apply_experts, ranks)  # type: ignore[method-assign]
+
+
+def _apply_sequence_parallel(model: Transformer, ranks: TensorParallelGroup) -> None:
+    """Make routers, positions and the auxiliary loss compute with a part of the tokens on each rank."""
+    for part in model.modules():
+        if isinstance(part, Router):
+            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+    if hasattr(model, "positions"):
+        model.positions.forward = partial(_embed_positions, model.positions, ranks)  # type: ignore[method-assign]
+    model.local_positions = lambda x_BT: _attended_indices(x_BT, ranks)  # type: ignore[method-assign]
+    if model.spec.moe:
+        model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, ranks)  # type: ignore[method-assign]
 
 
 def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
@@ -249,7 +254,8 @@ def _apply_expert_shards(
 ) -> Tensor:
     """Apply experts of which each rank has some columns; routing stays in the residual stream's layout."""
     (x,) = autocast_operands(x)
-    x, weights = GatherFromSequence.apply(x, ranks), GatherFromSequence.apply(weights, ranks)
+    x = GatherFromSequence.apply(x, ranks)
+    weights = GatherFromSequence.apply(weights, ranks)
     return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, ranks.gather_tokens(chosen)), ranks))
 
 
@@ -257,6 +263,3 @@ def _count_choices(
     count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
     return ranks.all_reduce(count(chosen, dtype))
-
-
-# -- the loss ----------------------------------------------------------------------------------------------------------

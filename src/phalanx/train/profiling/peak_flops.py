@@ -31,8 +31,10 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 102
         rounds: Number of products per size.
     """
     side = min(FIRST_SIZE, size)
-    while (seconds := _best_seconds(device, dtype, side, rounds=rounds)) < ENOUGH_SECONDS and side < size:
+    seconds = _best_seconds(device, dtype, side, rounds=rounds)
+    while seconds < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
+        seconds = _best_seconds(device, dtype, side, rounds=rounds)
     return 2 * side**3 / seconds
 
 
