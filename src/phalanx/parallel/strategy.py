@@ -139,6 +139,13 @@ class Strategy:
     def end_rehearsal(self) -> None:
         """Clean up after backward passes that only loaded kernels, and left gradients of zero."""
 
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that another rank computed to this rank's gradient of a parameter of `module`.
+
+        Call it after the passes of a step and before `finalize_gradients`. A strategy may store the gradient elsewhere
+        than in `parameter.grad`, so its callers must not write there."""
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
     def finalize_gradients(self) -> None:
         """Reduce gradients after a step whose backward passes were all run with `last` False."""
 

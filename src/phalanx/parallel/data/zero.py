@@ -137,6 +137,11 @@ class ZeRO(Strategy):
                 parameter.grad.float().add_(parameter.grad)
         self.zero_grad()
 
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that another rank computed, in fp32 if this rank's sum is fp32."""
+        parts = (part for bucket in self.buckets for part in bucket.parts)
+        next(part for part in parts if part.parameter is parameter).add_to_full_gradient(gradient)
+
     def finalize_gradients(self) -> None:
         """Reduce all gradients of the step."""
         with self.accumulate(last=True):

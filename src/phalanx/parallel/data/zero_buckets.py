@@ -98,7 +98,10 @@ class OwnedParameter:
 
     @property
     def full_gradient(self) -> Tensor | None:
-        """The full gradient, as this rank has computed it so far."""
+        """The full gradient, as this rank has computed it so far: the fp32 sum if there is one.
+
+        Autograd writes each micro-batch's gradient to `parameter.grad`. All other code reads this property and writes
+        with the methods below."""
         return self.parameter.grad if self._full_sum is None else self._full_sum
 
     def add_full_gradient(self) -> None:
@@ -109,6 +112,13 @@ class OwnedParameter:
             return
         self._full_sum = gradient.float() if self._full_sum is None else self._full_sum.add_(gradient)
         self.parameter.grad = None
+
+    def add_to_full_gradient(self, gradient: Tensor) -> None:
+        """Add a term other than a micro-batch of this rank, in the precision of the sum."""
+        if self.full_gradient is None:
+            self.parameter.grad = gradient
+        else:
+            self.full_gradient.add_(gradient)
 
     def drop_full_gradient(self) -> None:
         """Drop the full gradient."""
@@ -199,7 +209,7 @@ class Bucket:
             return
         for part in self.parts:
             if part.full_gradient is None:
-                part.parameter.grad = torch.zeros_like(part.parameter)
+                part.add_to_full_gradient(torch.zeros_like(part.parameter))
         sent = self.parts[0].parameter.new_empty(self.group.size(), sum(self.sizes))
         torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:

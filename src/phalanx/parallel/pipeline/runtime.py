@@ -296,7 +296,7 @@ class PipelineStrategy(Strategy):
             weight = self.stages.embedding.weight
             received_grad = torch.empty_like(weight)
             dist.recv(received_grad, group=self.groups[1], group_src=last)
-            weight.grad = received_grad if weight.grad is None else weight.grad.add_(received_grad)
+            self.inner.add_gradient(weight, received_grad)
 
     def _send_tied_weight(self) -> None:
         """Send the trained weight of a tied embedding to the last rank."""
