@@ -41,7 +41,7 @@ class ContextParallelGroup:
         self.kind = kind
         self.size = group.size()
         self.rank = group.rank()
-        self.exposed = WaitTimer()
+        self.comm_wait = WaitTimer()
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
@@ -62,7 +62,7 @@ class ContextParallelGroup:
         )
 
         def wait_for_exchange() -> None:
-            with self.exposed.measure():
+            with self.comm_wait.measure():
                 for work in works:
                     work.wait()
 
@@ -71,7 +71,7 @@ class ContextParallelGroup:
     def all_to_all(self, sent: Tensor) -> Tensor:
         """Send sent[i] to rank i, and return the tensor whose index j was received from rank j."""
         received = torch.empty_like(sent)
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             dist.all_to_all_single(received, sent, group=self.group)
         return received
 
@@ -118,7 +118,7 @@ def _count_choices(
 ) -> Tensor:
     """Count the choices of experts over full sequences, for the balance loss."""
     counts = count(chosen, dtype)
-    with ranks.exposed.measure():
+    with ranks.comm_wait.measure():
         dist.all_reduce(counts, group=ranks.group)
     return counts
 

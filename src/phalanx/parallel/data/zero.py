@@ -1,9 +1,9 @@
 """ZeRO-1 and ZeRO-2: every rank computes with the full model, and trains its rows of the model.
 
 Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
-During the backward pass, gradients are reduce-scattered in buckets to the owners of their rows. The owners step; then
-the new rows are gathered. ZeRO-1 keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every
-micro-batch and keeps only its rows.
+Gradients are reduce-scattered in buckets to the owners of their rows: during the backward pass, or in a pipeline after
+all passes of the step. The owners step; then the new rows are gathered. ZeRO-1 keeps full gradients and sends them once
+per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows; in a pipeline it is ZeRO-1.
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
@@ -104,7 +104,7 @@ class ZeRO(Strategy):
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is complete buckets; their bytes are of all ranks, in the model's precision
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
-        self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
+        self.buckets = [Bucket(parts, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
         self._communicates = True
         self._num_started = 0
         self._gradient_factor: Tensor | None = None
@@ -118,17 +118,17 @@ class ZeRO(Strategy):
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Wrap the forward and backward pass of a micro-batch."""
+        """Wrap the forward and backward pass of a micro-batch, or all passes of a pipeline's step.
+
+        The reduction of a bucket overlaps with the backward pass that completes it. A pipeline passes False for `last`
+        and reduces in `finalize_gradients`, without overlap."""
         self._communicates = last or not self.keeps_full_gradients
         self._num_started = 0
         for bucket in self.buckets:
             bucket.num_missing = len(bucket.parts)
         yield
         if self._communicates:
-            for bucket in self.buckets:
-                bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
-            self._reduce_ready()
-            self.buckets[-1].finish_reduce(self.keeps_full_gradients)
+            self._reduce_remaining()
 
     def end_rehearsal(self) -> None:
         """Load the kernels that sum in fp32, and drop the gradients of the rehearsal."""
@@ -143,9 +143,8 @@ class ZeRO(Strategy):
         next(part for part in parts if part.parameter is parameter).add_to_full_gradient(gradient)
 
     def finalize_gradients(self) -> None:
-        """Reduce all gradients of the step."""
-        with self.accumulate(last=True):
-            pass
+        """Reduce all gradients of the step, after its passes."""
+        self._reduce_remaining()
 
     def _gradient_ready(self, bucket: Bucket, part: OwnedParameter, _: Tensor) -> None:
         if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
@@ -162,11 +161,18 @@ class ZeRO(Strategy):
             self.buckets[self._num_started].start_reduce(self.keeps_full_gradients)
             self._num_started += 1
 
+    def _reduce_remaining(self) -> None:
+        """Send the buckets that were not sent during a backward pass, and finish the last reduction."""
+        for bucket in self.buckets:
+            bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
+        self._reduce_ready()
+        self.buckets[-1].finish_reduce(self.keeps_full_gradients)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients of the owned rows."""
         parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
         reduced = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
-        return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
+        return {name: part.sharding.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Normalize and clip as `Strategy` does; the step scales offloaded gradients when it reads them."""

@@ -76,7 +76,7 @@ class OwnedParameter:
         """
         self.name = name
         self.parameter = parameter
-        self.split = sharding
+        self.sharding = sharding
         self.offload = offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
@@ -134,7 +134,7 @@ class OwnedParameter:
         """Save a reduced gradient in the full gradient's rows, or add it to those of earlier micro-batches."""
         full_gradient = self.full_gradient
         if full_gradient is not None and (keep_full or self.offload is None):
-            self.gradient = self.split.rows(full_gradient)
+            self.gradient = self.sharding.rows(full_gradient)
             if received is not full_gradient:
                 self.gradient.copy_(received)
             return
@@ -178,7 +178,7 @@ class OwnedParameter:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
         scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True)
-        return self.split.as_dtensor(scaled, self.parameter)
+        return self.sharding.as_dtensor(scaled, self.parameter)
 
 
 class Bucket:
@@ -186,13 +186,15 @@ class Bucket:
 
     The message buffer is [N, n]: for each rank its rows of every parameter, padded where there are fewer."""
 
-    def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
+    def __init__(self, parts: list[OwnedParameter], comm_wait: WaitTimer) -> None:
         self.parts = parts
-        self.exposed = exposed
-        self.group = sharding.group
+        self.comm_wait = comm_wait
+        self.group = parts[0].sharding.group
         self.sizes = [part.size for part in parts]
         self.num_missing = len(parts)
-        """Number of gradients of the current micro-batch that are not ready."""
+        """Number of gradients of the current micro-batch that are not ready.
+
+        Meaningless in the passes of a pipeline, which overlap and send nothing."""
         self._reducing: ReduceScatter | None = None
         self._gathering: tuple[dist.Work, Tensor] | None = None
 
@@ -215,10 +217,12 @@ class Bucket:
         if not keep_full:
             for part in self.parts:
                 part.drop_full_gradient()
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, exposed=self.exposed)
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, comm_wait=self.comm_wait)
 
     def _full_matrices(self) -> list[Tensor]:
-        """Return the full gradients as matrices, in one dtype."""
+        """Return the full gradients as matrices of one dtype, fp32 if a sum is fp32.
+
+        Messages have the dtype of the model, so `start_reduce` rounds fp32 sums to bf16."""
         gradients = [part.full_gradient for part in self.parts if part.full_gradient is not None]
         dtype = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
         return [gradient.to(dtype).view(part.matrix) for gradient, part in zip(gradients, self.parts, strict=True)]
@@ -270,7 +274,7 @@ class Bucket:
             return
         work, gathered = self._gathering
         self._gathering = None
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             work.wait()
         for part, received in zip(self.parts, gathered.split(self.sizes, dim=1), strict=True):
             matrix = part.parameter.detach().view(part.matrix)
@@ -320,4 +324,4 @@ def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[Own
 
 
 def _fit_one_message(part: OwnedParameter, other: OwnedParameter) -> bool:
-    return part.split == other.split and part.parameter.dtype == other.parameter.dtype
+    return part.sharding == other.sharding and part.parameter.dtype == other.parameter.dtype

@@ -40,15 +40,15 @@ class ExpertParallelGroup:
         self.group = group
         self.size = group.size()
         self.expert_permutation = permutation
-        self.exposed = WaitTimer()
-        self.waits = WaitTimer()
-        """The part of `exposed` that is spent in all-to-alls."""
+        self.comm_wait = WaitTimer()
+        self.all_to_all_wait = WaitTimer()
+        """The part of `comm_wait` that is spent in all-to-alls."""
         self.rows = 0
         """Number of rows received since the last `pop_row_count`."""
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a pending exchange, if any."""
-        with self.exposed.measure(), self.waits.measure():
+        with self.comm_wait.measure(), self.all_to_all_wait.measure():
             if work is not None:
                 work.wait()
 

@@ -64,7 +64,7 @@ class ColumnParallelLinear(torch.autograd.Function):
         weights = ctx.weights
         ranks = ctx.ranks
         # A deferred weight gradient gathers its input when it is computed.
-        gather_now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
+        gather_now = ranks.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-1])
         finish_gather = ranks.start_gather_tokens(x) if gather_now else partial(ranks.gather_tokens, x)
         grad_x = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -72,7 +72,7 @@ class ColumnParallelLinear(torch.autograd.Function):
         finish_reduce = ranks.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
         weight_grads = [
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
+            ranks.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
             if needed
             else None
             for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
@@ -100,7 +100,7 @@ class RowParallelLinear(torch.autograd.Function):
         gradient = ranks.gather_tokens(gradient)
         needed = ctx.needs_input_grad[1]
         weight_grad = (
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
+            ranks.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
             if needed
             else None
         )
@@ -179,7 +179,7 @@ class AllReduceForward(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """log sum_v exp x_v - x_target, by three all-reduces of a number per token.
+    """log sum_v exp x_v - x_target, by two all-reduces: the maximum, then two sums per token.
 
     Source: Megatron-LM, section 3."""
 

@@ -60,12 +60,12 @@ class TensorParallelGroup:
         """Create the group; `deferred_grads` collects the weight gradients that a pipeline defers."""
         self.group = group
         self.sequence = sequence
-        self.later = deferred_grads
+        self.deferred_grads = deferred_grads
         self.size = group.size()
         self.rank = group.rank()
         self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
         """First row of the vocabulary on this rank."""
-        self.exposed = WaitTimer()
+        self.comm_wait = WaitTimer()
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return the residual stream, or its gradient, of all tokens."""
@@ -107,7 +107,7 @@ class TensorParallelGroup:
         """Start to sum the ranks' terms and scatter them along an axis; the returned function finishes it."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         local_shard = torch.empty_like(parts[0])
-        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, exposed=self.exposed)
+        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, comm_wait=self.comm_wait)
 
         def finish() -> Tensor:
             scatter.wait()
@@ -141,7 +141,7 @@ class TensorParallelGroup:
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for pending communication, if any."""
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             if work is not None:
                 work.wait()
 
