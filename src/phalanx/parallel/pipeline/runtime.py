@@ -133,9 +133,8 @@ class PipelineStrategy(Strategy):
         links = self._post_first_receives(schedule, [micro])
         for action in schedule.actions(self.rank):
             received = self._receive_input(schedule, links, action)
-            out = self.passes.forward(
-                action.stage, micro.tokens if received is None else received, micro, losses=losses
-            ).output
+            x = micro.tokens if received is None else received
+            out = self.passes.forward(action.stage, x, micro, losses=losses).output
             if action.stage < self.stages.last:
                 links.send(action, out)
             else:
@@ -223,11 +222,8 @@ class PipelineStrategy(Strategy):
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""
         tensor_parallel = self.model_parallel.tensor_parallel
-        width = self.stages.spec.hidden_size
-        tokens = [micro.tokens.shape for micro in micros]
-        if tensor_parallel is not None:
-            return [torch.Size([*tensor_parallel.residual_shape(shape), width]) for shape in tokens]
-        return [torch.Size([*shape, width]) for shape in tokens]
+        shape_of: Callable[[torch.Size], Sequence[int]] = tensor_parallel.residual_shape if tensor_parallel else tuple
+        return [torch.Size([*shape_of(micro.tokens.shape), self.stages.spec.hidden_size]) for micro in micros]
 
     def _post_first_receives(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         """Create the message queues of a schedule, whose first receives are posted at once."""
@@ -245,10 +241,6 @@ class PipelineStrategy(Strategy):
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the data-parallel strategy."""
         return self.data_parallel.gradients()
-
-    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return `tensor` as part of a tensor of the full model."""
-        return self.data_parallel.as_global_dtensor(name, tensor)
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """Return the summed loss of the logits."""
