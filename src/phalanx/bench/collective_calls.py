@@ -87,7 +87,7 @@ def _ring_send(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
 COLLECTIVE_CALLS: dict[Operation, Call] = {
     "all_reduce": _all_reduce,
     "all_gather": lambda out, sent, group: all_gather(out, sent, group=group),
-    "reduce_scatter": lambda out, sent, group: ReduceScatter(sent, out, group, exposed=WaitTimer()).wait(),
+    "reduce_scatter": lambda out, sent, group: ReduceScatter(sent, out, group, comm_wait=WaitTimer()).wait(),
     "all_to_all": lambda out, sent, group: dist.all_to_all_single(out, sent, group=group),
     "broadcast": _broadcast,
     "send": _ring_send,

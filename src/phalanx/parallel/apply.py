@@ -4,12 +4,13 @@
 2. Tensors are replaced by this rank's shards, and experts by those that are trained. Tensor parallelism replaces
    products, expert parallelism layers of experts, context parallelism attention.
 3. Activation checkpointing wraps its blocks.
-4. Blocks are compiled, and on GPUs the loss.
-5. ZeRO-3 (or HSDP, over two axes of the mesh) shards its parameters.
-6. Memory is allocated.
-7. The other data-parallel strategies wrap the replica.
-8. The pipeline runs the stages.
-9. Every rank fills its trained parameters with its part of the initial weights, and updates the model from them."""
+4. Blocks are compiled.
+5. The data-parallel strategy is applied, and memory is allocated. ZeRO-3 (or HSDP, over two axes of the mesh) shards
+   the parameters and allocates the shards. ZeRO-1 and 2 allocate the rows that this rank trains, cast the model to the
+   precision of its computation, allocate it, and register hooks. Other strategies allocate the replica and wrap it.
+6. The strategy is connected to the groups of step 2. On GPUs its loss is compiled.
+7. The pipeline runs the stages of this strategy.
+8. Every rank fills its trained parameters with its part of the initial weights, and updates the model from them."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.protocols import ModelParallelism
 from phalanx.parallel.strategy import Strategy, cross_entropy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
@@ -76,28 +78,30 @@ def apply_layout(
     """
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
+    # Steps 1 and 2: the module on the meta device.
     sharded = _build_sharded_module(
         spec, layout, mesh, precision=precision, layers=layers, trained_experts=trained_experts
     )
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
+    # Steps 3 and 4: its blocks.
     apply_activation_checkpointing(module, layout.activation_checkpointing, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
     if compile:
         for block in blocks:
             block.compile()
-    strategy = apply_data_parallelism(
+    # Steps 5 and 6: its strategy.
+    data_parallel = apply_data_parallelism(
         module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
     )
+    _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
     if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
-        strategy.loss_of_logits = torch.compile(cross_entropy)
-    strategy.shared = sharded.sharding
-    strategy.tensor = groups.tensor
-    _count_exposed_communication(strategy, groups)
+        data_parallel.loss_of_logits = torch.compile(cross_entropy)
+    # Step 7.
+    strategy = data_parallel
     if isinstance(module, StageModule):
-        strategy = build_pipeline(strategy, module, layout, mesh=mesh, precision=precision, device=device)
-    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
-    strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
+        strategy = build_pipeline(data_parallel, module, layout, mesh=mesh, precision=precision, device=device)
+    # Step 8.
     _init_weights(strategy, spec, weights, trained_experts=trained_experts)
     return strategy
 
@@ -200,20 +204,30 @@ def _apply_model_parallelism(
     return _ModelParallelGroups(tensor, experts, sequences)
 
 
-def _count_exposed_communication(strategy: Strategy, groups: _ModelParallelGroups) -> None:
-    """Let the strategy count the waiting time and expert rows of the model-parallel groups."""
-    for ranks in (groups.tensor, groups.experts, groups.sequences):
-        if ranks is not None:
-            ranks.exposed = strategy.comm_wait
+def _connect_model_parallelism(
+    strategy: Strategy, sharding: ModelSharding | None, groups: _ModelParallelGroups, layout: Layout
+) -> None:
+    """Connect a data-parallel strategy to the groups that share its module (step 6).
+
+    This must precede `build_pipeline`: a pipeline uses the `model_parallel` and the timers of its data-parallel
+    strategy, and already its constructor reads the shapes of shards."""
+    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
+    multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
+    strategy.model_parallel = ModelParallelism(
+        sharding=sharding, tensor_parallel=groups.tensor, router_count_multiplicity=multiplicity
+    )
+    for group in (groups.tensor, groups.experts, groups.sequences):
+        if group is not None:
+            group.comm_wait = strategy.comm_wait
     if groups.experts is not None:
-        strategy.wait_timers["all_to_all"] = groups.experts.waits
-        strategy.pop_expert_rows = groups.experts.pop_row_count
+        strategy.model_parallel.wait_timers["all_to_all"] = groups.experts.all_to_all_wait
+        strategy.model_parallel.pop_expert_rows = groups.experts.pop_row_count
 
 
 def _init_weights(
     strategy: Strategy, spec: ModelSpec, weights: WeightInitializer, trained_experts: TrainedExperts | None
 ) -> None:
-    """Fill this rank's part of the initial weights, and the copies that are computed with (step 9)."""
+    """Fill this rank's part of the initial weights, and the copies that are computed with (step 8)."""
     if trained_experts is not None and spec.moe is not None:
         init_parameters(strategy, select_trained_experts(weights, trained_experts, spec.moe.num_experts))
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
@@ -236,12 +250,12 @@ def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequ
 
 
 def build_pipeline(
-    inner: Strategy, stage_module: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
+    data_parallel: Strategy, stage_module: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
 ) -> PipelineStrategy:
-    """Connect this rank's stages with those of the other ranks.
+    """Connect this rank's stages with those of the other ranks (step 7).
 
     Args:
-        inner: The data-parallel strategy of the stages.
+        data_parallel: The strategy of the stages, connected to the groups that share the model.
         stage_module: The stages.
         layout: The layout.
         mesh: The ranks.
@@ -249,20 +263,18 @@ def build_pipeline(
         device: The device of this rank.
     """
     assert mesh.loss_group is not None
-    context = partial(autocast_context, inner, precision, device)
-    # Under autocast what is added up stays in the parameters' precision.
-    dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else PARAMETER_DTYPES[precision]
-    like = torch.empty(0, dtype=dtype, device=device)
-    representative = representative_schedule(layout)
+    # Under autocast the residual stream stays in the parameters' precision.
+    computes_in_bf16 = precision == "bf16" and not data_parallel.autocast
+    activation_dtype = torch.bfloat16 if computes_in_bf16 else PARAMETER_DTYPES[precision]
     return PipelineStrategy(
-        inner,
+        data_parallel,
         stage_module,
-        representative,
+        representative_schedule(layout),
         make_schedule=partial(layout_schedule, layout),
-        groups=mesh.pipeline_groups,
-        world_group=mesh.loss_group,
-        forward_context=context,
-        like=like,
+        p2p_groups=mesh.pipeline_groups,
+        loss_group=mesh.loss_group,
+        forward_context=partial(autocast_context, data_parallel, precision, device),
+        activation_template=torch.empty(0, dtype=activation_dtype, device=device),
         cp_size=layout.cp,
     )
 

@@ -41,7 +41,7 @@ class ContextParallelGroup:
         self.kind = kind
         self.size = group.size()
         self.rank = group.rank()
-        self.exposed = WaitTimer()
+        self.comm_wait = WaitTimer()
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
@@ -62,7 +62,7 @@ class ContextParallelGroup:
         )
 
         def wait_for_exchange() -> None:
-            with self.exposed.measure():
+            with self.comm_wait.measure():
                 for work in works:
                     work.wait()
 
@@ -71,7 +71,7 @@ class ContextParallelGroup:
     def all_to_all(self, sent: Tensor) -> Tensor:
         """Send sent[i] to rank i, and return the tensor whose index j was received from rank j."""
         received = torch.empty_like(sent)
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             dist.all_to_all_single(received, sent, group=self.group)
         return received
 
@@ -93,33 +93,33 @@ def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: t
     return torch.cat([pieces[rank], pieces[2 * ranks - 1 - rank]])
 
 
-def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> None:
+def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None:
     """Make the attention of a model span the tokens of all ranks of the group.
 
     The model's input is this rank's tokens of every row, with the document starts of the full row."""
     inner = model.local_positions
-    model.local_positions = lambda x_BT: _attended_indices(inner, ranks, x_BT)  # type: ignore[method-assign]
-    if ranks.kind == "ring":
+    model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)  # type: ignore[method-assign]
+    if cp.kind == "ring":
         model.attention_mask = lambda documents, dtype: documents.starts  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
-            attend = _ring_attention if ranks.kind == "ring" else _ulysses_attention
-            part.attend = partial(attend, part.attend, ranks)  # type: ignore[method-assign]
+            attend = _ring_attention if cp.kind == "ring" else _ulysses_attention
+            part.attend = partial(attend, part.attend, cp)  # type: ignore[method-assign]
         elif isinstance(part, Router):
-            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, cp)  # type: ignore[method-assign]
 
 
-def _attended_indices(inner: Callable[[Tensor], Tensor], ranks: ContextParallelGroup, x_BT: Tensor) -> Tensor:
-    return ranks.local_token_indices(len(inner(x_BT)) * ranks.size, x_BT.device)
+def _attended_indices(inner: Callable[[Tensor], Tensor], cp: ContextParallelGroup, x_BT: Tensor) -> Tensor:
+    return cp.local_token_indices(len(inner(x_BT)) * cp.size, x_BT.device)
 
 
 def _count_choices(
-    count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype
+    count: Callable[..., Tensor], cp: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Count the choices of experts over full sequences, for the balance loss."""
     counts = count(chosen, dtype)
-    with ranks.exposed.measure():
-        dist.all_reduce(counts, group=ranks.group)
+    with cp.comm_wait.measure():
+        dist.all_reduce(counts, group=cp.group)
     return counts
 
 
@@ -127,41 +127,41 @@ def _count_choices(
 
 
 def _ulysses_attention(
-    attend: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    attend: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Compute attention [B, t, H, K] with some of the heads of all tokens on each rank."""
-    if k.shape[2] < ranks.size:
-        k, v = (x.repeat_interleave(ranks.size // x.shape[2], dim=2) for x in (k, v))
+    if k.shape[2] < cp.size:
+        k, v = (x.repeat_interleave(cp.size // x.shape[2], dim=2) for x in (k, v))
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
-    heads = [x.shape[2] // ranks.size for x in (q, k, v)]
-    packed = torch.cat([x.unflatten(2, (ranks.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
-    all_tokens = cast(Tensor, _AllToAll.apply(packed, ranks)).movedim(0, 1).flatten(1, 2)
+    heads = [x.shape[2] // cp.size for x in (q, k, v)]
+    packed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
+    all_tokens = cast(Tensor, _AllToAll.apply(packed, cp)).movedim(0, 1).flatten(1, 2)
     q, k, v = all_tokens.split(heads, dim=2)
     out = attend(q, k, v, mask)
-    by_rank = out.unflatten(1, (ranks.size, -1)).movedim(1, 0)
-    return cast(Tensor, _AllToAll.apply(by_rank, ranks)).movedim(0, 2).flatten(2, 3)
+    by_rank = out.unflatten(1, (cp.size, -1)).movedim(1, 0)
+    return cast(Tensor, _AllToAll.apply(by_rank, cp)).movedim(0, 2).flatten(2, 3)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, ranks: ContextParallelGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_to_all(sent.contiguous())
+    def forward(ctx: Any, sent: Tensor, cp: ContextParallelGroup) -> Tensor:
+        ctx.cp = cp
+        return cp.all_to_all(sent.contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_to_all(gradient.contiguous()), None
+        return ctx.cp.all_to_all(gradient.contiguous()), None
 
 
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
 def _ring_attention(
-    _: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None
+    _: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None
 ) -> Tensor:
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, ranks)).transpose(1, 2)
+    return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, cp)).transpose(1, 2)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -169,22 +169,22 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, ranks: ContextParallelGroup
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, cp: ContextParallelGroup
     ) -> Tensor:
         accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = torch.zeros_like(q, dtype=accumulate_dtype)
         lse = out.new_full(q.shape[:3], float("-inf"))
         local_kv = torch.stack([k, v])
         kv = local_kv
-        for step in range(ranks.size):
-            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, _no_wait)
-            block = ring_block(ranks, step, q.shape[2], starts_BT=starts_BT)
+        for step in range(cp.size):
+            next_kv, wait_next_kv = cp.send_to_next(kv) if step + 1 < cp.size else (kv, _no_wait)
+            block = ring_block(cp, step, q.shape[2], starts_BT=starts_BT)
             partial_out, partial_lse = block.attend(q, kv)
             block.merge(partial_out, partial_lse, out, lse=lse)
             wait_next_kv()
             kv = next_kv
         ctx.starts = starts_BT
-        ctx.ranks = ranks
+        ctx.cp = cp
         out = out.to(q.dtype)
         ctx.save_for_backward(q, local_kv, out, lse)
         return out
@@ -197,15 +197,15 @@ class _RingAttention(torch.autograd.Function):
         # Gradients follow their keys and values around the ring, and return to their owner one step later.
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
         wait_grad_kv: Callable[[], None] = _no_wait
-        for step in range(ctx.ranks.size):
-            next_kv, wait_next_kv = ctx.ranks.send_to_next(kv) if step + 1 < ctx.ranks.size else (kv, _no_wait)
-            block = ring_block(ctx.ranks, step, q.shape[2], starts_BT=ctx.starts)
+        for step in range(ctx.cp.size):
+            next_kv, wait_next_kv = ctx.cp.send_to_next(kv) if step + 1 < ctx.cp.size else (kv, _no_wait)
+            block = ring_block(ctx.cp, step, q.shape[2], starts_BT=ctx.starts)
             grads = block.gradients(gradient, q, kv, out=out, lse=lse)
             wait_grad_kv()
             block.add(grads, grad_q, grad_kv)
             wait_next_kv()
             kv = next_kv
-            grad_kv, wait_grad_kv = ctx.ranks.send_to_next(grad_kv)
+            grad_kv, wait_grad_kv = ctx.cp.send_to_next(grad_kv)
         wait_grad_kv()
         grad_kv = grad_kv.to(q.dtype)
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None
@@ -273,18 +273,18 @@ class RingBlock:
         grad_kv[1][:, :, self.keys] += gradients[2]
 
 
-def ring_block(ranks: ContextParallelGroup, step: int, tokens: int, starts_BT: Tensor | None) -> RingBlock:
+def ring_block(cp: ContextParallelGroup, step: int, tokens: int, starts_BT: Tensor | None) -> RingBlock:
     """Return the work of this rank in a step of the ring.
 
     Args:
-        ranks: The ranks of the ring.
+        cp: The ranks of the ring.
         step: Step of the ring; in step i, this rank has the keys of the rank i before it.
         tokens: Tokens of one rank, t.
         starts_BT: Start of each token's document in the full row; None without document boundaries.
     """
-    source = (ranks.rank - step) % ranks.size
-    queries, keys = visible_blocks(ranks.rank, source, tokens)
-    mask = _block_mask(ranks, source, starts_BT, query_slice=queries, key_slice=keys)
+    source = (cp.rank - step) % cp.size
+    queries, keys = visible_blocks(cp.rank, source, tokens)
+    mask = _block_mask(cp, source, starts_BT, query_slice=queries, key_slice=keys)
     return RingBlock(queries=queries, keys=keys, causal=step == 0, mask=mask)
 
 
@@ -307,14 +307,14 @@ def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
 
 
 def _block_mask(
-    ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
+    cp: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
 ) -> Tensor | None:
     """Return the bool mask [B, 1, ., .] of visible keys; None if there are no document boundaries."""
     if starts_BT is None:
         return None
     tokens = starts_BT.shape[1]
-    query = ranks.local_token_indices(tokens, starts_BT.device)[query_slice]
-    key = local_token_indices(tokens, ranks.size, source, kind="ring", device=starts_BT.device)[key_slice]
+    query = cp.local_token_indices(tokens, starts_BT.device)[query_slice]
+    key = local_token_indices(tokens, cp.size, source, kind="ring", device=starts_BT.device)[key_slice]
     same_document = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
     return same_document & (query[:, None] >= key)
 

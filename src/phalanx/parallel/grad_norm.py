@@ -17,7 +17,7 @@ from phalanx.parallel.dtensor_shards import local_tensor
 
 
 @torch.no_grad()
-def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = None) -> Tensor:
+def global_grad_norm(gradients: Sequence[Tensor], comm_wait: WaitTimer | None = None) -> Tensor:
     """Return the L2 norm over all gradients and ranks (scalar, at least fp32).
 
     Shards over the same groups are summed locally and all-reduced once over each group. Replicated gradients are
@@ -25,7 +25,7 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
 
     Args:
         gradients: Gradients of this rank, in the same order on all ranks, which is the order of the collectives.
-        exposed: Timer of the time spent waiting.
+        comm_wait: Timer of the time spent waiting.
     """
     total = None
     for groups, local_gradients in _shards_by_groups(gradients).items():
@@ -33,7 +33,7 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
         square = torch.stack(torch._foreach_norm(local_gradients, 2, dtype)).square().sum()
         for group in groups:
             square = to_group_device(square, group)
-            with exposed.measure() if exposed else nullcontext():
+            with comm_wait.measure() if comm_wait else nullcontext():
                 dist.all_reduce(square, group=group)
         total = square if total is None else total.to(square.device) + square
     return torch.zeros(()) if total is None else total.sqrt()
@@ -58,7 +58,7 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply every gradient by a scalar (in place)."""
+    """Multiply every gradient by a scalar in place; the scalar is rounded to the dtype of the first gradient."""
     local_gradients = [local_tensor(gradient) for gradient in gradients]
     if local_gradients:
         torch._foreach_mul_(local_gradients, factor.to(local_gradients[0].device, local_gradients[0].dtype))

@@ -6,8 +6,7 @@ Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,6 +45,12 @@ class Mesh:
 
     NCCL runs the sends and receives of two ranks in one group in the order of the calls. That order is equal on both
     ranks only within one direction. None with gloo, which matches messages by tag."""
+    dp_group: dist.ProcessGroup | None = None
+    """The ranks with the same share of the model and different data or tokens; all ranks with servers."""
+    loss_group: dist.ProcessGroup | None = None
+    """The ranks that each compute a part of the summed loss: data-parallel ranks and the pipelines' stages."""
+    expert_dp_group: dist.ProcessGroup | None = None
+    """The ranks of `expert_dp_mesh` as one group."""
 
     @property
     def dp_rank(self) -> int:
@@ -79,37 +84,10 @@ class Mesh:
         names = tuple(name for name in self.ep_mesh.mesh_dim_names or () if name != "ep")
         return self.ep_mesh[names] if names else None
 
-    @cached_property
-    def expert_dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks of `expert_dp_mesh` as one group."""
-        mesh = self.expert_dp_mesh
-        if mesh is None:
-            return None
-        return _flatten(mesh, "same_experts").get_group()
-
     def submesh(self, *names: str) -> DeviceMesh | None:
         """Return the submesh over the named axes of more than one rank, or None without such axes."""
         present = tuple(name for name in names if getattr(self.data_dims, name) > 1)
         return self.device_mesh[present] if self.device_mesh is not None and present else None
-
-    @cached_property
-    def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks with the same share of the model and different data or tokens; all ranks with servers."""
-        if self.dims.servers:
-            return dist.group.WORLD
-        return self._flatten_group("dp", "dp_replicate", "dp_shard")
-
-    @cached_property
-    def loss_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each compute a part of the summed loss."""
-        if self.dims.pp == 1:
-            return self.dp_group
-        return self._flatten_group("loss", "dp_replicate", "dp_shard", "pp")
-
-    def _flatten_group(self, name: str, *axes: str) -> dist.ProcessGroup | None:
-        """Return one group over these axes."""
-        mesh = self.submesh(*axes)
-        return None if mesh is None else _flatten(mesh, name).get_group()
 
 
 def current_device() -> torch.device:
@@ -145,9 +123,11 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)
     if world_size == 1 or sizes.servers:  # servers and workers communicate without mesh axes
-        return Mesh(dims=sizes, rank=dist.get_rank() if world_size > 1 else 0, device_mesh=None, data_dims=data)
+        world = dist.group.WORLD if sizes.servers else None
+        rank = dist.get_rank() if world_size > 1 else 0
+        return Mesh(dims=sizes, rank=rank, device_mesh=None, data_dims=data, dp_group=world, loss_group=world)
     grid = rank_grid(sizes)
-    return Mesh(
+    mesh = Mesh(
         dims=sizes,
         rank=dist.get_rank(),
         device_mesh=_build_data_mesh(layout, data, grid, device_type=device_type),
@@ -156,6 +136,7 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type=device_type) if sizes.ep > 1 else None,
         backward_p2p_group=_build_backward_group(sizes, grid) if _needs_backward_group(sizes, device_type) else None,
     )
+    return _create_flat_groups(mesh)
 
 
 def rank_grid(sizes: ParallelDims) -> Tensor:
@@ -244,12 +225,24 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
     return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
 
 
-def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Merge all axes of a mesh into one axis with one group."""
+def _create_flat_groups(mesh: Mesh) -> Mesh:
+    """Return the mesh with its groups over several axes (a collective)."""
+    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
+    loss_group = dp_group
+    if mesh.dims.pp > 1:
+        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
+    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
+    return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
+
+
+def _flat_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
+    """Return one group over all axes of a mesh; an axis alone has its group already."""
+    if mesh is None:
+        return None
     if mesh.ndim == 1:
-        return mesh
+        return mesh.get_group()
     has_own_group = _needs_gpu_groups(mesh.device_type) and mesh.size() < dist.get_world_size()
-    return mesh._flatten(name, backend_override="nccl" if has_own_group else None)
+    return mesh._flatten(name, backend_override="nccl" if has_own_group else None).get_group()
 
 
 def _needs_gpu_groups(device_type: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.model.attention import Documents
+from phalanx.parallel.comm.wait_timer import WaitTimer
 
 
 class MicroBatchProtocol(Protocol):
@@ -67,3 +69,19 @@ class TensorParallelProtocol(Protocol):
 
     def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
         """Return the shape of the residual stream without its width, for a micro-batch of shape `tokens`."""
+
+
+@dataclass(kw_only=True)
+class ModelParallelism:
+    """The groups of ranks that share a strategy's module; without values if each rank has the full model."""
+
+    sharding: ModelShardingProtocol | None = None
+    """Shards of the model, if ranks share it."""
+    tensor_parallel: TensorParallelProtocol | None = None
+    """The ranks that share matrix products, if any."""
+    wait_timers: dict[str, WaitTimer] = field(default_factory=dict)
+    """Recorded waiting times of this rank, by reason, besides `Strategy.comm_wait`."""
+    pop_expert_rows: Callable[[], int] | None = None
+    """Returns the number of rows of this rank's experts since the last call, with expert parallelism."""
+    router_count_multiplicity: int = 1
+    """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""

@@ -21,12 +21,7 @@ from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
-from phalanx.parallel.protocols import (
-    LossFunction,
-    MicroBatchProtocol,
-    ModelShardingProtocol,
-    TensorParallelProtocol,
-)
+from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol, ModelParallelism
 from phalanx.parallel.step_result import StepResult
 from phalanx.schedule.schedule import Action, ScheduleStep
 
@@ -80,14 +75,11 @@ class Strategy:
     Why: `docs/design/decisions/two-meanings-of-bf16.md`.
     """
 
-    router_count_multiplicity = 1
-    """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""
-
     pipeline_wait: WaitTimer | None = None
     """Time in which this rank waited for the other stages of a pipeline."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        """Create the strategy; `group` has the ranks that read different data for the same model."""
+        """Create the strategy; `group` has the ranks over which it sums values, and gradients of replicas."""
         self.module = module
         self.group = group
         self.model: nn.Module = module
@@ -97,24 +89,36 @@ class Strategy:
 
         They are full parameters, or this rank's shards of them (DTensors)."""
         self.comm_wait = WaitTimer()
-        self.shared: ModelShardingProtocol | None = None
-        """Shards of the model, if ranks share it."""
-        self.tensor: TensorParallelProtocol | None = None
-        """The ranks that share matrix products, if any."""
-        self.wait_timers: dict[str, WaitTimer] = {}
-        """Other recorded waiting times of this rank, by reason."""
-        self.pop_expert_rows: Callable[[], int] | None = None
-        """Returns the number of rows of this rank's experts since the last call, with expert parallelism."""
+        """Time in which this rank waited for communication other than between stages of a pipeline."""
+        self.model_parallel = ModelParallelism()
+        """The ranks that share the model."""
         self.clock: DeviceClock = HOST_CLOCK
         self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
         """The loss of full logits."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """The passes of this rank in the last step, with start and end by its clock."""
 
+    @property
+    def wait_timers(self) -> dict[str, WaitTimer]:
+        """Other recorded waiting times of this rank, by reason."""
+        return self.model_parallel.wait_timers
+
+    @property
+    def pop_expert_rows(self) -> Callable[[], int] | None:
+        """Function that returns the number of rows of this rank's experts since the last call; None without them."""
+        return self.model_parallel.pop_expert_rows
+
+    @property
+    def router_count_multiplicity(self) -> int:
+        """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""
+        return self.model_parallel.router_count_multiplicity
+
     def forward_backward(
         self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the passes of a step's micro-batches, and yield the detached results of `losses`."""
+        """Run the passes of a step's micro-batches, and yield the detached results of `losses`.
+
+        The passes of a micro-batch run before its result is yielded; a pipeline runs all passes before the first."""
         self.timeline = []
         for index, micro in enumerate(micros):
             start = self.clock.record()
@@ -138,6 +142,13 @@ class Strategy:
 
     def end_rehearsal(self) -> None:
         """Clean up after backward passes that only loaded kernels, and left gradients of zero."""
+
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that another rank computed to this rank's gradient of a parameter of `module`.
+
+        Call it after the passes of a step and before `finalize_gradients`. A strategy may store the gradient elsewhere
+        than in `parameter.grad`, so its callers must not write there."""
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def finalize_gradients(self) -> None:
         """Reduce gradients after a step whose backward passes were all run with `last` False."""
@@ -187,26 +198,31 @@ class Strategy:
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor like the trained parameter `name` as part of one of the full model (shared memory)."""
-        return tensor if self.shared is None else self.shared.as_global_dtensor(name, tensor)
+        sharding = self.model_parallel.sharding
+        return tensor if sharding is None else sharding.as_global_dtensor(name, tensor)
 
     def reduce_partial_gradients(self) -> None:
         """Sum gradients of which several ranks that share the model have a term each.
 
         The order is that of names, equal on all ranks: with offload each rank has its gradients in a different order.
         """
-        if self.shared is not None:
+        sharding = self.model_parallel.sharding
+        if sharding is not None:
             terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
             for name, gradient in sorted(self.gradients().items()):
-                group = self.shared.gradient_reduce_group(name)
+                group = sharding.gradient_reduce_group(name)
                 if group is not None:
                     terms[group, gradient.dtype].append(local_tensor(gradient))
             for (group, _), partial_gradients in terms.items():
                 start_all_reduce(partial_gradients, group, self.comm_wait)()
 
     def sync_scalars(self, sums: Tensor) -> None:
-        """Synchronize sums between ranks that share products: equal, except a stop request on some ranks."""
-        if self.tensor is not None:
-            self.tensor.all_reduce(sums, dist.ReduceOp.MAX)
+        """Synchronize sums between ranks that share products, by their maximum.
+
+        The sums of tokens and losses are equal on these ranks. Counts of requests may differ: a signal to stop, a
+        request to finish, or a pending save reaches some ranks only."""
+        if self.model_parallel.tensor_parallel is not None:
+            self.model_parallel.tensor_parallel.all_reduce(sums, dist.ReduceOp.MAX)
 
     def grad_norm(self) -> Tensor:
         """Return the norm of the gradient of the full model (a scalar)."""
@@ -223,8 +239,8 @@ class Strategy:
             targets_BT: Target token ids.
             ignored: Token id of targets that are not counted.
         """
-        if self.tensor is not None:
-            return self.tensor.cross_entropy(logits, targets_BT, ignored)
+        if self.model_parallel.tensor_parallel is not None:
+            return self.model_parallel.tensor_parallel.cross_entropy(logits, targets_BT, ignored)
         return self.loss_of_logits(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
@@ -246,7 +262,7 @@ class Strategy:
         return StepReduction(norm=self.normalize_and_clip(norm, sums[0], clip_norm), sums=sums)
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
-        """Divide the gradients by `weight`, clip them, and return their norm between the two.
+        """Divide the gradients by `weight`, clip them, and return the norm after division and before clipping.
 
         Args:
             norm: Norm of the summed gradients.

@@ -15,9 +15,18 @@ from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
+from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, MOE, Table, make_trainer, small_run, train_and_evaluate
+from tests.helpers.small_runs import (
+    DENSE,
+    MOE,
+    Table,
+    make_trainer,
+    small_run,
+    train_and_evaluate,
+    training_trajectory,
+)
 
 FOUR_LAYERS = {**DENSE, "num_layers": 4}
 REHEARSED: dict[str, Table] = {
@@ -145,3 +154,17 @@ def test_rehearsed_pipeline_equals_single_process_training(name: str, documents:
     for result, count in rank_pool(4).run(train_with_rehearsal, run):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected]
         assert count >= 2  # of training and of the evaluation
+
+
+@pytest.mark.parametrize("micro_batches", [MAX_BF16_SUMS, MAX_BF16_SUMS + 1])
+def test_tied_embedding_gradient_of_many_bf16_micro_batches_includes_head(
+    micro_batches: int, text: Path, tmp_path: Path
+) -> None:
+    """The first rank sums its own gradients in bf16 or in fp32; the head's gradient comes from the last rank."""
+    changes = {"model": {**DENSE, "tie_embeddings": True}, "training.tokens_per_step": micro_batches * 32}
+    changes |= {"training.steps": 1, "layout.micro_batch_size": 1}
+    ((_, expected_norm),) = training_trajectory(small_run(text, tmp_path / "alone", changes))
+    layout = {"layout.pp": 2, "layout.data_parallel": "zero1", "training.precision": "bf16"}
+    run = small_run(text, tmp_path / "pipeline", {**changes, **layout})
+    for ((_, norm),) in rank_pool(2).run(training_trajectory, run):
+        assert norm == pytest.approx(expected_norm, rel=0.01)

@@ -42,7 +42,7 @@ def to_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def start_all_reduce(
-    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: WaitTimer
+    tensors: Sequence[Tensor], group: dist.ProcessGroup | None, comm_wait: WaitTimer
 ) -> Callable[[], None]:
     """Start to sum tensors of one dtype and device over the ranks by one all-reduce.
 
@@ -51,13 +51,13 @@ def start_all_reduce(
     Args:
         tensors: Tensors to sum in place.
         group: Ranks of the sum.
-        exposed: Timer of the time spent waiting.
+        comm_wait: Timer of the time spent waiting.
     """
     flat = to_group_device(torch.cat([tensor.flatten() for tensor in tensors]), group)
     work = dist.all_reduce(flat, group=group, async_op=True)
 
     def finish() -> None:
-        with exposed.measure():
+        with comm_wait.measure():
             work.wait()
         totals = flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
         for tensor, total in zip(tensors, totals, strict=True):
@@ -73,11 +73,11 @@ class ReduceScatter:
     to 3.5 times as fast. In bf16 NCCL uses the same method, because its ring would round the sum at every rank. The
     number of bytes is equal."""
 
-    def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: WaitTimer) -> None:
+    def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, comm_wait: WaitTimer) -> None:
         """Start to send `sent` [N x n], a part for each of N ranks; `out` [n] receives this rank's sum."""
         self.sent = sent
         self.out = out
-        self.exposed = exposed
+        self.comm_wait = comm_wait
         self.received: Tensor | None = None
         if sent.device.type == "cpu" or sent.dtype == torch.bfloat16:
             self.received = torch.empty_like(sent)
@@ -88,7 +88,7 @@ class ReduceScatter:
 
     def wait(self) -> None:
         """Wait for the reduction; then `out` has the sum."""
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             self.work.wait()
         if self.received is not None:
             total = self.received.view(-1, self.out.numel())

@@ -48,12 +48,12 @@ class WaitTimer:
 class TimedWork(dist.Work):
     """A pending collective whose wait is counted."""
 
-    def __init__(self, work: dist.Work, exposed: WaitTimer) -> None:
+    def __init__(self, work: dist.Work, comm_wait: WaitTimer) -> None:
         super().__init__()
         self.work = work
-        self.exposed = exposed
+        self.comm_wait = comm_wait
 
     def wait(self, *timeout: timedelta) -> bool:
         """Wait for the collective."""
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             return self.work.wait(*timeout)

@@ -81,7 +81,7 @@ def apply_data_parallelism(
     precision: str,
     model_sharding: ModelSharding | None = None,
 ) -> Strategy:
-    """Apply ZeRO, FSDP, DDP or a parameter server, and allocate memory (steps 5 to 7 of `parallel.apply`).
+    """Apply ZeRO, FSDP, DDP or a parameter server, and allocate memory (step 5 of `parallel.apply`).
 
     Args:
         module: This rank's module; `device` or the meta device has it.

@@ -183,7 +183,8 @@ class FSDP(Strategy):
 
         With these sizes all ranks form the same pieces, which matters to an optimizer that communicates."""
         name, parameter = named_parameter
-        shape = parameter.shape if self.shared is None else self.shared.largest_shape(name)
+        sharding = self.model_parallel.sharding
+        shape = parameter.shape if sharding is None else sharding.largest_shape(name)
         return shape.numel() * parameter.element_size()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
@@ -226,15 +227,15 @@ def _fsdp_units(block: nn.Module, wrap: str) -> list[nn.Module]:
 class TimedAllGather(DefaultAllGather):
     """PyTorch's all-gather with a timer of the time spent waiting for it."""
 
-    def __init__(self, exposed: WaitTimer) -> None:
-        self.exposed = exposed
+    def __init__(self, comm_wait: WaitTimer) -> None:
+        self.comm_wait = comm_wait
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather, and return the pending work."""
         work = super().__call__(output_tensor, input_tensor, group, async_op)
-        return TimedWork(work, self.exposed) if work is not None else None
+        return TimedWork(work, self.comm_wait) if work is not None else None
 
 
 class DeferredReduceScatter(DefaultReduceScatter):
@@ -243,8 +244,8 @@ class DeferredReduceScatter(DefaultReduceScatter):
     If deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange overlaps the
     backward pass of one more unit. At most one unit's buffers are allocated meanwhile."""
 
-    def __init__(self, exposed: WaitTimer, deferred: bool) -> None:
-        self.exposed = exposed
+    def __init__(self, comm_wait: WaitTimer, deferred: bool) -> None:
+        self.comm_wait = comm_wait
         self.deferred = deferred
         self._pending: ReduceScatter | None = None
 
@@ -253,7 +254,7 @@ class DeferredReduceScatter(DefaultReduceScatter):
     ) -> None:
         """Finish the previous exchange, and start the next."""
         self.finish()
-        self._pending = ReduceScatter(input_tensor, output_tensor, group, exposed=self.exposed)
+        self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
         if not self.deferred:
             self.finish()
 

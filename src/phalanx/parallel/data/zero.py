@@ -1,9 +1,9 @@
 """ZeRO-1 and ZeRO-2: every rank computes with the full model, and trains its rows of the model.
 
 Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
-During the backward pass, gradients are reduce-scattered in buckets to the owners of their rows. The owners step; then
-the new rows are gathered. ZeRO-1 keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every
-micro-batch and keeps only its rows.
+Gradients are reduce-scattered in buckets to the owners of their rows: during the backward pass, or in a pipeline after
+all passes of the step. The owners step; then the new rows are gathered. ZeRO-1 keeps full gradients and sends them once
+per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows; in a pipeline it is ZeRO-1.
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
@@ -89,7 +89,7 @@ class ZeRO(Strategy):
         self.keeps_full_gradients = layout.data_parallel == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
-        owned = {
+        owned_parameters = {
             name: OwnedParameter(
                 name,
                 p,
@@ -100,35 +100,41 @@ class ZeRO(Strategy):
             )
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
         }
-        self.trainable_parameters = {name: part.master for name, part in owned.items()}
+        self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is complete buckets; their bytes are of all ranks, in the model's precision
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
-        self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
+        buckets = make_buckets(owned_parameters.values(), limit)
+        self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
         self._communicates = True
         self._num_started = 0
         self._gradient_factor: Tensor | None = None
         """Factor that offloaded gradients must still be multiplied by."""
         self._gathering_bucket: Bucket | None = None
-        # Weak: autograd keeps the hooks of a parameter alive, and these would keep the groups of ranks with them.
+        self._register_gradient_hooks()
+
+    def _register_gradient_hooks(self) -> None:
+        """Let autograd report each complete gradient.
+
+        The hooks have weak references: autograd keeps hooks alive, which would keep the groups of ranks alive."""
         for bucket in self.buckets:
-            for part in bucket.parts:
-                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(part))
-                part.parameter.register_post_accumulate_grad_hook(ready)
+            for owned in bucket.parameters:
+                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))
+                owned.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
-        """Wrap the forward and backward pass of a micro-batch."""
+        """Wrap the forward and backward pass of a micro-batch, or all passes of a pipeline's step.
+
+        The reduction of a bucket overlaps with the backward pass that completes it. A pipeline passes False for `last`
+        and reduces in `finalize_gradients`, without overlap."""
         self._communicates = last or not self.keeps_full_gradients
         self._num_started = 0
         for bucket in self.buckets:
-            bucket.num_missing = len(bucket.parts)
+            bucket.num_missing = len(bucket.parameters)
         yield
         if self._communicates:
-            for bucket in self.buckets:
-                bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
-            self._reduce_ready()
-            self.buckets[-1].finish_reduce(self.keeps_full_gradients)
+            self._reduce_remaining()
 
     def end_rehearsal(self) -> None:
         """Load the kernels that sum in fp32, and drop the gradients of the rehearsal."""
@@ -137,14 +143,18 @@ class ZeRO(Strategy):
                 parameter.grad.float().add_(parameter.grad)
         self.zero_grad()
 
-    def finalize_gradients(self) -> None:
-        """Reduce all gradients of the step."""
-        with self.accumulate(last=True):
-            pass
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that another rank computed, in fp32 if this rank's sum is fp32."""
+        parameters = (owned for bucket in self.buckets for owned in bucket.parameters)
+        next(owned for owned in parameters if owned.parameter is parameter).add_to_full_gradient(gradient)
 
-    def _gradient_ready(self, bucket: Bucket, part: OwnedParameter, _: Tensor) -> None:
+    def finalize_gradients(self) -> None:
+        """Reduce all gradients of the step, after its passes."""
+        self._reduce_remaining()
+
+    def _gradient_ready(self, bucket: Bucket, owned: OwnedParameter, _: Tensor) -> None:
         if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
-            part.add_full_gradient()
+            owned.add_full_gradient()
         bucket.num_missing -= 1
         if self._communicates and not bucket.num_missing:
             self._reduce_ready()
@@ -157,11 +167,21 @@ class ZeRO(Strategy):
             self.buckets[self._num_started].start_reduce(self.keeps_full_gradients)
             self._num_started += 1
 
+    def _reduce_remaining(self) -> None:
+        """Send the buckets that were not sent during a backward pass, and finish the last reduction."""
+        for bucket in self.buckets:
+            bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
+        self._reduce_ready()
+        self.buckets[-1].finish_reduce(self.keeps_full_gradients)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients of the owned rows."""
-        parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
-        reduced = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
-        return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
+        parameters = [owned for bucket in self.buckets for owned in bucket.parameters]
+        return {
+            owned.name: owned.sharding.as_dtensor(owned.gradient, owned.parameter)
+            for owned in parameters
+            if owned.gradient is not None
+        }
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """Normalize and clip as `Strategy` does; the step scales offloaded gradients when it reads them."""
@@ -177,25 +197,25 @@ class ZeRO(Strategy):
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
         pieces = chunk_by_bytes(self.buckets[::-1], limit)
         for index, piece in enumerate(pieces):
-            parts = [part for bucket in piece for part in bucket.parts]
-            masters = [part.master for part in parts]
-            gradients = [part.gradient for part in parts]
+            parameters = [owned for bucket in piece for owned in bucket.parameters]
+            masters = [owned.master for owned in parameters]
+            gradients = [owned.gradient for owned in parameters]
             with (
                 self.offload.stepping(index, optimizers, masters, gradients=gradients)
                 if self.offload
                 else nullcontext()
             ):
-                step_parameters(optimizers, masters, self._master_gradients(parts))
+                step_parameters(optimizers, masters, self._master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()
                 self._start_gather(bucket)
         self._finish_gather()
 
-    def _master_gradients(self, parts: Sequence[OwnedParameter]) -> list[Tensor | None]:
+    def _master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""
-        gradients = [part.master_gradient(self._gradient_factor) for part in parts]
+        gradients = [owned.master_gradient(self._gradient_factor) for owned in parameters]
         if self.offload is not None and self.keeps_full_gradients:  # the gradients were on the device until now
-            wait_for_host_copies(parts[0].parameter.device)
+            wait_for_host_copies(parameters[0].parameter.device)
         return gradients
 
     def _start_gather(self, bucket: Bucket) -> None:
@@ -220,11 +240,11 @@ class ZeRO(Strategy):
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part."""
-        parts = [part for bucket in self.buckets for part in bucket.parts]
-        master_rows = [part.rows for part in parts if not part.is_aliased]
-        row_gradients = [part.gradient for part in parts if part.gradient is not None]
-        full_gradients = [part.full_gradient for part in parts if part.full_gradient is not None]
-        resident: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
+        parameters = [owned for bucket in self.buckets for owned in bucket.parameters]
+        master_rows = [owned.rows for owned in parameters if not owned.is_aliased]
+        row_gradients = [owned.gradient for owned in parameters if owned.gradient is not None]
+        full_gradients = [owned.full_gradient for owned in parameters if owned.full_gradient is not None]
+        resident: dict[str, list[Tensor]] = {"parameters": [owned.parameter for owned in parameters]}
         if self.offload is None:
             return resident | {
                 "gradients": row_gradients + full_gradients,

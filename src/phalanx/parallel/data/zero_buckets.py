@@ -76,7 +76,7 @@ class OwnedParameter:
         """
         self.name = name
         self.parameter = parameter
-        self.split = sharding
+        self.sharding = sharding
         self.offload = offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
@@ -98,7 +98,10 @@ class OwnedParameter:
 
     @property
     def full_gradient(self) -> Tensor | None:
-        """The full gradient, as this rank has computed it so far."""
+        """The full gradient, as this rank has computed it so far: the fp32 sum if there is one.
+
+        Autograd writes each micro-batch's gradient to `parameter.grad`. All other code reads this property and writes
+        with the methods below."""
         return self.parameter.grad if self._full_sum is None else self._full_sum
 
     def add_full_gradient(self) -> None:
@@ -109,6 +112,13 @@ class OwnedParameter:
             return
         self._full_sum = gradient.float() if self._full_sum is None else self._full_sum.add_(gradient)
         self.parameter.grad = None
+
+    def add_to_full_gradient(self, gradient: Tensor) -> None:
+        """Add a term other than a micro-batch of this rank, in the precision of the sum."""
+        if self.full_gradient is None:
+            self.parameter.grad = gradient
+        else:
+            self.full_gradient.add_(gradient)
 
     def drop_full_gradient(self) -> None:
         """Drop the full gradient."""
@@ -124,7 +134,7 @@ class OwnedParameter:
         """Save a reduced gradient in the full gradient's rows, or add it to those of earlier micro-batches."""
         full_gradient = self.full_gradient
         if full_gradient is not None and (keep_full or self.offload is None):
-            self.gradient = self.split.rows(full_gradient)
+            self.gradient = self.sharding.rows(full_gradient)
             if received is not full_gradient:
                 self.gradient.copy_(received)
             return
@@ -168,7 +178,7 @@ class OwnedParameter:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
         scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True)
-        return self.split.as_dtensor(scaled, self.parameter)
+        return self.sharding.as_dtensor(scaled, self.parameter)
 
 
 class Bucket:
@@ -176,13 +186,15 @@ class Bucket:
 
     The message buffer is [N, n]: for each rank its rows of every parameter, padded where there are fewer."""
 
-    def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
-        self.parts = parts
-        self.exposed = exposed
-        self.group = sharding.group
-        self.sizes = [part.size for part in parts]
-        self.num_missing = len(parts)
-        """Number of gradients of the current micro-batch that are not ready."""
+    def __init__(self, parameters: list[OwnedParameter], comm_wait: WaitTimer) -> None:
+        self.parameters = parameters
+        self.comm_wait = comm_wait
+        self.group = parameters[0].sharding.group
+        self.sizes = [owned.size for owned in parameters]
+        self.num_missing = len(parameters)
+        """Number of gradients of the current micro-batch that are not ready.
+
+        Meaningless in the passes of a pipeline, which overlap and send nothing."""
         self._reducing: ReduceScatter | None = None
         self._gathering: tuple[dist.Work, Tensor] | None = None
 
@@ -191,65 +203,69 @@ class Bucket:
         """Bytes of the owned rows, with padding, on the rank with the most rows.
 
         The number is equal on all ranks, so they step the same pieces."""
-        return sum(part.largest_size * part.rows.element_size() for part in self.parts)
+        return sum(owned.largest_size * owned.rows.element_size() for owned in self.parameters)
 
     def start_reduce(self, keep_full: bool) -> None:
         """Start to send each owner its rows of these gradients."""
         if self.group is None:
             return
-        for part in self.parts:
-            if part.full_gradient is None:
-                part.parameter.grad = torch.zeros_like(part.parameter)
-        sent = self.parts[0].parameter.new_empty(self.group.size(), sum(self.sizes))
+        for owned in self.parameters:
+            if owned.full_gradient is None:
+                owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
+        sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
         torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:
-            for part in self.parts:
-                part.drop_full_gradient()
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, exposed=self.exposed)
+            for owned in self.parameters:
+                owned.drop_full_gradient()
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, comm_wait=self.comm_wait)
 
     def _full_matrices(self) -> list[Tensor]:
-        """Return the full gradients as matrices, in one dtype."""
-        gradients = [part.full_gradient for part in self.parts if part.full_gradient is not None]
+        """Return the full gradients as matrices of one dtype, fp32 if a sum is fp32.
+
+        Messages have the dtype of the model, so `start_reduce` rounds fp32 sums to bf16."""
+        gradients = [owned.full_gradient for owned in self.parameters if owned.full_gradient is not None]
         dtype = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
-        return [gradient.to(dtype).view(part.matrix) for gradient, part in zip(gradients, self.parts, strict=True)]
+        return [
+            gradient.to(dtype).view(owned.matrix) for gradient, owned in zip(gradients, self.parameters, strict=True)
+        ]
 
     def finish_reduce(self, keep_full: bool) -> None:
         """Wait for the reduction, and give every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
-            parts = [part for part in self.parts if part.full_gradient is not None]
-            received = [part.full_gradient for part in parts if part.full_gradient is not None]
+            parameters = [owned for owned in self.parameters if owned.full_gradient is not None]
+            received = [owned.full_gradient for owned in parameters if owned.full_gradient is not None]
         else:
-            parts = self.parts
+            parameters = self.parameters
             received = self._reduced_rows(self._reducing)
             self._reducing = None
-        if self.parts[0].offload is not None and not keep_full:
+        if self.parameters[0].offload is not None and not keep_full:
             received = copy_to_host(*received)
-        for part, gradient in zip(parts, received, strict=True):
-            part.accumulate(gradient, keep_full)
+        for owned, gradient in zip(parameters, received, strict=True):
+            owned.accumulate(gradient, keep_full)
 
     def _reduced_rows(self, reducing: ReduceScatter) -> list[Tensor]:
         """Wait for a reduction, and return the summed gradients of the owned rows of each parameter."""
         reducing.wait()
-        summed = reducing.out.split(self.sizes)
-        return [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(self.parts, summed, strict=True)]
+        pairs = zip(self.parameters, reducing.out.split(self.sizes), strict=True)
+        return [flat[: owned.rows.numel()].view_as(owned.rows) for owned, flat in pairs]
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters of the bucket."""
-        for part in self.parts:
-            part.drop_gradient()
+        for owned in self.parameters:
+            owned.drop_gradient()
 
     def start_gather(self) -> None:
         """Start to send the owned rows, as trained, to every rank."""
         if self.group is None:
-            for part in self.parts:
-                if not part.is_aliased:
-                    part.parameter.detach().copy_(part.rows.to(part.parameter.device, non_blocking=True))
+            for owned in self.parameters:
+                if not owned.is_aliased:
+                    owned.parameter.detach().copy_(owned.rows.to(owned.parameter.device, non_blocking=True))
             return
-        local_rows = self.parts[0].parameter.new_zeros(sum(self.sizes))
-        for part, flat in zip(self.parts, local_rows.split(self.sizes), strict=True):
+        local_rows = self.parameters[0].parameter.new_zeros(sum(self.sizes))
+        for owned, flat in zip(self.parameters, local_rows.split(self.sizes), strict=True):
             # Cast on the device: the host would cast into memory that is not pinned, and wait for the device.
-            rows = part.rows.to(flat.device, non_blocking=True)
-            flat[: part.rows.numel()].view_as(part.rows).copy_(rows)
+            rows = owned.rows.to(flat.device, non_blocking=True)
+            flat[: owned.rows.numel()].view_as(owned.rows).copy_(rows)
         gathered = local_rows.new_empty(self.group.size() * len(local_rows))
         work = all_gather(gathered, local_rows, group=self.group, async_op=True)
         self._gathering = work, gathered.view(self.group.size(), -1)
@@ -260,14 +276,14 @@ class Bucket:
             return
         work, gathered = self._gathering
         self._gathering = None
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             work.wait()
-        for part, received in zip(self.parts, gathered.split(self.sizes, dim=1), strict=True):
-            matrix = part.parameter.detach().view(part.matrix)
+        for owned, received in zip(self.parameters, gathered.split(self.sizes, dim=1), strict=True):
+            matrix = owned.parameter.detach().view(owned.matrix)
             if matrix.numel() == received.numel():
                 matrix.view(received.shape).copy_(received)
             else:
-                matrix.copy_(received.reshape(-1, part.matrix[1])[: len(matrix)])
+                matrix.copy_(received.reshape(-1, owned.matrix[1])[: len(matrix)])
 
 
 def needs_fp32_sum(dtype: torch.dtype, micro_batches: int) -> bool:
@@ -295,19 +311,19 @@ def master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) 
     return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)
 
 
-def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
+def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
     """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
-    for part in reversed(list(owned)):
-        parameter = part.parameter
-        if not buckets or size >= limit or not _fit_one_message(buckets[-1][0], part):
+    for owned in reversed(list(parameters)):
+        parameter = owned.parameter
+        if not buckets or size >= limit or not _fit_one_message(buckets[-1][0], owned):
             buckets.append([])
             size = 0
-        buckets[-1].append(part)
-        size += part.largest_numel * parameter.element_size()
+        buckets[-1].append(owned)
+        size += owned.largest_numel * parameter.element_size()
     return buckets
 
 
-def _fit_one_message(part: OwnedParameter, other: OwnedParameter) -> bool:
-    return part.split == other.split and part.parameter.dtype == other.parameter.dtype
+def _fit_one_message(owned: OwnedParameter, other: OwnedParameter) -> bool:
+    return owned.sharding == other.sharding and owned.parameter.dtype == other.parameter.dtype

@@ -40,15 +40,15 @@ class ExpertParallelGroup:
         self.group = group
         self.size = group.size()
         self.expert_permutation = permutation
-        self.exposed = WaitTimer()
-        self.waits = WaitTimer()
-        """The part of `exposed` that is spent in all-to-alls."""
+        self.comm_wait = WaitTimer()
+        self.all_to_all_wait = WaitTimer()
+        """The part of `comm_wait` that is spent in all-to-alls."""
         self.rows = 0
         """Number of rows received since the last `pop_row_count`."""
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for a pending exchange, if any."""
-        with self.exposed.measure(), self.waits.measure():
+        with self.comm_wait.measure(), self.all_to_all_wait.measure():
             if work is not None:
                 work.wait()
 
@@ -83,30 +83,30 @@ def expert_parameter_names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in named_parameters(module) if name.startswith(tuple(owners)))
 
 
-def apply_expert_parallel(model: Transformer, ranks: ExpertParallelGroup) -> None:
+def apply_expert_parallel(model: Transformer, ep: ExpertParallelGroup) -> None:
     """Make the expert layers of a model, with this rank's experts, send tokens to the other ranks."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.forward = partial(_moe_forward, part, ranks)  # type: ignore[method-assign]
+            part.forward = partial(_moe_forward, part, ep)  # type: ignore[method-assign]
 
 
-def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def _moe_forward(moe: MoE, ep: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and auxiliary loss of `MoE.forward`, with tokens sent to their experts' ranks."""
     weights, chosen, auxiliary = moe.router(x_BTD)
-    plan = _plan_dispatch(moe, ranks, chosen)
+    plan = _plan_dispatch(moe, ep, chosen)
     rows = rows_of_choices(x_BTD, plan.order[: sum(plan.send_counts)], moe.router.moe.top_k)
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-    ranks.rows += sum(plan.recv_counts)
+    ep.rows += sum(plan.recv_counts)
 
-    dispatch = InFlightDispatch(ranks=ranks, send_counts=plan.send_counts, recv_counts=plan.recv_counts)
+    dispatch = InFlightDispatch(ep=ep, send_counts=plan.send_counts, recv_counts=plan.recv_counts)
     in_flight_rows = _StartDispatch.apply(rows, dispatch)
     shared = moe.shared(x_BTD) if moe.shared is not None else None
     received = cast(Tensor, _FinishDispatch.apply(in_flight_rows, dispatch))
 
     by_expert = plan.order_received_rows()
     y = moe.experts(received[by_expert], plan.recv_rows.sum(0).cumsum(0))
-    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, plan.recv_counts, plan.send_counts))
+    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ep, plan.recv_counts, plan.send_counts))
     out = combine_expert_outputs(y, plan.order, weights).view_as(x_BTD)
     return out if shared is None else out + shared, auxiliary
 
@@ -132,17 +132,17 @@ class DispatchPlan:
         return expert_of_row.argsort(stable=True)
 
 
-def _plan_dispatch(moe: MoE, ranks: ExpertParallelGroup, chosen_BTk: Tensor) -> DispatchPlan:
+def _plan_dispatch(moe: MoE, ep: ExpertParallelGroup, chosen_BTk: Tensor) -> DispatchPlan:
     """Sort the choices by expert, and exchange their numbers with the other ranks. The host waits once."""
-    chosen = chosen_BTk if ranks.expert_permutation is None else ranks.expert_permutation[chosen_BTk]
+    chosen = chosen_BTk if ep.expert_permutation is None else ep.expert_permutation[chosen_BTk]
     order, counts_E = sort_by_expert(chosen, moe.router.moe.num_experts)
     recv_counts_E = torch.empty_like(counts_E)
-    ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
-    both_by_rank = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
+    ep.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ep.group, async_op=True))
+    both_by_rank = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ep.size, -1)).sum(2)
     send_counts, recv_counts = to_host_lists(both_by_rank, max_expert_rows(moe.router.moe, chosen))
     return DispatchPlan(
         order=order,
-        recv_rows=recv_counts_E.view(ranks.size, -1),
+        recv_rows=recv_counts_E.view(ep.size, -1),
         send_counts=send_counts,
         recv_counts=recv_counts,
     )
@@ -152,7 +152,7 @@ def _plan_dispatch(moe: MoE, ranks: ExpertParallelGroup, chosen_BTk: Tensor) -> 
 class InFlightDispatch:
     """A pending all-to-all of rows to experts, or of their gradients in the opposite direction."""
 
-    ranks: ExpertParallelGroup
+    ep: ExpertParallelGroup
     send_counts: list[int]
     recv_counts: list[int]
     work: dist.Work | None = None
@@ -161,7 +161,7 @@ class InFlightDispatch:
 
     def wait(self) -> None:
         """Wait for the exchange."""
-        self.ranks.wait(self.work)
+        self.ep.wait(self.work)
         self.work = None
 
 
@@ -174,7 +174,7 @@ class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: InFlightDispatch) -> Tensor:
         ctx.dispatch = dispatch
-        received, dispatch.work = dispatch.ranks.start_all_to_all(rows, dispatch.send_counts, dispatch.recv_counts)
+        received, dispatch.work = dispatch.ep.start_all_to_all(rows, dispatch.send_counts, dispatch.recv_counts)
         return received
 
     @staticmethod
@@ -197,7 +197,7 @@ class _FinishDispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch = ctx.dispatch
-        dispatch.gradient, dispatch.work = dispatch.ranks.start_all_to_all(
+        dispatch.gradient, dispatch.work = dispatch.ep.start_all_to_all(
             gradient, dispatch.recv_counts, dispatch.send_counts
         )
         return gradient, None  # a placeholder that keeps the order: `_StartDispatch` returns the received gradients
@@ -208,17 +208,17 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, ranks: ExpertParallelGroup, send_counts: list[int], recv_counts: list[int]
+        ctx: Any, rows: Tensor, ep: ExpertParallelGroup, send_counts: list[int], recv_counts: list[int]
     ) -> Tensor:
-        ctx.ranks = ranks
+        ctx.ep = ep
         ctx.send_counts = send_counts
         ctx.recv_counts = recv_counts
-        back, work = ranks.start_all_to_all(rows, send_counts, recv_counts)
-        ranks.wait(work)
+        back, work = ep.start_all_to_all(rows, send_counts, recv_counts)
+        ep.wait(work)
         return back
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, work = ctx.ranks.start_all_to_all(gradient, ctx.recv_counts, ctx.send_counts)
-        ctx.ranks.wait(work)
+        back, work = ctx.ep.start_all_to_all(gradient, ctx.recv_counts, ctx.send_counts)
+        ctx.ep.wait(work)
         return back, None, None, None

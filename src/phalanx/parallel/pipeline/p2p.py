@@ -42,7 +42,7 @@ class PipelineP2P:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         shapes: Sequence[torch.Size],
         like: Tensor,
-        waits: WaitTimer,
+        pipeline_wait: WaitTimer,
     ) -> None:
         """Create the message queues of this rank, and post the first receives.
 
@@ -52,12 +52,12 @@ class PipelineP2P:
             groups: Groups for messages to later ranks and to earlier ranks.
             shapes: Shape of the activation of each micro-batch.
             like: Tensor with the dtype and device of the activations.
-            waits: Timer of the time spent waiting for messages.
+            pipeline_wait: Timer of the time spent waiting for messages.
         """
         self.schedule = schedule
         self.rank = rank
         self.groups = groups
-        self.waits = waits
+        self.pipeline_wait = pipeline_wait
         self.shapes = shapes
         self.like = like
         self._inbox: dict[Action, Tensor] = {}
@@ -89,7 +89,7 @@ class PipelineP2P:
             sender = self.schedule.rank_of[message.stage]
             transfer = self._posted_receives[sender].popleft()
             self._post_receives(sender)
-            with self.waits.measure():
+            with self.pipeline_wait.measure():
                 transfer.wait()
             self._inbox[transfer.message] = transfer.tensor
             self._release_sends(sender, self._num_delivered[transfer.message])

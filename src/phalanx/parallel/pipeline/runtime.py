@@ -37,62 +37,63 @@ LAZY_LOADING_DEVICES = ("cuda",)
 
 
 class PipelineStrategy(Strategy):
-    """A rank's pipeline stages, combined with the data-parallel strategy `inner`."""
+    """A rank's pipeline stages, combined with their data-parallel strategy."""
 
     def __init__(
         self,
-        inner: Strategy,
+        data_parallel: Strategy,
         stage_module: StageModule,
         representative: Schedule,
         make_schedule: Callable[[int], Schedule],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        world_group: dist.ProcessGroup,
+        p2p_groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        loss_group: dist.ProcessGroup,
         forward_context: Callable[[], AbstractContextManager[object]],
-        like: Tensor,
+        activation_template: Tensor,
         cp_size: int = 1,
     ) -> None:
         """Create the pipeline of this rank's stages.
 
         Args:
-            inner: Data-parallel strategy of the stages.
+            data_parallel: Data-parallel strategy of the stages, connected to the groups that share the model.
             stage_module: This rank's stages.
             representative: A schedule of this pipeline, for any number of micro-batches.
             make_schedule: Returns the schedule for a number of micro-batches.
-            groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
-            world_group: The ranks of the pipeline and their data-parallel replicas.
+            p2p_groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
+            loss_group: The ranks of the pipeline and their data-parallel replicas.
             forward_context: Returns the context manager of forward passes.
-            like: Tensor with the dtype and device of the activations that stages send.
+            activation_template: Tensor with the dtype and device of the activations that stages send.
             cp_size: Number of ranks that share the tokens of a row.
         """
-        super().__init__(inner.module, world_group)
-        self.inner = inner
+        super().__init__(data_parallel.module, loss_group)
+        self.data_parallel = data_parallel
         self.stages = stage_module
         self.schedule_of = make_schedule
-        self.passes = StagePasses(inner, stage_module, forward_context)
-        self.groups = groups
-        self.pipe = groups[0]
-        self.activation_template = like
-        self.trainable_parameters = inner.trainable_parameters
-        self.loss_scale = inner.loss_scale
-        self.autocast = inner.autocast
-        self.comm_wait = inner.comm_wait
-        self.wait_timers = inner.wait_timers
-        self.pop_expert_rows = inner.pop_expert_rows
+        self.passes = StagePasses(data_parallel, stage_module, forward_context)
+        self.p2p_groups = p2p_groups
+        self.pipe = p2p_groups[0]
+        self.activation_template = activation_template
+        # Both strategies share these objects, and the scale and the precision never change.
+        self.trainable_parameters = data_parallel.trainable_parameters
+        self.comm_wait = data_parallel.comm_wait
+        self.model_parallel = data_parallel.model_parallel
+        self.loss_scale = data_parallel.loss_scale
+        self.autocast = data_parallel.autocast
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
         if stage_module.spec.tie_embeddings and self.has_loss and 0 not in stage_module.layers:
             shape = torch.Size((stage_module.spec.vocab_size, stage_module.spec.hidden_size))
-            shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
-            stage_module.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
+            if self.model_parallel.sharding is not None:
+                shape = self.model_parallel.sharding.local_shape("embedding.weight", shape)
+            stage_module.tied_embedding_copy = activation_template.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
         self._loaded_cases: set[tuple[object, ...]] = set()
-        if like.device.type != "cpu":
-            connect_peers(representative, self.rank, groups, token=like.new_zeros(1))
+        if activation_template.device.type != "cpu":
+            connect_peers(representative, self.rank, p2p_groups, token=activation_template.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
             split_backward(stage_module, stage_module.deferred_weight_grads)
 
@@ -101,16 +102,16 @@ class PipelineStrategy(Strategy):
     def forward_backward(
         self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Run the schedule, and yield the loss and auxiliary loss of each micro-batch.
+        """Run the full schedule, and return the loss and auxiliary loss of each micro-batch.
 
         The loss is 0 on ranks without the last stage; the auxiliary loss is that of this rank's stages."""
         schedule = self.schedule_of(len(micros))
         state = PipelineStepState(micros=micros, losses=losses)
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # discards the waits of an evaluation
-        with self.inner.accumulate(last=False):
+        with self.data_parallel.accumulate(last=False):
             self._load_kernels(micros, losses)
-            links = self._make_p2p(schedule, micros)
+            links = self._post_first_receives(schedule, micros)
             for step in schedule.orders[self.rank]:
                 inputs = [self._receive_input(schedule, links, action) for action in actions(step)]
                 start = self.clock.record()
@@ -121,21 +122,19 @@ class PipelineStrategy(Strategy):
                         links.send(message, output)
                 self.timeline.append((step, start, self.clock.record()))
             links.finish()
-        for index in range(len(micros)):
-            loss, auxiliary = torch.stack(state.losses_by_micro_batch[index]).sum(0)
-            yield loss, auxiliary
+        sums = [torch.stack(state.losses_by_micro_batch[index]).sum(0) for index in range(len(micros))]
+        return iter([(loss, auxiliary) for loss, auxiliary in sums])
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         """Return the loss of a micro-batch without a backward pass; 0 without the last stage."""
         schedule = self.forward_only
         loss = self.activation_template.new_zeros((), dtype=torch.float32)
         self._load_kernels([micro], losses)
-        links = self._make_p2p(schedule, [micro])
+        links = self._post_first_receives(schedule, [micro])
         for action in schedule.actions(self.rank):
             received = self._receive_input(schedule, links, action)
-            out = self.passes.forward(
-                action.stage, micro.tokens if received is None else received, micro, losses=losses
-            ).output
+            x = micro.tokens if received is None else received
+            out = self.passes.forward(action.stage, x, micro, losses=losses).output
             if action.stage < self.stages.last:
                 links.send(action, out)
             else:
@@ -184,7 +183,7 @@ class PipelineStrategy(Strategy):
             for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.passes.loss_scale = self.loss_scale
-        self.inner.end_rehearsal()
+        self.data_parallel.end_rehearsal()
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on synthetic activations of this shape.
@@ -222,55 +221,55 @@ class PipelineStrategy(Strategy):
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""
-        shared = self.inner.tensor
-        width = self.stages.spec.hidden_size
-        tokens = [micro.tokens.shape for micro in micros]
-        return [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
+        tensor_parallel = self.model_parallel.tensor_parallel
+        shape_of: Callable[[torch.Size], Sequence[int]] = tensor_parallel.residual_shape if tensor_parallel else tuple
+        return [torch.Size([*shape_of(micro.tokens.shape), self.stages.spec.hidden_size]) for micro in micros]
 
-    def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
-        shapes = self._activation_shapes(micros)
+    def _post_first_receives(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
+        """Create the message queues of a schedule, whose first receives are posted at once."""
         return PipelineP2P(
-            schedule, self.rank, self.groups, shapes=shapes, like=self.activation_template, waits=self.pipeline_wait
+            schedule,
+            self.rank,
+            self.p2p_groups,
+            shapes=self._activation_shapes(micros),
+            like=self.activation_template,
+            pipeline_wait=self.pipeline_wait,
         )
 
     # -- the interface of every strategy -------------------------------------------------------------------------------
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the inner strategy."""
-        return self.inner.gradients()
-
-    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return `tensor` as part of a tensor of the full model."""
-        return self.inner.as_global_dtensor(name, tensor)
+        """Return the gradients of the data-parallel strategy."""
+        return self.data_parallel.gradients()
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
         """Return the summed loss of the logits."""
-        return self.inner.cross_entropy(logits, targets_BT, ignored)
+        return self.data_parallel.cross_entropy(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
         self._reduce_tied_gradient()
-        self.inner.finalize_gradients()
-        self.inner.reduce_partial_gradients()
+        self.data_parallel.finalize_gradients()
+        self.data_parallel.reduce_partial_gradients()
         square = self.grad_norm().to(sums.device).square()
         with self.comm_wait.measure():
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
-        self.inner.sync_scalars(sums)
-        return StepReduction(norm=self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums=sums)
+        self.data_parallel.sync_scalars(sums)
+        return StepReduction(norm=self.data_parallel.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums=sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and copy the tied embedding to the last stage."""
-        self.inner.update(optimizers)
+        self.data_parallel.update(optimizers)
         self._send_tied_weight()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
-        self.inner.zero_grad()
+        self.data_parallel.zero_grad()
 
     def sync_model_weights(self) -> None:
         """Copy the trained weights to the model, and the tied embedding to the last stage."""
-        self.inner.sync_model_weights()
+        self.data_parallel.sync_model_weights()
         self._send_tied_weight()
 
     def _has_tied_embedding_peer(self) -> bool:
@@ -290,13 +289,13 @@ class PipelineStrategy(Strategy):
         with self.comm_wait.measure():
             if copy is not None:
                 assert copy.grad is not None
-                dist.send(copy.grad, group=self.groups[1], group_dst=first)
+                dist.send(copy.grad, group=self.p2p_groups[1], group_dst=first)
                 copy.grad = None
                 return
             weight = self.stages.embedding.weight
             received_grad = torch.empty_like(weight)
-            dist.recv(received_grad, group=self.groups[1], group_src=last)
-            weight.grad = received_grad if weight.grad is None else weight.grad.add_(received_grad)
+            dist.recv(received_grad, group=self.p2p_groups[1], group_src=last)
+            self.data_parallel.add_gradient(weight, received_grad)
 
     def _send_tied_weight(self) -> None:
         """Send the trained weight of a tied embedding to the last rank."""
@@ -306,25 +305,25 @@ class PipelineStrategy(Strategy):
         copy = self.stages.tied_embedding_copy
         with self.comm_wait.measure():
             if copy is not None:
-                dist.recv(copy.detach(), group=self.groups[0], group_src=first)
+                dist.recv(copy.detach(), group=self.p2p_groups[0], group_src=first)
             else:
-                dist.send(self.stages.embedding.weight.detach(), group=self.groups[0], group_dst=last)
+                dist.send(self.stages.embedding.weight.detach(), group=self.p2p_groups[0], group_dst=last)
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Return initial optimizer state of a parameter."""
-        return self.inner.init_optimizer_state(parameter)
+        return self.data_parallel.init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part, with the copy of a tied embedding."""
-        resident = self.inner.resident_tensors(optimizers)
+        resident = self.data_parallel.resident_tensors(optimizers)
         if self.stages.tied_embedding_copy is not None:
             resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
         return resident
 
     def resizable_buffers(self) -> list[Tensor]:
-        """Return the resizable buffers of the inner strategy."""
-        return self.inner.resizable_buffers()
+        """Return the resizable buffers of the data-parallel strategy."""
+        return self.data_parallel.resizable_buffers()
 
     def reshard_parameters(self) -> None:
-        """Reshard the parameters of the inner strategy."""
-        self.inner.reshard_parameters()
+        """Reshard the parameters of the data-parallel strategy."""
+        self.data_parallel.reshard_parameters()

@@ -41,22 +41,25 @@ class PipelineStepState:
 
 
 class StagePasses:
-    """Passes of this rank's stages under the data-parallel strategy `inner`."""
+    """Passes of this rank's stages under their data-parallel strategy."""
 
     def __init__(
-        self, inner: Strategy, stages: StageModule, forward_context: Callable[[], AbstractContextManager[object]]
+        self,
+        data_parallel: Strategy,
+        stages: StageModule,
+        forward_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Create the passes.
 
         Args:
-            inner: Data-parallel strategy of the stages.
+            data_parallel: Data-parallel strategy of the stages.
             stages: This rank's stages.
             forward_context: Returns the context manager of forward passes.
         """
-        self.inner = inner
+        self.data_parallel = data_parallel
         self.stages = stages
         self.forward_context = forward_context
-        self.loss_scale = inner.loss_scale
+        self.loss_scale = data_parallel.loss_scale
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run an action, and return its output for another stage, if any.
@@ -76,7 +79,7 @@ class StagePasses:
                 state.deferred_weight_grads[key] = deferred
                 return self._run_backward(state.saved_activations.pop(key), received)
         compute_weight_grads(state.deferred_weight_grads.pop(key))
-        self.inner.finish_weight_grad_pass()
+        self.data_parallel.finish_weight_grad_pass()
         return None
 
     def _run_forward(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor:
@@ -106,9 +109,10 @@ class StagePasses:
             losses: Computes the loss and the auxiliary loss.
         """
         if stage == self.stages.last:
-            return SavedActivation(x, *losses(lambda _, documents=None: self.inner.model(x, documents, stage), micro))
+            model = self.data_parallel.model
+            return SavedActivation(x, *losses(lambda _, documents=None: model(x, documents, stage), micro))
         with self.forward_context():
-            return SavedActivation(x, *self.inner.model(x, micro.documents, stage))
+            return SavedActivation(x, *self.data_parallel.model(x, micro.documents, stage))
 
     def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
         if output_grad is None:

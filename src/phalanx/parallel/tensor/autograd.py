@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
 
-def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
+def column_parallel(x: Tensor, tp: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
     """Return this rank's columns of the products of `x` with each layer's matrix."""
-    products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
+    products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), tp)
     return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
-def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
+def row_parallel(hidden: Tensor, tp: TensorParallelGroup, layer: nn.Linear) -> Tensor:
     """Return the sum over ranks of their products, with the tokens of the residual stream.
 
     Args:
         hidden: This rank's columns of the input, [B, T, columns].
-        ranks: Ranks that share the layer.
+        tp: Ranks that share the layer.
         layer: Layer with these columns of the weight, and with the full bias.
     """
-    return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
+    return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), tp), layer.bias)
 
 
 def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,13 +48,13 @@ class ColumnParallelLinear(torch.autograd.Function):
     The input is saved with the tokens of the residual stream, and gathered again for the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
+    def forward(ctx: Any, x: Tensor, *weights_and_tp: Any) -> TensorTuple:
         """Gather the tokens, and return their product with each weight."""
-        *weights, ranks = weights_and_ranks
+        *weights, tp = weights_and_tp
         ctx.save_for_backward(x)
         ctx.weights = weights
-        ctx.ranks = ranks
-        gathered = ranks.gather_tokens(x)
+        ctx.tp = tp
+        gathered = tp.gather_tokens(x)
         return tuple(F.linear(gathered, weight) for weight in weights)
 
     @staticmethod
@@ -62,17 +62,17 @@ class ColumnParallelLinear(torch.autograd.Function):
         """Return the gradients of the input and the weights; the latter may be deferred."""
         (x,) = ctx.saved_tensors
         weights = ctx.weights
-        ranks = ctx.ranks
+        tp = ctx.tp
         # A deferred weight gradient gathers its input when it is computed.
-        gather_now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
-        finish_gather = ranks.start_gather_tokens(x) if gather_now else partial(ranks.gather_tokens, x)
+        gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-1])
+        finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x)
         grad_x = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
-        finish_reduce = ranks.start_reduce_tokens(grad_x)
+        finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
         weight_grads = [
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
+            tp.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
             if needed
             else None
             for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
@@ -84,23 +84,23 @@ class RowParallelLinear(torch.autograd.Function):
     """y = sum over ranks of h W^T."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tp: TensorParallelGroup) -> Tensor:
         """Return the reduced product."""
         ctx.save_for_backward(hidden)
         ctx.weight = weight
-        ctx.ranks = ranks
-        return ranks.reduce_tokens(F.linear(hidden, weight))
+        ctx.tp = tp
+        return tp.reduce_tokens(F.linear(hidden, weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and the weight; the latter may be deferred."""
         (hidden,) = ctx.saved_tensors
         weight = ctx.weight
-        ranks = ctx.ranks
-        gradient = ranks.gather_tokens(gradient)
+        tp = ctx.tp
+        gradient = tp.gather_tokens(gradient)
         needed = ctx.needs_input_grad[1]
         weight_grad = (
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
+            tp.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
             if needed
             else None
         )
@@ -123,54 +123,54 @@ class GatherFromSequence(torch.autograd.Function):
     """All-gather of the residual stream's tokens; each rank's gradient is a term of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallelGroup) -> Tensor:
         """Return all tokens."""
-        ctx.ranks = ranks
-        return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
+        ctx.tp = tp
+        return tp.gather_tokens(x) if tp.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Reduce the gradients to the tokens of each rank."""
-        return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
+        return ctx.tp.reduce_tokens(gradient if ctx.tp.sequence else gradient.clone()), None
 
 
 class ReduceToSequence(torch.autograd.Function):
     """Reverse of `GatherFromSequence`: reduce partial sums and scatter tokens."""
 
     @staticmethod
-    def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    def forward(ctx: Any, term: Tensor, tp: TensorParallelGroup) -> Tensor:
         """Reduce the terms to the tokens of each rank."""
-        ctx.ranks = ranks
-        return ranks.reduce_tokens(term if ranks.sequence else term.clone())
+        ctx.tp = tp
+        return tp.reduce_tokens(term if tp.sequence else term.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the gradients of all tokens."""
-        return ctx.ranks.gather_tokens(gradient), None
+        return ctx.tp.gather_tokens(gradient), None
 
 
 class AllReduce(torch.autograd.Function):
     """Sum over ranks, where every rank's loss depends on the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallelGroup) -> Tensor:
         """Return the sum."""
-        ctx.ranks = ranks
-        return ranks.all_reduce(x.clone())
+        ctx.tp = tp
+        return tp.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the sum of the gradients."""
-        return ctx.ranks.all_reduce(gradient.clone()), None
+        return ctx.tp.all_reduce(gradient.clone()), None
 
 
 class AllReduceForward(torch.autograd.Function):
     """Sum over ranks, where each rank's gradient is that of its own term."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: TensorParallelGroup) -> Tensor:
         """Return the sum."""
-        return ranks.all_reduce(x.clone())
+        return tp.all_reduce(x.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -179,22 +179,22 @@ class AllReduceForward(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """log sum_v exp x_v - x_target, by three all-reduces of a number per token.
+    """log sum_v exp x_v - x_target, by two all-reduces: the maximum, then two sums per token.
 
     Source: Megatron-LM, section 3."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first_row: int, ranks: TensorParallelGroup
+        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first_row: int, tp: TensorParallelGroup
     ) -> Tensor:
         """Return the loss summed over the targets that are not `ignored`."""
         column = target_N - first_row
         is_local = (column >= 0) & (column < x_NV.shape[1])
         column = column.masked_fill(~is_local, 0)[:, None]
-        row_max = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
+        row_max = tp.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
         exp_NV = (x_NV - row_max[:, None]).exp_()
         target_logit = (x_NV.gather(1, column)[:, 0] - row_max).masked_fill(~is_local, 0)
-        total, target_logit = ranks.all_reduce(torch.stack([exp_NV.sum(1), target_logit])).unbind()
+        total, target_logit = tp.all_reduce(torch.stack([exp_NV.sum(1), target_logit])).unbind()
         is_counted = target_N != ignored
         ctx.save_for_backward(exp_NV.div_(total[:, None]), column, is_local, is_counted)
         return ((total.log() - target_logit) * is_counted).sum()

@@ -21,9 +21,9 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 from phalanx.spec.model import ModelSpec
 
 
-def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None:
+def apply_gathered_heads(model: Transformer, tp: TensorParallelGroup) -> None:
     """Make attention work on columns of heads; `apply_tensor_parallel` has sharded its products."""
-    columns = GatheredHeads(model.spec, ranks)
+    columns = GatheredHeads(model.spec, tp)
     for part in model.modules():
         if isinstance(part, Attention):
             part.project_in = partial(_project_in_gathered, part.project_in, columns)  # type: ignore[method-assign, assignment]
@@ -36,10 +36,10 @@ class GatheredHeads:
     Queries and keys are gathered. The rank computes the heads that its columns of the values belong to, and returns
     only these columns."""
 
-    def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
-        num_columns = spec.num_heads * spec.head_dim // ranks.size
-        first_column = ranks.rank * num_columns
-        self.ranks = ranks
+    def __init__(self, spec: ModelSpec, tp: TensorParallelGroup) -> None:
+        num_columns = spec.num_heads * spec.head_dim // tp.size
+        first_column = tp.rank * num_columns
+        self.tp = tp
         self.heads = slice(first_column // spec.head_dim, -(-(first_column + num_columns) // spec.head_dim))
         self.padding = (
             first_column - self.heads.start * spec.head_dim,
@@ -52,7 +52,7 @@ def _project_in_gathered(
     project_in: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor
 ) -> TensorTuple:
     q, k, v = project_in(x_BTD)
-    q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
+    q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.tp)).unbind()
     return q, k, F.pad(v, columns.padding)
 
 
@@ -68,10 +68,10 @@ class _GatherColumns(torch.autograd.Function):
     """All-gather of columns; their gradients are reduced to the rank of each column."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.start_all_gather(x, axis=x.ndim - 1)()
+    def forward(ctx: Any, x: Tensor, tp: TensorParallelGroup) -> Tensor:
+        ctx.tp = tp
+        return tp.start_all_gather(x, axis=x.ndim - 1)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.start_reduce_scatter(gradient, axis=gradient.ndim - 1)(), None
+        return ctx.tp.start_reduce_scatter(gradient, axis=gradient.ndim - 1)(), None

@@ -60,12 +60,12 @@ class TensorParallelGroup:
         """Create the group; `deferred_grads` collects the weight gradients that a pipeline defers."""
         self.group = group
         self.sequence = sequence
-        self.later = deferred_grads
+        self.deferred_grads = deferred_grads
         self.size = group.size()
         self.rank = group.rank()
         self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
         """First row of the vocabulary on this rank."""
-        self.exposed = WaitTimer()
+        self.comm_wait = WaitTimer()
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return the residual stream, or its gradient, of all tokens."""
@@ -107,7 +107,7 @@ class TensorParallelGroup:
         """Start to sum the ranks' terms and scatter them along an axis; the returned function finishes it."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         local_shard = torch.empty_like(parts[0])
-        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, exposed=self.exposed)
+        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, comm_wait=self.comm_wait)
 
         def finish() -> Tensor:
             scatter.wait()
@@ -141,7 +141,7 @@ class TensorParallelGroup:
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for pending communication, if any."""
-        with self.exposed.measure():
+        with self.comm_wait.measure():
             if work is not None:
                 work.wait()
 
@@ -150,116 +150,114 @@ class TensorParallelGroup:
 
 
 def apply_tensor_parallel(
-    model: Transformer, ranks: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
+    model: Transformer, tp: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
 ) -> None:
     """Make a model with sharded tensors (`parameter_sharding.py`) compute with the ranks of the group.
 
     Args:
         model: Model with this rank's shards.
-        ranks: The ranks with the other shards.
+        tp: The ranks with the other shards.
         unsharded_experts: Each expert is on one rank, not sharded.
         sharded_heads: Ranks have different heads; if false, the heads are gathered (`gathered_heads.py`).
     """
     for part in model.modules():
         if isinstance(part, MoE) and unsharded_experts:
             continue
-        _parallelize_part(part, ranks)
+        _parallelize_part(part, tp)
         if isinstance(part, Attention) and part.qk_norm == "full" and sharded_heads:
-            part.q_norm.forward = partial(_norm_across_heads, part.q_norm, ranks)  # type: ignore[method-assign]
-            part.k_norm.forward = partial(_norm_across_heads, part.k_norm, ranks)  # type: ignore[method-assign]
-    model.logits = partial(_local_logits, ranks)  # type: ignore[method-assign]
+            part.q_norm.forward = partial(_norm_across_heads, part.q_norm, tp)  # type: ignore[method-assign]
+            part.k_norm.forward = partial(_norm_across_heads, part.k_norm, tp)  # type: ignore[method-assign]
+    model.logits = partial(_local_logits, tp)  # type: ignore[method-assign]
     if hasattr(model, "embedding"):
-        model.embedding.forward = partial(_embed_tokens, model.embedding, ranks)  # type: ignore[method-assign]
-    if ranks.sequence:
-        _apply_sequence_parallel(model, ranks)
+        model.embedding.forward = partial(_embed_tokens, model.embedding, tp)  # type: ignore[method-assign]
+    if tp.sequence:
+        _apply_sequence_parallel(model, tp)
 
 
-def _parallelize_part(part: nn.Module, ranks: TensorParallelGroup) -> None:
+def _parallelize_part(part: nn.Module, tp: TensorParallelGroup) -> None:
     """Make a pair of products, or the experts, compute with the shards of all ranks."""
     if isinstance(part, Attention):
-        _parallelize_pair(part, ranks, ("wq", "wk", "wv"), second="wo")
+        _parallelize_pair(part, tp, ("wq", "wk", "wv"), second="wo")
     elif isinstance(part, SwiGLUMLP):
-        _parallelize_pair(part, ranks, ("gate", "up"), second="down")
+        _parallelize_pair(part, tp, ("gate", "up"), second="down")
     elif isinstance(part, GELUMLP):
-        _parallelize_pair(part, ranks, ("up",), second="down")
+        _parallelize_pair(part, tp, ("up",), second="down")
     elif isinstance(part, MoE):
-        part.apply_experts = partial(_apply_expert_shards, part.apply_experts, ranks)  # type: ignore[method-assign]
+        part.apply_experts = partial(_apply_expert_shards, part.apply_experts, tp)  # type: ignore[method-assign]
 
 
-def _apply_sequence_parallel(model: Transformer, ranks: TensorParallelGroup) -> None:
+def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> None:
     """Make routers, positions and the auxiliary loss compute with a part of the tokens on each rank."""
     for part in model.modules():
         if isinstance(part, Router):
-            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, tp)  # type: ignore[method-assign]
     if hasattr(model, "positions"):
-        model.positions.forward = partial(_embed_positions, model.positions, ranks)  # type: ignore[method-assign]
-    model.local_positions = lambda x_BT: _attended_indices(x_BT, ranks)  # type: ignore[method-assign]
+        model.positions.forward = partial(_embed_positions, model.positions, tp)  # type: ignore[method-assign]
+    model.local_positions = lambda x_BT: _attended_indices(x_BT, tp)  # type: ignore[method-assign]
     if model.spec.moe:
-        model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, ranks)  # type: ignore[method-assign]
+        model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, tp)  # type: ignore[method-assign]
 
 
-def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
+def _parallelize_pair(part: Any, tp: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
     # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
-    part.project_in = lambda x: column_parallel(x, ranks, *(getattr(part, name) for name in first))
-    part.project_out = lambda hidden: row_parallel(hidden, ranks, getattr(part, second))
+    part.project_in = lambda x: column_parallel(x, tp, *(getattr(part, name) for name in first))
+    part.project_out = lambda hidden: row_parallel(hidden, tp, getattr(part, second))
 
 
-def _local_logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return this rank's columns of the logits, [B, T, V / ranks]."""
-    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
+    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), tp)
     return cast(Tensor, logits)
 
 
-def _embed_tokens(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
+def _embed_tokens(embedding: nn.Embedding, tp: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
     """Return the embedding of each token from the rank that has its row."""
-    row = tokens_BT - ranks.first_row
+    row = tokens_BT - tp.first_row
     is_remote = (row < 0) | (row >= len(embedding.weight))
     x_BTD = F.embedding(row.masked_fill(is_remote, 0), embedding.weight).masked_fill(is_remote[..., None], 0)
-    return cast(Tensor, ReduceToSequence.apply(x_BTD, ranks))
+    return cast(Tensor, ReduceToSequence.apply(x_BTD, tp))
 
 
-def _embed_positions(positions: nn.Embedding, ranks: TensorParallelGroup, indices: Tensor) -> Tensor:
+def _embed_positions(positions: nn.Embedding, tp: TensorParallelGroup, indices: Tensor) -> Tensor:
     """Return the position embeddings of this rank's tokens."""
-    return F.embedding(indices.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
+    return F.embedding(indices.chunk(tp.size, dim=-1)[tp.rank], positions.weight)
 
 
-def _attended_indices(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
+def _attended_indices(x_BT: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return the indices of all tokens of a row.
 
     The input of a stage is a shard of the tokens; the input of an embedding is all token ids."""
-    tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
+    tokens = x_BT.shape[1] * (tp.size if x_BT.is_floating_point() else 1)
     return torch.arange(tokens, device=x_BT.device)
 
 
 def _sum_auxiliary_loss(
-    run_blocks: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
+    run_blocks: Callable[..., tuple[Tensor, Tensor]], tp: TensorParallelGroup, *args: Any
 ) -> tuple[Tensor, Tensor]:
     """Sum the auxiliary loss over ranks, because each rank's routers process some of the tokens."""
     x_BTD, auxiliary = run_blocks(*args)
-    return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, ranks))
+    return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, tp))
 
 
-def _norm_across_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
+def _norm_across_heads(norm: RMSNorm, tp: TensorParallelGroup, x: Tensor) -> Tensor:
     """Return x / rms(x) x weight, where each rank has some of the heads.
 
     An equal number of ranks has each head."""
     exact = x if x.dtype == torch.float64 else x.float()
-    total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
-    scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
+    total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), tp))
+    scale = (total / (tp.size * x.shape[-1]) + norm.eps).rsqrt()
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
 
 
 def _apply_expert_shards(
-    apply_experts: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
+    apply_experts: Callable[..., Tensor], tp: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
 ) -> Tensor:
     """Apply experts of which each rank has some columns; routing stays in the residual stream's layout."""
     (x,) = autocast_operands(x)
-    x = GatherFromSequence.apply(x, ranks)
-    weights = GatherFromSequence.apply(weights, ranks)
-    return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, ranks.gather_tokens(chosen)), ranks))
+    x = GatherFromSequence.apply(x, tp)
+    weights = GatherFromSequence.apply(weights, tp)
+    return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, tp.gather_tokens(chosen)), tp))
 
 
-def _count_choices(
-    count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return ranks.all_reduce(count(chosen, dtype))
+def _count_choices(count: Callable[..., Tensor], tp: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+    return tp.all_reduce(count(chosen, dtype))
