@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.data.packing import Batch
-from phalanx.train.step_metrics import LaunchedStep
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 
 PACKAGE = "/src/phalanx/"
@@ -33,7 +33,7 @@ def write_host_syncs(file: Path) -> None:
     ctypes.c_void_p.in_dll(ctypes.CDLL(None), "null_on_host_sync").value = ctypes.cast(_count, ctypes.c_void_p).value
     launch_step = Trainer.launch_step
 
-    def counted_step(trainer: Trainer, batches: Iterator[Batch]) -> LaunchedStep:
+    def counted_step(trainer: Trainer, batches: Iterator[Batch]) -> ReadRecord:
         file.write_text(json.dumps(_counts))
         _counts.clear()
         return launch_step(trainer, batches)

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
-from phalanx.train.components import build_network, call_component, import_component
+from phalanx.train.components import bind_component, build_network, call_component, import_component
 from tests.helpers.small_runs import small_run
 
 
@@ -45,6 +45,13 @@ def test_call_component_passes_arguments_of_run_file() -> None:
     assert call_component("field", component("builtins:dict", a=1), b=2) == {"a": 1, "b": 2}
     with pytest.raises(UserError, match=r"field = 'fnmatch:fnmatch': does not accept these arguments"):
         call_component("field", component("fnmatch:fnmatch", pattern="*"))
+
+
+def test_bind_component_checks_arguments_before_first_call() -> None:
+    bound = bind_component("optimizer.lr_function", component("operator:add"), 0, 1)
+    assert bound(2, 3) == 5
+    with pytest.raises(UserError, match=r"optimizer\.lr_function = 'fnmatch:translate': does not accept"):
+        bind_component("optimizer.lr_function", component("fnmatch:translate", wrong=1), 0, 1)
 
 
 @pytest.mark.parametrize(

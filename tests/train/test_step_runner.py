@@ -63,7 +63,7 @@ def train(run: RunSpec, reads_late: bool, callbacks: dict[str, Callback] | None 
     """Return last step, skipped steps, tokens, and this rank's weights."""
     trainer = make_trainer(run)
     assert trainer.can_read_late
-    trainer.reads_late = reads_late
+    trainer.allows_late_reads = reads_late
     make_gradients_infinite(trainer)
     train_to_end(trainer, {"metrics": JsonLines()}, user_callbacks=callbacks)
     weights = [local_tensor(p.detach()).clone() for p in trainer.strategy.trainable_parameters.values()]

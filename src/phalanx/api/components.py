@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
@@ -55,6 +56,14 @@ def with_components(run: RunSpec | str | Path, components: Components) -> RunSpe
         UserError: A component cannot be imported by the ranks, or `run` is a run directory.
     """
     named: Mapping[str, Any] = {**components}
+    for name in named:
+        require(
+            name in Components.__annotations__,
+            name,
+            None,
+            problem="is not a component",
+            fix=did_you_mean(name, [*Components.__annotations__]),
+        )
     changes: dict[str, Component] = {field: named[name] for name, field in FIELDS.items() if name in named}
     changes |= {f"callbacks.{name}": callback for name, callback in components.get("callbacks", {}).items()}
     if not changes:
@@ -75,8 +84,9 @@ def _component_table(field: str, component: Component) -> str | Mapping[str, Any
     """Return a component as a run file names it."""
     if isinstance(component, str | Mapping):
         return component
-    if component.__module__ == "__main__" or "." in component.__qualname__:
+    name = getattr(component, "__qualname__", None)
+    if name is None or component.__module__ == "__main__" or "." in name:
         problem = "cannot be imported by the ranks, which are other processes"
         fix = "define it at the top level of a module, in a file of its own"
-        raise UserError(field, component.__qualname__, problem, fix=fix)
-    return f"{component.__module__}:{component.__qualname__}"
+        raise UserError(field, name or repr(component), problem, fix=fix)
+    return f"{component.__module__}:{name}"

@@ -6,7 +6,7 @@ of ranks, because every rank reads the same order and keeps its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -74,6 +74,7 @@ class IterableDatasetLoader:
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._origin = (0, 0)
+        self._next_step = 0
         self._samples = self._read()
 
     def _read(self) -> Iterator[Any]:
@@ -86,7 +87,14 @@ class IterableDatasetLoader:
                 raise _no_samples(self.spec)
 
     def step(self, number: int) -> Batch:
-        """Return this rank's rows of global step `number`, which must be the next: [sequences_per_step / ranks, T]."""
+        """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
+
+        Raises:
+            ValueError: It is not the next step.
+        """
+        if number != self._next_step:
+            raise ValueError(f"step {number} was requested, but only the next step, {self._next_step}, can be read")
+        self._next_step += 1
         samples = [next(self._samples) for _ in range(self.sequences_per_step)]
         return _batch([samples[row] for row in self.rows], self.spec, self.seq_len)
 
@@ -105,6 +113,7 @@ class IterableDatasetLoader:
         """
         check_resumable(_identity(self.spec, self.seq_len, self.sequences_per_step), state, resized)
         self._origin = (state["step"], state["samples_read"])
+        self._next_step = state["step"]
         self._samples = self._read()
         self._skip_samples(state["samples_read"])
 
@@ -140,6 +149,9 @@ def open_dataset(
     share = {"sequences_per_step": sequences_per_step, "rank": rank, "ranks": ranks}
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
         return MapDatasetLoader(dataset, spec, seq_len, **share, seed=seed)
+    if isinstance(dataset, Iterator):
+        problem = "returns an iterator, which can be read only once"
+        raise UserError("data.dataset", spec.class_path, problem, fix="return an object with __iter__")
     if isinstance(dataset, Iterable):
         return IterableDatasetLoader(dataset, spec, seq_len, **share)
     problem = "returns neither a map-style nor an iterable dataset"
@@ -154,8 +166,12 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
     """Return samples as the rows of a batch.
 
     Raises:
-        UserError: A sample has another length.
+        UserError: A sample is of another type or length.
     """
+    for sample in samples:
+        if isinstance(sample, Mapping):
+            problem = f"has a sample with the keys {', '.join(map(str, sample))}"
+            raise UserError("data.dataset", spec.class_path, problem, fix="return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
     tokens, targets = ([np.asarray(row[part], dtype=np.int64) for row in rows] for part in (0, 1))
     for row in (*tokens, *targets):

@@ -189,6 +189,7 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
         "sequence": "training.seq_len",
         "sequences_per_step": "training.tokens_per_step",
         "dataset": "data.dataset",
+        "samples": "data.dataset",
     }
     fix = "resume with the data and settings of the checkpoint, or start a new run"
     for name, value in identity.items():

@@ -20,8 +20,9 @@ from phalanx.parallel.dtensor_shards import local_tensor
 def global_grad_norm(gradients: Sequence[Tensor], comm_wait: WaitTimer | None = None) -> Tensor:
     """Return the L2 norm over all gradients and ranks (scalar, at least fp32).
 
-    Shards over the same groups are summed locally and all-reduced once over each group. Replicated gradients are
-    counted once. (`clip_grad_norm_` rejects parameters of different meshes.)
+    Shards over the same groups are summed locally and all-reduced once over each group, in the order of the axes of
+    their meshes: tensor parallelism before data parallelism. Replicated gradients are counted once. (`clip_grad_norm_`
+    rejects parameters of different meshes.)
 
     Args:
         gradients: Gradients of this rank, in the same order on all ranks, which is the order of the collectives.

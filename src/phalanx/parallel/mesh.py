@@ -22,7 +22,7 @@ from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The position of this rank on the axes dp_replicate, dp_shard, pp and tp, and its process groups.
+    """The position of this rank on the axes of the mesh (`AXES`, outermost first), and its process groups.
 
     `device_mesh` has no axes of size one. Context-parallel ranks count as data-parallel ranks, because their gradients
     are summed in the same way."""

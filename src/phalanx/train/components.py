@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -52,20 +52,42 @@ def call_component(field: str, component: ComponentSpec, /, *positional: Any, **
     """
     target = import_component(field, component)
     keywords = {**keywords, **component.arguments}
+    _check_arguments(field, component, target, positional=positional, keywords=keywords)
+    return target(*positional, **keywords)
+
+
+def bind_component(field: str, component: ComponentSpec, /, *examples: Any) -> Callable[..., Any]:
+    """Import a function that is called later, and return it with the arguments of its description.
+
+    Args:
+        field: Field of the run file that names it.
+        component: Its description.
+        examples: Positional arguments of a call, to check that it accepts them.
+
+    Raises:
+        UserError: It cannot be imported, or does not accept the arguments.
+    """
+    function = import_component(field, component)
+    _check_arguments(field, component, function, positional=examples, keywords=component.arguments)
+    return partial(function, **component.arguments)
+
+
+def _check_arguments(
+    field: str, component: ComponentSpec, target: Any, positional: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
     try:
         with suppress(ValueError):  # some built-in classes have no signature
             inspect.signature(target).bind(*positional, **keywords)
     except TypeError as error:
         fix = f"use the arguments of {component.name}"
         raise UserError(field, component.class_path, f"does not accept these arguments: {error}", fix=fix) from error
-    return target(*positional, **keywords)
 
 
 def build_loss(spec: TrainingSpec) -> Callable[[Tensor, Tensor, int], Tensor] | None:
     """Return the user's loss function with its arguments; None for cross-entropy."""
     if spec.loss is None:
         return None
-    return partial(import_component("training.loss", spec.loss), **spec.loss.arguments)
+    return bind_component("training.loss", spec.loss, None, None, 0)
 
 
 def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
@@ -79,9 +101,8 @@ def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
         UserError: It is not a module, or does not accept the documents that the run masks.
     """
     field = "model.implementation"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.training.seed)
-        network = call_component(field, component, spec=run.model)
+    torch.manual_seed(run.training.seed)
+    network = call_component(field, component, spec=run.model)
     if not isinstance(network, nn.Module):
         raise UserError(field, component.class_path, "does not return a torch.nn.Module", fix="return a module")
     if run.data.mask_documents and "documents" not in inspect.signature(network.forward).parameters:

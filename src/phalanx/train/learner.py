@@ -101,6 +101,7 @@ class Learner:
         training = run.training
         if run.model.implementation is not None:
             network = build_network(run, run.model.implementation)
+            torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
             return apply_layout_to_network(
                 network,

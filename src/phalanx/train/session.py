@@ -18,7 +18,7 @@ from phalanx.train.profiling.memory_report import write_comparison
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.sample import generate_sample
-from phalanx.train.step_metrics import LaunchedStep
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 
 
@@ -97,7 +97,7 @@ def _report_damaged(trainer: Trainer, damaged: dict[str, str], progress: Progres
 
 def _profiled_step(
     trainer: Trainer, steps_to_profile: range, progress: ProgressDisplay
-) -> Callable[[Iterator[Batch]], LaunchedStep]:
+) -> Callable[[Iterator[Batch]], ReadRecord]:
     """Return the trainer's step, with profiling in some steps."""
     if not steps_to_profile:
         return trainer.launch_step

@@ -16,7 +16,7 @@ from phalanx.runs.step_records import StepRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 
-LaunchedStep = Callable[[], MetricsRecord]
+ReadRecord = Callable[[], MetricsRecord]
 """Reads the record of a launched step, once; waits until a GPU has run it."""
 
 

@@ -22,7 +22,7 @@ from phalanx.train.optim.optimizers import build_lr_function, can_skip_on_device
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
-from phalanx.train.step_metrics import LaunchedResults, LaunchedStep, UtilizationMeter, time_metrics
+from phalanx.train.step_metrics import LaunchedResults, ReadRecord, UtilizationMeter, time_metrics
 from phalanx.train.step_sums import StepSums
 from phalanx.train.time_budget import with_decided_steps
 from phalanx.train.training_data import TrainingData
@@ -54,8 +54,8 @@ class StepRunner(ResumableLearner):
         self.has_pending_saves = False
         """True if a rank was still saving when it sent the sums of the last step."""
         self.progress = ProgressDisplay(0, None, quiet=True)
-        self.reads_late = device.type == "cuda" and self.can_read_late
-        """True if the record of a step may be read while a GPU runs the next."""
+        self.allows_late_reads = device.type == "cuda"
+        """True if the record of a step may be read while a GPU runs the next, where the optimizers permit it."""
 
     @property
     def is_main(self) -> bool:
@@ -73,6 +73,11 @@ class StepRunner(ResumableLearner):
         return self.stop_after_step is not None and self.step >= self.stop_after_step
 
     @property
+    def reads_late(self) -> bool:
+        """True if the record of a step is read while a GPU runs the next."""
+        return self.allows_late_reads and self.can_read_late
+
+    @property
     def can_read_late(self) -> bool:
         """True if a step can run without reading its results: whether the gradient is finite."""
         moe = self.run.model.moe
@@ -88,7 +93,7 @@ class StepRunner(ResumableLearner):
         """Run one optimizer update, and return its record."""
         return self.launch_step(batches)()
 
-    def launch_step(self, batches: Iterator[Batch]) -> LaunchedStep:
+    def launch_step(self, batches: Iterator[Batch]) -> ReadRecord:
         """Launch one optimizer update, and return the function that reads its record.
 
         The phases are forward and backward passes, their sum over ranks, and the update. With `reads_late` the host
@@ -139,7 +144,7 @@ class StepRunner(ResumableLearner):
         sums = StepSums.unpack(host_sums, self.experts.load_shape)
         record: MetricsRecord = {
             "step": results.step - results.reduced.steps_behind,
-            "loss": float(sums.loss) / float(sums.tokens),
+            "loss": float(sums.loss) / float(sums.tokens) if sums.tokens else math.nan,
             "grad_norm": float(norm),
         }
         self.skipped += not math.isfinite(record["grad_norm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from phalanx.train.callbacks.callback import Callback
 from phalanx.train.evaluator import evaluate
 from phalanx.train.loggers import Logger
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.step_metrics import LaunchedStep
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.step_runner import StepRunner
 from phalanx.train.training_data import TrainingData
 
@@ -48,7 +49,7 @@ class Trainer(StepRunner):
         """Record of the last evaluation."""
         self.unreported_checkpoint: Path | None = None
         """Directory of the checkpoint that is being saved."""
-        self.launched: deque[LaunchedStep] = deque()
+        self.launched: deque[ReadRecord] = deque()
         """Steps whose records are not read yet."""
         self.rank_log: Logger | None = None
         """Log of this rank's records, while it trains."""
@@ -59,7 +60,7 @@ class Trainer(StepRunner):
         self,
         callbacks: Mapping[str, Callback],
         progress: ProgressDisplay,
-        step: Callable[[Iterator[Batch]], LaunchedStep] | None = None,
+        step: Callable[[Iterator[Batch]], ReadRecord] | None = None,
     ) -> MetricsRecord:
         """Train to the last step or until a stop request, and return the last evaluation.
 
@@ -70,62 +71,83 @@ class Trainer(StepRunner):
         """
         self.callbacks = callbacks
         self.progress = progress
-        for name, state in self.callback_states.items():
-            if name in callbacks:
-                callbacks[name].load_state_dict(state)
         step = step or self.launch_step
         batches = prefetch(self.loader, self.step, self.run.training.steps)
         try:
+            self._load_callback_states()
             self.call_hook("on_train_start")
             while not (self.is_complete or self.should_stop):
                 self.launched.append(step(batches))
-                self.end_steps(max_launched=0 if self.is_read_due else 1)
-            self.end_steps(max_launched=0)
+                self.read_launched(keep=0 if self.must_read_before_next_launch else 1)
+            self.read_launched(keep=0)
+            self.finish_checkpoint()
+            self.call_hook("on_train_end", self.evaluation)
         except BaseException as error:
-            self.call_hook("on_exception", error)
+            self._report_exception(error)
             raise
         finally:
             batches.close()
-        self.finish_checkpoint()
-        self.call_hook("on_train_end", self.evaluation)
         return self.evaluation
 
     @property
-    def is_read_due(self) -> bool:
-        """True if the results of the last step must be read before the next step is launched."""
-        reads_weights = any(each.reads_weights and each.is_due(self) for each in self.callbacks.values())
-        return not self.reads_late or reads_weights
+    def must_read_before_next_launch(self) -> bool:
+        """True if the record of the last step is read, and callbacks run, before another step changes weights."""
+        if not self.reads_late:
+            return True
+        readers = {name: each for name, each in self.callbacks.items() if each.reads_weights}
+        return any(self._call(name, each.is_due, self) for name, each in readers.items())
 
-    def end_steps(self, max_launched: int) -> None:
-        """Read the results of launched steps, and call `on_step_end`, until at most `max_launched` are left.
+    def read_launched(self, keep: int) -> None:
+        """Read the records of launched steps, and call `on_step_end`, until `keep` steps are left.
 
-        A callback that reads weights is called only if they are those after its step."""
-        while len(self.launched) > max_launched:
+        A callback that reads weights misses a step that another one has followed: it was not due then."""
+        while len(self.launched) > keep:
             record = self.launched.popleft()()
             if not self.has_pending_saves:  # on any rank, so all ranks report after the same step
                 self._report_checkpoint()
-            self.call_hook("on_step_end", record)
+            for name, callback in self.callbacks.items():
+                if not (callback.reads_weights and self.launched):
+                    self._call(name, callback.on_step_end, self, record)
 
     def call_hook(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of all callbacks.
+        """Call a hook of all callbacks; raises CallbackError if one of the user's fails."""
+        for name, callback in self.callbacks.items():
+            self._call(name, getattr(callback, hook), self, *arguments)
+
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of a callback.
 
         Raises:
             CallbackError: A callback of the user raised an error, other than one that Phalanx handles.
         """
-        for name, callback in self.callbacks.items():
-            if hook == "on_step_end" and callback.reads_weights and self.launched:
-                continue
-            try:
-                getattr(callback, hook)(self, *arguments)
-            except (UserError, DivergenceError):
+        try:
+            return method(*arguments)
+        except (UserError, DivergenceError):
+            raise
+        except Exception as error:
+            if name not in self.run.callbacks:
                 raise
-            except Exception as error:
-                if name not in self.run.callbacks:
-                    raise
-                raise CallbackError(f"callbacks.{name}: {hook} raised {type(error).__name__}: {error}") from error
+            raise CallbackError(
+                f"callbacks.{name}: {method.__name__} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _load_callback_states(self) -> None:
+        """Restore the states of callbacks in the checkpoint."""
+        for name, state in self.callback_states.items():
+            if name in self.callbacks:
+                self._call(name, self.callbacks[name].load_state_dict, state)
+
+    def _report_exception(self, error: BaseException) -> None:
+        """Call `on_exception` of all callbacks. Errors in them are printed: they must not hide the first one."""
+        for name, callback in self.callbacks.items():
+            try:
+                callback.on_exception(self, error)
+            except Exception as second:
+                text = f"callbacks.{name}: on_exception raised {type(second).__name__}: {second}"
+                print(f"phalanx: rank {self.mesh.rank}: {text}", file=sys.stderr)
 
     def finish(self, reason: str) -> None:
-        """Request that the run ends after the next step, as if that were its last step.
+        """Request that the run ends soon, as if a step were its last: the next one, or on a GPU up to two later.
 
         One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps.
 
@@ -149,8 +171,8 @@ class Trainer(StepRunner):
         self.unreported_checkpoint = self.checkpointer.directory / step_name(self.step)
 
     def finish_checkpoint(self) -> None:
-        """Wait until the last checkpoint is complete, and report it."""
-        self.checkpointer.wait()
+        """Wait until all ranks have completed the last checkpoint, and report it."""
+        self.checkpointer.wait_for_all_ranks()
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:

@@ -126,7 +126,7 @@ class RankSession:
         """Record a signal; from the first step on, all ranks agree on the step to stop after."""
         self.signals.append(number)
         if self.trainer is not None and self.trainer.is_main and len(self.signals) == 1:
-            print("phalanx: stopping after this step, with a checkpoint", file=sys.stderr)
+            print("phalanx: stopping after the running step, with a checkpoint", file=sys.stderr)
         if self.trainer is not None:
             self.trainer.stop_requested = True
 
@@ -214,7 +214,6 @@ class RankSession:
         timeout_seconds = run.training.collective_timeout_seconds
         with Watchdog(self.directory, timeout_seconds) as watchdog, OrderGuard(self.directory) as order_guard:
             while True:
-                run = run if self.trainer is None else self.trainer.run  # its number of steps may be decided
                 trainer = Trainer(run, corpus, self.directory, device=device, peak_flops=peak_flops)
                 watchdog.trainer = self.trainer = trainer
                 trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
@@ -234,6 +233,9 @@ class RankSession:
                     rollbacks_left -= 1
                     resume = True
                     _roll_back(trainer, error)
+                    run = trainer.run  # its number of steps may be decided
+                    del trainer  # before another one allocates memory
+                    watchdog.trainer = self.trainer = None
 
 
 def is_rank0() -> bool:

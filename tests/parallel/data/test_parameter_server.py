@@ -23,7 +23,7 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
-from phalanx.train.step_metrics import LaunchedStep
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_until, training_trajectory
 
@@ -47,7 +47,7 @@ def delay_last_worker(under_way: Trainer) -> None:
     waiting = dist.new_group([run.layout.num_servers, last], backend="gloo")
     launch_step, done = under_way.launch_step, iter(range(1, 1000))
 
-    def held(batches: Iterator[Batch]) -> LaunchedStep:
+    def held(batches: Iterator[Batch]) -> ReadRecord:
         launched, steps_done = launch_step(batches), next(done)
         if steps_done == (1 if dist.get_rank() == last else most):
             dist.barrier(waiting)

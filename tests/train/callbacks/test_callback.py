@@ -136,6 +136,22 @@ def test_callback_that_raises_ends_run_with_its_name(
     assert [failure["final"] for failure in failures] == [True]
 
 
+class FailTwice(FailAt):
+    """Raises an error after a step, and another one when it is told of the first."""
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        raise OSError("second")
+
+
+def test_error_in_on_exception_does_not_hide_first(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = small_run(text, tmp_path, {"callbacks": {"bad": HERE + "FailTwice"}})
+    with pytest.raises(CallbackError, match=r"callbacks\.bad: on_step_end raised ZeroDivisionError: by design"):
+        train_to_end(make_trainer(run), user_callbacks={"bad": FailTwice(1)})
+    assert "callbacks.bad: on_exception raised OSError: second" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_finish_on_one_rank_ends_all_ranks_after_next_step(rank: int, text: Path, tmp_path: Path) -> None:
     callbacks = {"finish": {"class": HERE + "FinishAt", "step": 2, "rank": rank}}

@@ -33,12 +33,14 @@ class DeviceClock:
         return event
 
     def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """Return timestamps in seconds; synchronizes with a GPU unless it has reached all of them."""
+        """Return timestamps in seconds; waits until a GPU has reached them, but not for later work."""
         if self.device.type != "cuda":
             return list(timestamps)
+        for timestamp in timestamps:
+            if not timestamp.query():
+                timestamp.synchronize()
         anchor = self._anchor
-        is_recent = anchor is not None and time.perf_counter() - anchor[1] < MAX_ANCHOR_AGE_SECONDS
-        if anchor is None or not is_recent or not all(timestamp.query() for timestamp in timestamps):
+        if anchor is None or time.perf_counter() - anchor[1] > MAX_ANCHOR_AGE_SECONDS:
             event = self.record()
             torch.cuda.synchronize(self.device)
             anchor = self._anchor = event, time.perf_counter()

@@ -34,17 +34,21 @@ class Callback:
     """
 
     reads_weights = True
-    """True if `on_step_end` uses the weights after the step. Otherwise a GPU may run the next step meanwhile."""
+    """True if `on_step_end` uses the weights after the step. Otherwise a GPU may run the next step meanwhile, so that
+    `trainer.step` is one ahead of the record."""
 
     def is_due(self, trainer: Trainer) -> bool:
-        """Return whether `on_step_end` has to run before the step after `trainer.step`, if it reads weights."""
+        """Return whether `on_step_end` of `trainer.step` must run before another step: equal on all ranks.
+
+        It is asked of callbacks that read weights, after each launched step. If it is False, `on_step_end` of that
+        step may not run."""
         return True
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Run before the first step of this start, after a checkpoint was restored."""
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Run after a step, with its record as in metrics.jsonl."""
+        """Run after a step, with its record as in metrics.jsonl; see `reads_weights`."""
 
     def on_evaluation_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Run after an evaluation, with its record as in metrics.jsonl."""

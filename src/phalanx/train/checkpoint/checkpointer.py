@@ -170,6 +170,11 @@ class Checkpointer:
                 fix="free space or check the directory; the earlier checkpoints are intact",
             ) from error
 
+    def wait_for_all_ranks(self) -> None:
+        """Wait until the current save, if any, is published by rank 0; raises UserError if it failed on this rank."""
+        self.wait()
+        self._barrier()
+
     @property
     def is_saving(self) -> bool:
         """True while a save runs in the background."""

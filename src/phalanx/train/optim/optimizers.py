@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.cost.exact.parameter_shapes import is_muon_parameter
 from phalanx.spec.run import OptimizerSpec
-from phalanx.train.components import call_component, import_component
+from phalanx.train.components import bind_component, call_component
 from phalanx.train.optim.muon import Muon
 
 LearningRateFunction = Callable[[int, int], float]
@@ -57,7 +56,7 @@ def build_lr_function(spec: OptimizerSpec) -> LearningRateFunction | None:
     """Return the user's learning-rate function with its arguments; None for `lr_schedule`."""
     if spec.lr_function is None:
         return None
-    return partial(import_component("optimizer.lr_function", spec.lr_function), **spec.lr_function.arguments)
+    return bind_component("optimizer.lr_function", spec.lr_function, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from phalanx.train.profiling.collective_recorder import CollectiveCall, Collecti
 from phalanx.train.profiling.flop_counter import FlopCounter
 from phalanx.train.profiling.memory_meter import MemoryMeter
 from phalanx.train.profiling.step_phases import executed_passes, pass_timestamps
-from phalanx.train.step_metrics import LaunchedStep
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 
 MEASURED_STEP = 3
@@ -56,10 +56,11 @@ class StepProfiler:
         """The first step that equals all later ones."""
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
-    def __call__(self, batches: Iterator[Batch]) -> LaunchedStep:
+    def __call__(self, batches: Iterator[Batch]) -> ReadRecord:
         """Run a step, with profiling if the step is in the window."""
         if self.trainer.step + 1 not in self.window:
             return self.trainer.launch_step(batches)
+        self.trainer.read_launched(keep=0)  # the profile belongs to the record of this step
         record = self._profile_step(batches)
         return lambda: record
 
