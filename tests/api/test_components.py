@@ -73,7 +73,7 @@ def test_with_components_refuses_object_that_ranks_cannot_import(tmp_path: Path)
         with_components(run_of_example(tmp_path), {"loss": local_function()})
     with pytest.raises(UserError, match=r"training\.loss.*has no effect on a run directory"):
         with_components(tmp_path, {"loss": "a:b"})
-    with pytest.raises(UserError, match="loss = .*partial.*cannot be imported by the ranks"):
+    with pytest.raises(UserError, match=r"loss = .*partial.*cannot be imported by the ranks"):
         with_components(run_of_example(tmp_path), {"loss": partial(max, 1)})
     with pytest.raises(UserError, match=r"optimiser: is not a component\n  fix: did you mean 'optimizer'"):
         with_components(run_of_example(tmp_path), {"optimiser": "a:b"})  # type: ignore[typeddict-unknown-key]

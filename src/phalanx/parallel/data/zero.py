@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2: every rank computes with the full model, and trains its rows of the model.
 
 Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
-Gradients are reduce-scattered in buckets to the owners of their rows (in bf16 exchanged, then summed in fp32): during
+Gradients are reduce-scattered in buckets to their owners (in bf16 exchanged, then summed in fp32): during
 the backward pass, or in a pipeline after all passes of the step. The owners step; then the new rows are gathered. ZeRO-1
 keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows;
 in a pipeline it is ZeRO-1.
