@@ -1,10 +1,10 @@
 """ZeRO-1 and ZeRO-2: every rank computes with the full model, and trains its rows of the model.
 
 Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
-Gradients are reduce-scattered in buckets to their owners (in bf16 exchanged, then summed in fp32): during
-the backward pass, or in a pipeline after all passes of the step. The owners step; then the new rows are gathered. ZeRO-1
-keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows;
-in a pipeline it is ZeRO-1.
+Gradients are reduce-scattered in buckets to their owners (in bf16 exchanged, then summed in fp32): during the backward
+pass, or in a pipeline after all passes of the step. The owners step; then the new rows are gathered. ZeRO-1 keeps full
+gradients and sends them once per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows; in a
+pipeline it is ZeRO-1.
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
