@@ -258,7 +258,7 @@ def test_bucket_sizes_equal_buckets_of_zero_strategy():
 
     with torch.device("meta"):
         parts = [
-            SimpleNamespace(parameter=parameter, split=None, largest_numel=parameter.numel())
+            SimpleNamespace(parameter=parameter, sharding=None, largest_numel=parameter.numel())
             for parameter in Transformer(make_run(model=ODD_SHAPES_MOE).model).parameters()
         ]
     for limit in (1, 5_000, 30_000, 1e9):
