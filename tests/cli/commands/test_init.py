@@ -69,6 +69,10 @@ def test_run_file_template_commented_keys_equal_defaults():
         "loss_spike_ratio",
         "seconds",
         "stop_early",
+        "implementation",
+        "loss",
+        "lr_function",
+        "dataset",
     }
     examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from phalanx.spec.base import Spec
+from phalanx.spec.components import ComponentSpec
 from phalanx.spec.files.load import run_from_table
 
 UNCOMMENTED_FIELDS = {
@@ -123,12 +124,12 @@ def _render_comment(text: str) -> list[str]:
 
 
 def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
-    """Return the inner table of a field, present or possible."""
+    """Return the inner table of a field, present or possible; None for a component, which has a short form."""
     if isinstance(value, Spec):
         return value
     spec_classes = [
         spec_class
         for spec_class in get_args(field.annotation)
-        if isinstance(spec_class, type) and issubclass(spec_class, Spec)
+        if isinstance(spec_class, type) and issubclass(spec_class, Spec) and spec_class is not ComponentSpec
     ]
     return spec_classes[0] if spec_classes else None
