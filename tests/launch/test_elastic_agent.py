@@ -39,7 +39,9 @@ def launch(who: str, port: str) -> None:
         return assign(agent, store, rank, nodes, spec)
 
     ElasticAgent._assign_worker_ranks = lost  # type: ignore[method-assign]
-    meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
+    meeting = kind(
+        name="run", host="127.0.0.1", port=int(port), min_nodes=1, max_nodes=2, join_seconds=60, last_call_seconds=5
+    )
     sys.exit(0 if run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting) else 1)
 
 
