@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model import host_counts
-from phalanx.parallel.comm.host_copy import HostCopies
+from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.train import evaluator, step_runner
 from phalanx.train.callbacks import rank_records
 from phalanx.train.profiling import clock_sync, step_profiler
@@ -22,7 +22,7 @@ def balanced_counts(counts: Tensor, total: int) -> list[list[int]]:
     return [[share + (index < rest) for index in range(counts.shape[1])]] * len(counts)
 
 
-class GivenStepSums(HostCopies):
+class GivenStepSums(PendingCopies):
     """Copies of the sums and the norm of a step, with the numbers of one that went well."""
 
     def wait(self) -> list[Tensor]:
@@ -36,7 +36,7 @@ def give_numbers() -> None:
     """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     host_counts.read_counts = balanced_counts
-    step_runner.HostCopies = GivenStepSums
+    step_runner.PendingCopies = GivenStepSums
     sum_over_ranks = evaluator._sum_over_ranks
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
     for module in (rank_records, step_profiler):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from phalanx.spec.components import ComponentSpec
@@ -71,5 +72,7 @@ def test_build_network_rejects_unsuitable_class(
 
 def test_build_network_draws_equal_weights_on_every_call(documents: Path, tmp_path: Path) -> None:
     run = small_run(documents, tmp_path, {"data.mask_documents": False})
+    state = torch.get_rng_state()
     first, second = (build_network(run, component(f"{__name__}:TokensOnly")) for _ in range(2))
+    assert state.equal(torch.get_rng_state()), "the caller's random numbers are unchanged"
     assert first.head.weight.equal(second.head.weight)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import EpochLoader, check_resumable, rank_rows
+from phalanx.data.loader import EpochLoader, SequenceCounter, check_resumable
 from phalanx.data.packing import Batch
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
@@ -54,7 +54,7 @@ class MapDatasetLoader(EpochLoader):
         return {"seed": self.seed, "samples": self.sequences_per_epoch, **identity}
 
 
-class IterableDatasetLoader:
+class IterableDatasetLoader(SequenceCounter):
     """Rows of a dataset with `__iter__`, in its order. It is iterated again when it ends.
 
     To resume, it is read again up to the position of the checkpoint."""
@@ -68,12 +68,10 @@ class IterableDatasetLoader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
+        super().__init__(sequences_per_step, rank, ranks)
         self.dataset = dataset
         self.spec = spec
         self.seq_len = seq_len
-        self.sequences_per_step = sequences_per_step
-        self.rows = rank_rows(sequences_per_step, rank, ranks)
-        self._origin = (0, 0)
         self._next_step = 0
         self._samples = self._read()
 
@@ -100,8 +98,7 @@ class IterableDatasetLoader:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
-        origin_step, origin_samples = self._origin
-        samples = origin_samples + (step - origin_step) * self.sequences_per_step
+        samples = self.first_sequence(step)
         identity = _identity(self.spec, self.seq_len, self.sequences_per_step)
         return {"step": step, "samples_read": samples, "tokens": samples * self.seq_len, **identity}
 
@@ -112,17 +109,15 @@ class IterableDatasetLoader:
             UserError: The checkpoint has another dataset or other lengths; steps may be `resized`.
         """
         check_resumable(_identity(self.spec, self.seq_len, self.sequences_per_step), state, resized)
-        self._origin = (state["step"], state["samples_read"])
+        self.resume_at(state["step"], state["samples_read"])
         self._next_step = state["step"]
         self._samples = self._read()
         self._skip_samples(state["samples_read"])
 
     def skip_steps(self, steps: int) -> None:
         """Skip the samples of `steps` steps from the position at which the run resumes."""
-        samples = steps * self.sequences_per_step
-        self._skip_samples(samples)
-        origin_step, origin_samples = self._origin
-        self._origin = (origin_step, origin_samples + samples)
+        self._skip_samples(steps * self.sequences_per_step)
+        super().skip_steps(steps)
 
     def _skip_samples(self, samples: int) -> None:
         for _ in range(samples):

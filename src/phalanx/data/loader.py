@@ -41,19 +41,42 @@ class StepLoader(Protocol):
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
 
 
-class EpochLoader(ABC):
+class SequenceCounter:
+    """The rows of a rank in every step, and the number of each step's first sequence.
+
+    Sequence i of step n is number n * sequences_per_step + i. After a resume with steps of another size, n counts from
+    there."""
+
+    def __init__(self, sequences_per_step: int, rank: int = 0, ranks: int = 1) -> None:
+        self.sequences_per_step = sequences_per_step
+        self.rows = rank_rows(sequences_per_step, rank, ranks)
+        self._origin = (0, 0)
+
+    def first_sequence(self, step: int) -> int:
+        """Return the number of sequences before a step."""
+        origin_step, origin_sequence = self._origin
+        return origin_sequence + (step - origin_step) * self.sequences_per_step
+
+    def resume_at(self, step: int, sequence: int) -> None:
+        """Count from a step that starts at a sequence."""
+        self._origin = (step, sequence)
+
+    def skip_steps(self, steps: int) -> None:
+        """Skip the sequences of `steps` steps from the position at which the run resumes."""
+        origin_step, origin_sequence = self._origin
+        self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
+
+
+class EpochLoader(SequenceCounter, ABC):
     """Random access to the share of one rank in every global step, over epochs of a known number of sequences.
 
-    The only state is the step number. Sequence i of step n is number g = n * sequences_per_step + i; g //
-    sequences_per_epoch is its epoch. (After a resume with steps of another size, n counts from there.)"""
+    The only state is the step number. The epoch of sequence number g is g // sequences_per_epoch."""
 
     sequences_per_epoch: int
 
     def __init__(self, sequences_per_step: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        self.sequences_per_step = sequences_per_step
+        super().__init__(sequences_per_step, rank, ranks)
         self.seed = seed
-        self.rows = rank_rows(sequences_per_step, rank, ranks)
-        self._origin = (0, 0)
 
     @abstractmethod
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
@@ -66,18 +89,14 @@ class EpochLoader(ABC):
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
-        sequence_indices = self._first_sequence(number) + self.rows
+        sequence_indices = self.first_sequence(number) + self.rows
         epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
         return concat_batches([self.read_rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
 
-    def _first_sequence(self, step: int) -> int:
-        origin_step, origin_sequence = self._origin
-        return origin_sequence + (step - origin_step) * self.sequences_per_step
-
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able)."""
-        epoch, position = divmod(self._first_sequence(step), self.sequences_per_epoch)
-        tokens = self._first_sequence(step) * self.identity["sequence"]
+        epoch, position = divmod(self.first_sequence(step), self.sequences_per_epoch)
+        tokens = self.first_sequence(step) * self.identity["sequence"]
         return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self.identity}
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
@@ -87,12 +106,7 @@ class EpochLoader(ABC):
             UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
         """
         check_resumable(self.identity, state, resized)
-        self._origin = (state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
-
-    def skip_steps(self, steps: int) -> None:
-        """Skip the sequences of `steps` steps from the position at which the run resumes."""
-        origin_step, origin_sequence = self._origin
-        self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
+        self.resume_at(state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
 
 class TokenLoader(EpochLoader):

@@ -95,7 +95,7 @@ class StepPrediction:
     timeline: Timeline | None
     """The planned timeline of a pipeline."""
     error: str | None
-    """Why there is no prediction although the run file and the number of ranks are known."""
+    """Reason for a missing prediction of a run whose run file and number of ranks are known."""
 
 
 def report_facts(run_data: RunData) -> Facts:
@@ -165,7 +165,7 @@ def _find_missing_stages(run_data: RunData) -> Problem | None:
 def _find_unknown_facts(
     run_data: RunData, times: StepTimes | None, prediction: StepPrediction, stage_problem: Problem | None
 ) -> Iterator[Problem]:
-    """Yield why there is no time breakdown, no prediction or no verdict."""
+    """Yield the reasons for a missing time breakdown, prediction or verdict."""
     if times is None and not _is_swarm(run_data):
         yield Problem("too few steps")
     if prediction.error is not None:

@@ -101,8 +101,10 @@ def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
         UserError: It is not a module, or does not accept the documents that the run masks.
     """
     field = "model.implementation"
-    torch.manual_seed(run.training.seed)
-    network = call_component(field, component, spec=run.model)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):  # `phalanx.load_model` must not seed its caller
+        torch.manual_seed(run.training.seed)
+        network = call_component(field, component, spec=run.model)
     if not isinstance(network, nn.Module):
         raise UserError(field, component.class_path, "does not return a torch.nn.Module", fix="return a module")
     if run.data.mask_documents and "documents" not in inspect.signature(network.forward).parameters:

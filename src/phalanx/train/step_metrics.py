@@ -9,7 +9,7 @@ import torch
 
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING
-from phalanx.parallel.comm.host_copy import HostCopies
+from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import StepRecord
@@ -27,7 +27,7 @@ class LaunchedResults:
     step: int
     """Number of optimizer updates with this one."""
     reduced: StepReduction
-    on_host: HostCopies
+    on_host: PendingCopies
     """Copies of the sums and the norm."""
     phases: StepPhaseTimer
     expert_rows: int | None

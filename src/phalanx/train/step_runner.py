@@ -11,7 +11,7 @@ import torch
 
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
-from phalanx.parallel.comm.host_copy import HostCopies
+from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.runs.create import read_run_directory, rewrite_run_file
 from phalanx.runs.metrics import MetricsRecord
@@ -105,7 +105,7 @@ class StepRunner(ResumableLearner):
         self._set_requests(rank_sums)
         phases.end("passes")
         reduced = self.reduce(rank_sums)
-        on_host = HostCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
+        on_host = PendingCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
         if self.reads_late:
             skip_if(self.optimizers, ~reduced.norm.isfinite())
             is_finite = True

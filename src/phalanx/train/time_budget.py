@@ -89,8 +89,7 @@ class TimeBudget(Callback):
             UserError: the time is too short for three steps; raised on all ranks.
         """
         seconds = trainer.run.training.seconds
-        if seconds is None:
-            return
+        assert seconds is not None
         self.step_seconds.append(broadcast_object(record["step_seconds"], src=0))
         steps = steps_in_time(seconds, self.first_step, self.step_seconds)
         if steps is None:

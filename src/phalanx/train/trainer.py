@@ -100,13 +100,13 @@ class Trainer(StepRunner):
     def read_launched(self, keep: int) -> None:
         """Read the records of launched steps, and call `on_step_end`, until `keep` steps are left.
 
-        A callback that reads weights misses a step that another one has followed: it was not due then."""
+        A callback that reads weights is called if it is due, and no other step has been launched since."""
         while len(self.launched) > keep:
             record = self.launched.popleft()()
             if not self.has_pending_saves:  # on any rank, so all ranks report after the same step
                 self._report_checkpoint()
             for name, callback in self.callbacks.items():
-                if not (callback.reads_weights and self.launched):
+                if not callback.reads_weights or (not self.launched and self._call(name, callback.is_due, self)):
                     self._call(name, callback.on_step_end, self, record)
 
     def call_hook(self, hook: str, *arguments: Any) -> None:

@@ -137,7 +137,7 @@ def test_callback_that_raises_ends_run_with_its_name(
 
 
 class FailTwice(FailAt):
-    """Raises an error after a step, and another one when it is told of the first."""
+    """Raises an error after a step, and another one in `on_exception`."""
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
         raise OSError("second")

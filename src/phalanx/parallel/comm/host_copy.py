@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class HostCopies:
+class PendingCopies:
     """Copies of tensors to CPU memory, in the order of the device's other work.
 
     The host continues until it calls `wait`."""
@@ -32,7 +32,7 @@ def copy_to_host(*tensors: Tensor) -> list[Tensor]:
     """Return tensors in CPU memory (without a copy if they are there already).
 
     The host waits for a GPU once, for any number of tensors."""
-    return HostCopies(*tensors).wait()
+    return PendingCopies(*tensors).wait()
 
 
 def wait_for_host_copies(device: torch.device) -> None:

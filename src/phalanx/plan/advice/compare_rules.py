@@ -169,27 +169,11 @@ def _impossible_advice(
     obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
         reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
-        return Advice(
-            rule=rule,
-            why_rule_applies=because,
-            verdict="does not run",
-            option=None,
-            slower=0.0,
-            more_bytes=0.0,
-            reason=reason,
-        )
+        return _unrunnable_advice(rule, because, reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
-        return Advice(
-            rule=rule,
-            why_rule_applies=because,
-            verdict="does not run",
-            option=None,
-            slower=0.0,
-            more_bytes=0.0,
-            reason=reason,
-        )
+        return _unrunnable_advice(rule, because, reason)
     cluster = every.run.cluster
     part_bytes = _fullest_stage_bytes(smallest)
     if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
@@ -207,6 +191,25 @@ def _impossible_advice(
         option=smallest,
         slower=0.0,
         more_bytes=smallest.memory_bytes - best.memory_bytes,
+        reason=reason,
+    )
+
+
+def _unrunnable_advice(rule: RuleOfThumb, because: str, reason: str) -> Advice:
+    """Return the advice for a rule that no layout that could run satisfies.
+
+    Args:
+        rule: The rule.
+        because: Why the rule applies.
+        reason: Why no layout runs.
+    """
+    return Advice(
+        rule=rule,
+        why_rule_applies=because,
+        verdict="does not run",
+        option=None,
+        slower=0.0,
+        more_bytes=0.0,
         reason=reason,
     )
 

@@ -40,8 +40,7 @@ class Callback:
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether `on_step_end` of `trainer.step` must run before another step: equal on all ranks.
 
-        It is asked of callbacks that read weights, after each launched step. If it is False, `on_step_end` of that
-        step may not run."""
+        It is asked of callbacks that read weights. If it is False, `on_step_end` of that step does not run."""
         return True
 
     def on_train_start(self, trainer: Trainer) -> None:

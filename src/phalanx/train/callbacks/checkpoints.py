@@ -28,7 +28,7 @@ class Checkpoints(Callback):
     def is_due(self, trainer: Trainer) -> bool:
         """Return whether a checkpoint may be saved; the interval "auto" depends on the duration of each step."""
         every = trainer.run.checkpoint.every
-        return every == "auto" or is_due(trainer.step, every) or trainer.is_complete
+        return every == "auto" or is_due(trainer.step, every) or trainer.is_complete or trainer.should_stop
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Start to count steps."""
@@ -65,8 +65,8 @@ class InMemoryCopies(Callback):
         return is_due(trainer.step, trainer.run.recovery.in_memory_checkpoint_every)
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Copy if it is due."""
-        if self.is_due(trainer) and _is_sound(trainer, record):
+        """Copy the state."""
+        if _is_sound(trainer, record):
             with trainer.record_pause("copy"):
                 trainer.save_in_memory()
 

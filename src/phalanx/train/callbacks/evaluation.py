@@ -21,12 +21,11 @@ class Evaluation(Callback):
         return trainer.is_complete or is_due(trainer.step, trainer.run.evaluation.every)
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Evaluate if it is due."""
-        if self.is_due(trainer):
-            trainer.experts.start_interval()
-            with trainer.record_pause("evaluation"):
-                trainer.evaluation = trainer.evaluate()
-            trainer.call_hook("on_evaluation_end", trainer.evaluation)
+        """Evaluate the model."""
+        trainer.experts.start_interval()
+        with trainer.record_pause("evaluation"):
+            trainer.evaluation = trainer.evaluate()
+        trainer.call_hook("on_evaluation_end", trainer.evaluation)
 
 
 class Samples(Callback):
@@ -37,8 +36,7 @@ class Samples(Callback):
         return is_sample_due(trainer.run, trainer.step)
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Generate a sample if it is due."""
-        if self.is_due(trainer):
-            with trainer.record_pause("sample"):
-                sample = generate_sample(trainer)
-            trainer.progress.log(sample_message(trainer.step, sample))
+        """Generate a sample."""
+        with trainer.record_pause("sample"):
+            sample = generate_sample(trainer)
+        trainer.progress.log(sample_message(trainer.step, sample))

@@ -23,9 +23,7 @@ class ReplicaCheck(Callback):
         return is_due(trainer.step, trainer.run.training.replica_check_interval)
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Compare the replicas if it is due."""
-        if not self.is_due(trainer):
-            return
+        """Compare the replicas."""
         every = trainer.run.training.replica_check_interval
         error = check_replica_consistency(
             trainer.strategy, trainer.optimizers, trainer.mesh.dims, step=trainer.step, every=every
