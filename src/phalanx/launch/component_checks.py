@@ -22,7 +22,8 @@ def check_component(field: str, spec: ComponentSpec) -> None:
         spec: Its description.
     """
     package = spec.module.partition(".")[0]
-    found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+    finders = (finder.find_spec(package, None) for finder in sys.meta_path)  # packages in editable mode have their own
+    found = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)
     if found is None:
         raise UserError(
             field,
@@ -31,20 +32,33 @@ def check_component(field: str, spec: ComponentSpec) -> None:
             fix=f"start in the directory of {package}.py, or install its package",
         )
     if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
-        names = _top_level_names(ast.parse(Path(found.origin).read_text()))
-        if spec.name not in names:
+        names = _top_level_names(_parse(field, spec, Path(found.origin)))
+        if not names & {spec.name, "*", "__getattr__"}:
             fix = f"use one of {', '.join(sorted(names)) or 'its classes'}"
             raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix=fix)
 
 
+def _parse(field: str, spec: ComponentSpec, file: Path) -> ast.Module:
+    """Return the syntax tree of a module; raises UserError if it has none."""
+    try:
+        return ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        problem = f"belongs to a module with a syntax error: {error}"
+        raise UserError(field, spec.class_path, problem, fix=f"correct {file}") from None
+
+
 def _top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names of classes, functions and imports at the top level of a module."""
+    """Return the names that a module defines or imports outside of classes and functions; "*" if it imports all."""
     names = set()
-    for node in tree.body:
+    nodes: list[ast.AST] = [*tree.body]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:  # such as "if" and "try"
+            nodes += ast.iter_child_nodes(node)
     return names
