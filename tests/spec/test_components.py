@@ -49,6 +49,10 @@ def test_components_survive_run_file() -> None:
             {"swarm": {"method": "diloco", "every": 1}},
             "model.implementation = 'a:Network': is not supported in a swarm",
         ),
+        (
+            {"data": {"dataset": "a:Dataset", "streaming": True}},
+            "data.streaming = True: cannot be combined with data.dataset",
+        ),
     ],
 )
 def test_components_are_refused_where_they_cannot_work(changes: dict[str, Any], problem: str) -> None:

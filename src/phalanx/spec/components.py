@@ -87,6 +87,13 @@ def check_components(run: RunSpec) -> None:
             problem="splits the logits that training.loss receives",
             fix="set layout.tp = 1, or remove training.loss",
         )
+    require(
+        run.data.dataset is None or not run.data.streaming,
+        "data.streaming",
+        True,
+        problem="cannot be combined with data.dataset, which provides the tokens",
+        fix="remove data.streaming",
+    )
     if model.implementation is None:
         return
     for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
