@@ -51,6 +51,21 @@ def test_slots_are_locked_once_per_mapping_and_copies_awaited_once(monkeypatch: 
     assert not locked
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_restored_copy_is_overwritten_by_second_next_save(index: int) -> None:
+    """Also a copy in a slot for the neighbor, as after a change of ranks."""
+    InMemoryCheckpointer({}, None, CPU).save(3, {"a": torch.ones(3)}, {})
+    checkpointer = InMemoryCheckpointer({}, None, CPU)
+    slots = checkpointer._slots
+    if index:
+        slots[index].ensure_size(len(slots[0].memory))
+        slots[index].memory[:] = slots[0].memory[:]
+        slots[0].invalidate()
+    assert checkpointer.load_latest() is not None
+    written = [pair.next for pair in (checkpointer._local, checkpointer._neighbor)]
+    assert slots[index] not in written
+
+
 def test_slots_are_pageable_where_rank_computes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     locked = record_locked_memory(monkeypatch)
     InMemoryCheckpointer({}, None, CPU).save(1, {"a": torch.ones(3)}, {})

@@ -211,7 +211,7 @@ class InMemoryCheckpointer:
 
     def _keep_until_after_next_save(self, slot: SharedMemorySlot) -> None:
         """Let the next copy overwrite the other slots than that of the restored one."""
-        index = 0 if slot is self._local.slots[0] else 1
+        index = self._slots.index(slot) % 2
         self._local.make_current(index)
         self._neighbor.make_current(index)
 
