@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -10,15 +11,23 @@ from threading import Thread
 import pytest
 
 from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import UserError
 from phalanx.train import worker
+from phalanx.train.callbacks.opentelemetry import OpenTelemetry
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import numbers
 from tests.helpers.small_runs import small_run
 
-pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed: pip install 'phalanx[opentelemetry]'")
+
+def test_missing_exporter_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other packages install the rest of OpenTelemetry."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    with pytest.raises(UserError, match=r"requires opentelemetry.*\n.*phalanx\[opentelemetry\]"):
+        OpenTelemetry()
 
 
 def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="not installed: pip install 'phalanx[opentelemetry]'")
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
     requests: list[ExportMetricsServiceRequest] = []

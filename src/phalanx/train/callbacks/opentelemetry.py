@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from phalanx.runs.metrics import MetricsRecord
@@ -45,8 +44,10 @@ class OpenTelemetry(RecordWriter):
                 OpenTelemetry (OTEL_EXPORTER_OTLP_ENDPOINT).
             export_seconds: Seconds between exports.
         """
-        if find_spec("opentelemetry") is None:
-            raise missing_package("callbacks", "OpenTelemetry", "opentelemetry")
+        try:  # other packages install a part of OpenTelemetry
+            import opentelemetry.exporter.otlp.proto.http  # noqa: F401
+        except ImportError:
+            raise missing_package("callbacks", "OpenTelemetry", "opentelemetry") from None
         self.endpoint = endpoint
         self.export_seconds = export_seconds
 
