@@ -23,7 +23,7 @@ from phalanx.spec.errors import UserError
 
 
 class StepLoader(Protocol):
-    """Interface of the batches of steps: a TokenLoader or a StreamingLoader."""
+    """Interface of the batches of steps: the loaders of token files, of streams, and of the user's datasets."""
 
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`."""

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from phalanx.data.loader import prefetch
+from phalanx.runs.checkpoints import checkpoints, step_of
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.standard import standard_callbacks
+from phalanx.train.create_run import create_run
 from phalanx.train.profiling.step_profiler import StepProfiler
+from phalanx.train.progress import ProgressDisplay
 from phalanx.train.session import profiled_steps
 from tests.helpers.small_runs import MOE, make_trainer, small_run
 
@@ -65,6 +70,27 @@ def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, 
     assert [
         line["step"] for line in profiled_step_records(run, range(12, 15), last=15, after=11) if "memory" in line
     ] == [14]
+
+
+class StopAfter(Callback):
+    """Stops the run like a signal, without waiting for the device."""
+
+    reads_weights = False
+
+    def on_step_end(self, trainer: Any, record: Any) -> None:
+        trainer.stop_requested = record["step"] >= 3
+
+
+def test_stop_before_profiled_step_is_seen_although_records_are_read_late(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {"training.steps": 9, "training.precision": "fp32"})
+    create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    trainer.allows_late_reads = True
+    callbacks = standard_callbacks(trainer, user_callbacks={"stop": StopAfter()})
+    trainer.train(callbacks, ProgressDisplay(0, 9, quiet=True), StepProfiler(trainer, range(6, 8)))
+    # The request is part of the sums of step 5, whose record is read before step 6 is profiled.
+    assert trainer.step == 5
+    assert [step_of(path) for path in checkpoints(trainer.directory / "checkpoints")] == [5]
 
 
 NOT_A_RANGE, EMPTY_RANGE = "is not a valid step range", "is an empty step range"

@@ -33,7 +33,7 @@ class DeviceClock:
         return event
 
     def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """Return timestamps in seconds; waits until a GPU has reached them, but not for later work."""
+        """Return timestamps in seconds; waits until a GPU has reached them, or for all its work to renew the anchor."""
         if self.device.type != "cuda":
             return list(timestamps)
         for timestamp in timestamps:

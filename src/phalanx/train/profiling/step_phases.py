@@ -51,7 +51,7 @@ class StepPhaseTimer:
             self.wait_seconds = self.comm_wait_seconds | waits
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
-        """Return the record of the finished step; waits until a GPU has run it, but not for later steps."""
+        """Return the record of the finished step; waits until a GPU has run it, and rarely for later steps."""
         # In one call: each call waits for the GPU.
         all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(self.timeline)])
         times = all_times[: len(self.timestamps)]

@@ -57,10 +57,14 @@ class StepProfiler:
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> ReadRecord:
-        """Run a step, with profiling if the step is in the window."""
-        if self.trainer.step + 1 not in self.window:
-            return self.trainer.launch_step(batches)
-        self.trainer.read_launched(keep=0)  # the profile belongs to the record of this step
+        """Run a step, with profiling if the step is in the window.
+
+        Earlier records are read before a profiled step, because its profile belongs to its own record."""
+        trainer = self.trainer
+        is_profiled = trainer.step + 1 in self.window
+        trainer.profiles_next_step = trainer.step + 2 in self.window
+        if not is_profiled:
+            return trainer.launch_step(batches)
         record = self._profile_step(batches)
         return lambda: record
 
