@@ -40,7 +40,7 @@ def train_until_stopped_early(run: RunSpec) -> tuple[int, int]:
     """Train, stop, resume; return the last step of both starts."""
     find_examples()
     first, second = make_trainer(run), make_trainer(run)
-    train_to_end(first, user_callbacks={**build_callbacks(run.callbacks), "stop": StopBefore()})
+    train_to_end(first, user_callbacks={**build_callbacks(run.callbacks), "callbacks.stop": StopBefore()})
     second.resume()
     train_to_end(second, user_callbacks=build_callbacks(run.callbacks))
     return first.step, second.step

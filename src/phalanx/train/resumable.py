@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from phalanx.runs.checkpoints import (
     read_manifest,
     step_of,
 )
+from phalanx.runs.errors import CallbackError, DivergenceError
 from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
@@ -109,6 +112,26 @@ class ResumableLearner(Learner):
         tensors = checkpoint_tensors(self.strategy, self.optimizers)
         self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
 
+    def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of a callback.
+
+        Raises:
+            CallbackError: A callback of the user raised an error, other than one that Phalanx handles.
+        """
+        try:
+            return method(*arguments)
+        except (UserError, DivergenceError):
+            raise
+        except Exception as error:
+            if not name.startswith("callbacks."):
+                raise
+            raise CallbackError(f"{name}: {method.__name__} raised {type(error).__name__}: {error}") from error
+
+    def _saved_callback_states(self) -> dict[str, dict[str, Any]]:
+        """Return copies of the states of callbacks, as JSON: a thread writes them while callbacks go on."""
+        states = {name: self._call(name, each.state_dict) for name, each in self.callbacks.items()}
+        return {name: json.loads(self._call(name, json.dumps, state)) for name, state in states.items() if state}
+
     def _manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
         return {
@@ -120,7 +143,7 @@ class ResumableLearner(Learner):
             "optimizer": self.run.optimizer.name,
             "implementations": implementations(self.run),
             "expert_tokens": self.experts.intervals.long().tolist(),
-            "callbacks": {name: state for name, each in self.callbacks.items() if (state := each.state_dict())},
+            "callbacks": self._saved_callback_states(),
         }
 
     def resume(self) -> tuple[int, dict[str, str]]:

@@ -15,11 +15,9 @@ import torch
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.expert.partial_experts import TrainedExperts
-from phalanx.runs.checkpoints import step_name
-from phalanx.runs.errors import CallbackError, DivergenceError
+from phalanx.runs.checkpoints import step_name, step_of
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import PauseRecord
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.evaluator import evaluate
@@ -51,6 +49,8 @@ class Trainer(StepRunner):
         """Directory of the checkpoint that is being saved."""
         self.launched: deque[ReadRecord] = deque()
         """Steps whose records are not read yet."""
+        self.profiles_next_step = False
+        """True if the next step is profiled, before which all records are read."""
         self.rank_log: Logger | None = None
         """Log of this rank's records, while it trains."""
 
@@ -92,7 +92,7 @@ class Trainer(StepRunner):
     @property
     def must_read_before_next_launch(self) -> bool:
         """True if the record of the last step is read, and callbacks run, before another step changes weights."""
-        if not self.reads_late:
+        if self.profiles_next_step or not self.reads_late:
             return True
         readers = {name: each for name, each in self.callbacks.items() if each.reads_weights}
         return any(self._call(name, each.is_due, self) for name, each in readers.items())
@@ -103,8 +103,7 @@ class Trainer(StepRunner):
         A callback that reads weights is called if it is due, and no other step has been launched since."""
         while len(self.launched) > keep:
             record = self.launched.popleft()()
-            if not self.has_pending_saves:  # on any rank, so all ranks report after the same step
-                self._report_checkpoint()
+            self._report_checkpoint_before(record["step"])
             for name, callback in self.callbacks.items():
                 if not callback.reads_weights or (not self.launched and self._call(name, callback.is_due, self)):
                     self._call(name, callback.on_step_end, self, record)
@@ -113,23 +112,6 @@ class Trainer(StepRunner):
         """Call a hook of all callbacks; raises CallbackError if one of the user's fails."""
         for name, callback in self.callbacks.items():
             self._call(name, getattr(callback, hook), self, *arguments)
-
-    def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of a callback.
-
-        Raises:
-            CallbackError: A callback of the user raised an error, other than one that Phalanx handles.
-        """
-        try:
-            return method(*arguments)
-        except (UserError, DivergenceError):
-            raise
-        except Exception as error:
-            if name not in self.run.callbacks:
-                raise
-            raise CallbackError(
-                f"callbacks.{name}: {method.__name__} raised {type(error).__name__}: {error}"
-            ) from error
 
     def _load_callback_states(self) -> None:
         """Restore the states of callbacks in the checkpoint."""
@@ -143,7 +125,7 @@ class Trainer(StepRunner):
             try:
                 callback.on_exception(self, error)
             except Exception as second:
-                text = f"callbacks.{name}: on_exception raised {type(second).__name__}: {second}"
+                text = f"{name}: on_exception raised {type(second).__name__}: {second}"
                 print(f"phalanx: rank {self.mesh.rank}: {text}", file=sys.stderr)
 
     def finish(self, reason: str) -> None:
@@ -154,7 +136,7 @@ class Trainer(StepRunner):
         Args:
             reason: The reason to print.
         """
-        if self.finish_reason is None:
+        if self.finish_reason is None and not self.is_complete:
             self.progress.log(f"step {self.step}: finishing the run after the next step: {reason}")
         self.finish_reason = reason
 
@@ -174,6 +156,14 @@ class Trainer(StepRunner):
         """Wait until all ranks have completed the last checkpoint, and report it."""
         self.checkpointer.wait_for_all_ranks()
         self._report_checkpoint()
+
+    def _report_checkpoint_before(self, step: int) -> None:
+        """Report the last checkpoint if the sums of a later step, equal on all ranks, have no pending save.
+
+        An asynchronous worker may receive older sums after the save."""
+        directory = self.unreported_checkpoint
+        if directory is not None and step > step_of(directory) and not self.has_pending_saves:
+            self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
         """Call `on_checkpoint_saved` for the checkpoint that all ranks have completed, unless that was done."""

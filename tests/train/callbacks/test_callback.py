@@ -148,7 +148,7 @@ def test_error_in_on_exception_does_not_hide_first(
 ) -> None:
     run = small_run(text, tmp_path, {"callbacks": {"bad": HERE + "FailTwice"}})
     with pytest.raises(CallbackError, match=r"callbacks\.bad: on_step_end raised ZeroDivisionError: by design"):
-        train_to_end(make_trainer(run), user_callbacks={"bad": FailTwice(1)})
+        train_to_end(make_trainer(run), user_callbacks={"callbacks.bad": FailTwice(1)})
     assert "callbacks.bad: on_exception raised OSError: second" in capsys.readouterr().err
 
 
@@ -158,8 +158,87 @@ def test_finish_on_one_rank_ends_all_ranks_after_next_step(rank: int, text: Path
     run = small_run(text, tmp_path, {"training.steps": 50, "callbacks": callbacks})
     directory = create_run(run, 2, resume=False)
     assert rank_pool(2).run(train_with_callbacks, run) == [(3, 3), (3, 3)]
-    assert read_manifest(directory / "checkpoints" / step_name(3))["callbacks"] == {"finish": {"seen": 3}}
+    assert read_manifest(directory / "checkpoints" / step_name(3))["callbacks"] == {"callbacks.finish": {"seen": 3}}
     assert "steps = 3\n" in (directory / "run.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["metrics", "evaluation", "checkpoints"])
+def test_callback_of_user_may_have_name_of_a_standard_callback(name: str, text: Path, tmp_path: Path) -> None:
+    callbacks = {name: {"class": HERE + "RecordHooks", "folder": str(tmp_path)}}
+    changes = {"training.steps": 2, "evaluation": {"tokens": 64}, "callbacks": callbacks}
+    directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
+    assert worker.run_rank(directory, [], resume=True) == 0
+    lines = (tmp_path / "rank-0").read_text().splitlines()
+    assert lines[:4] == ["start 0", "step 1", "step 2", "evaluation 2"]
+    assert lines[-1] == "end 2"
+    assert [record["step"] for record in read_metrics(directory)] == [1, 2, 2]
+    assert (directory / "checkpoints" / step_name(2)).is_dir()
+
+
+def test_finish_after_last_step_is_not_announced(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = {"finish": {"class": HERE + "FinishAt", "step": 2, "rank": 0}}
+    run = small_run(text, tmp_path, {"training.steps": 2, "evaluation": {"tokens": 64}, "callbacks": callbacks})
+    assert worker.run_rank(create_run(run, 1, resume=False), [], resume=True) == 0
+    assert "finishing the run" not in "".join(capsys.readouterr())
+
+
+class SavesState(Callback):
+    """Returns its state itself, not a copy."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return {"state": self.state}
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (ZeroDivisionError("by design"), "state_dict raised ZeroDivisionError: by design"),
+        ({1, 2}, "dumps raised TypeError: Object of type set is not JSON serializable"),
+    ],
+)
+def test_state_that_cannot_be_saved_ends_run_with_name_of_callback(
+    state: Any, problem: str, text: Path, tmp_path: Path
+) -> None:
+    run = small_run(text, tmp_path, {"training.steps": 1})
+    create_run(run, 1, resume=False)
+    with pytest.raises(CallbackError, match=rf"callbacks\.mine: {problem}"):
+        train_to_end(make_trainer(run), user_callbacks={"callbacks.mine": SavesState(state)})
+
+
+def test_saved_state_is_a_copy(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {"training.steps": 1})
+    create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    state = [1]
+    trainer.callbacks = {"callbacks.mine": SavesState(state)}
+    manifest = trainer._manifest()
+    state.append(2)
+    assert manifest["callbacks"] == {"callbacks.mine": {"state": [1]}}
+
+
+def test_checkpoint_is_not_reported_by_sums_from_before_it(text: Path, tmp_path: Path) -> None:
+    """Such as those that an asynchronous worker receives."""
+    run = small_run(text, tmp_path, {"callbacks": {}})
+    create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    trainer.callbacks = {"record": RecordHooks(str(tmp_path))}
+    trainer.unreported_checkpoint = tmp_path / step_name(3)
+    (tmp_path / step_name(3)).mkdir()
+    (tmp_path / step_name(3) / "manifest.json").write_text("")
+    reported = []
+    for step in (2, 3, 4, 5):
+        trainer.step = step
+        trainer.launched.append(lambda step=step: {"step": step})
+        trainer.read_launched(keep=0)
+        reported.append(trainer.unreported_checkpoint is None)
+    assert reported == [False, False, True, True]
 
 
 def test_state_of_callback_is_restored_from_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -169,7 +248,7 @@ def test_state_of_callback_is_restored_from_checkpoint(text: Path, tmp_path: Pat
     train_with_callbacks(run)
     longer = small_run(text, tmp_path, {"training.steps": 5, "callbacks": callbacks})
     assert train_with_callbacks(longer, resume=True) == (5, 5)
-    assert read_manifest(directory / "checkpoints" / step_name(5))["callbacks"] == {"finish": {"seen": 5}}
+    assert read_manifest(directory / "checkpoints" / step_name(5))["callbacks"] == {"callbacks.finish": {"seen": 5}}
 
 
 def test_run_that_finished_early_exits_with_0_and_is_complete(text: Path, tmp_path: Path) -> None:
@@ -211,6 +290,6 @@ def test_call_hook_passes_errors_of_phalanx_through(text: Path, tmp_path: Path) 
 
     run = small_run(text, tmp_path, {"callbacks": {"mine": HERE + "FailAt"}})
     with pytest.raises(UserError, match="mine = 3"):
-        train_to_end(make_trainer(run), user_callbacks={"mine": Refuse()})
+        train_to_end(make_trainer(run), user_callbacks={"callbacks.mine": Refuse()})
     with pytest.raises(CallbackError, match=r"callbacks\.mine"):
-        train_to_end(make_trainer(run), user_callbacks={"mine": FailAt(1)})
+        train_to_end(make_trainer(run), user_callbacks={"callbacks.mine": FailAt(1)})

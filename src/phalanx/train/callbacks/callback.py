@@ -75,12 +75,13 @@ class Callback:
 
 
 def build_callbacks(specs: Mapping[str, ComponentSpec]) -> dict[str, Callback]:
-    """Build the callbacks of a run file, by name.
+    """Build the callbacks of a run file, by field: "callbacks.NAME" never equals the name of a callback of every run.
 
     Raises:
         UserError: A class cannot be imported, is not a callback, or rejects its arguments.
     """
-    return {name: _build_callback(f"callbacks.{name}", spec) for name, spec in specs.items()}
+    fields = {f"callbacks.{name}": spec for name, spec in specs.items()}
+    return {field: _build_callback(field, spec) for field, spec in fields.items()}
 
 
 def _build_callback(field: str, spec: ComponentSpec) -> Callback:

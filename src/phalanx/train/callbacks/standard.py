@@ -48,7 +48,7 @@ def standard_callbacks(
     Args:
         trainer: Trainer of the run.
         record_writers: Writers of records, by name; None: records are not written.
-        user_callbacks: Callbacks of the run file, by name.
+        user_callbacks: Callbacks of the run file, by field.
         spike_detector: Detector of loss spikes; None: spikes are ignored.
     """
     scheduler = CheckpointScheduler(trainer.run, trainer.mesh.dims.world_size, trainer.directory)
