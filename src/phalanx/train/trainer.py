@@ -134,7 +134,7 @@ class Trainer(StepRunner):
         One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps.
 
         Args:
-            reason: The reason to print.
+            reason: The reason, which rank 0 prints if it is one of the ranks.
         """
         if self.finish_reason is None and not self.is_complete:
             self.progress.log(f"step {self.step}: finishing the run after the next step: {reason}")
