@@ -105,9 +105,10 @@ def schedules() -> Figure:
         schedule = build_schedule(name, 4, 8)
         part = schedule.ranks / schedule.stages  # of a rank's layers in one stage
         timeline = simulate(schedule, ActionTimes(forward=part, input_grad=part, weight_grad=part))
-        for rank, action, start, end in executed_spans(timeline):
-            style = {"color": KIND_COLORS[action.kind], "edgecolor": "white", "linewidth": 0.4}
-            axis.broken_barh([(start, end - start)], (rank - 0.42, 0.84), alpha=0.6 if action.stage > 3 else 1, **style)
+        for rank, span in executed_spans(timeline):
+            style = {"color": KIND_COLORS[span.action.kind], "edgecolor": "white", "linewidth": 0.4}
+            alpha = 0.6 if span.action.stage > 3 else 1
+            axis.broken_barh([(span.start, span.seconds)], (rank - 0.42, 0.84), alpha=alpha, **style)
         makespan = float(timeline.makespan)
         axis.axvline(makespan, color=RED, linewidth=1)
         axis.set_title(f"{name}: makespan {makespan:g}, bubble {float(timeline.bubble):.1%}", loc="left", fontsize=9)
@@ -218,7 +219,7 @@ def tensor_parallel() -> Figure:
         box(axis, (1.9, row), (1.3, 1.0), f"norm\ntokens {rank}", GREEN)
         box(axis, (5.0, row), (1.5, 1.3), f"$X A_{rank + 1}$\ncolumns", BLUE)
         box(axis, (7.0, row), (1.2, 1.3), "$\\phi$", BLUE)
-        box(axis, (9.0, row), (1.5, 1.3), f"$\\cdot\, B_{rank + 1}$\nrows", BLUE)
+        box(axis, (9.0, row), (1.5, 1.3), f"$\\cdot\\, B_{rank + 1}$\nrows", BLUE)
         box(axis, (11.3, row), (1.2, 1.0), f"tokens {rank}", GREEN)
         for start, end in ((2.6, 4.2), (5.8, 6.35), (7.65, 8.2), (9.8, 10.65)):
             arrow(axis, (start, row), (end, row))
