@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.model import host_counts
 from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.train import evaluator, step_runner
@@ -28,7 +29,7 @@ class GivenStepSums(PendingCopies):
     def wait(self) -> list[Tensor]:
         sums, norm = super().wait()
         given = torch.ones_like(sums)
-        given[0], given[1], given[2:6] = NUM_TOKENS, LOSS_SUM, 0
+        given[0], given[1], given[2:NUM_SCALARS] = NUM_TOKENS, LOSS_SUM, 0
         return [given, torch.ones_like(norm)]
 
 
