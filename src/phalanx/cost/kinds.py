@@ -47,15 +47,6 @@ class ActivationCheckpointing(IntEnum):
     ATTENTION = 4
 
 
-RECOMPUTING_METHODS = (
-    ActivationCheckpointing.FULL,
-    ActivationCheckpointing.SELECTIVE,
-    ActivationCheckpointing.OPERATIONS,
-    ActivationCheckpointing.ATTENTION,
-)
-"""Methods that recompute something."""
-
-
 PHALANX_CHECKPOINTING = {
     "none": ActivationCheckpointing.NONE,
     "selective": ActivationCheckpointing.ATTENTION,

@@ -54,7 +54,6 @@ def test_plan_round_keeps_local_steps_only_for_result_of_accepted_update(
     plan = plan_round(exchange, committed, accepted_round)
     assert plan.keeps_local_steps == is_kept
     assert plan.keeps_local_experts == is_kept  # spes+ without merging: nobody else trains them
-    assert plan.resets_feedback == plan.keeps_local_experts
     assert not plan.final
 
 

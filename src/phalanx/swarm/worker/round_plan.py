@@ -40,12 +40,10 @@ class RoundPlan:
     keeps_local_steps: bool
     """The node has trained since the update that the result contains, and keeps these steps."""
     keeps_local_experts: bool
-    """The node keeps its own experts, because the result contains them as the node sent them."""
+    """The node keeps its own experts, because the result contains them as the node sent them.
 
-    @property
-    def resets_feedback(self) -> bool:
-        """True if encoding errors of the node's experts are not sent again: the kept experts still include them."""
-        return self.keeps_local_experts
+    These still include the errors of their encoding, which are therefore not sent again.
+    """
 
 
 def plan_steps(run: RunSpec, task: NodeTask, steps_ahead: int) -> RoundSteps:

@@ -271,7 +271,7 @@ class SwarmWorker:
         )
         if self.trainer is None:
             return
-        if plan.resets_feedback:
+        if plan.keeps_local_experts:
             exchange.reset_expert_feedback(plan.committed - 1)
         start = time.perf_counter()
         self._blend(self.trainer, plan, updated_rounds=range(old_version, exchange.version))
