@@ -52,7 +52,11 @@ class WaitGraph:
 
     @cached_property
     def blockers(self) -> list[int]:
-        """The ranks that others wait for and that wait for no rank: the ends of the edges."""
+        """The ranks that others wait for and that wait for no rank: the ends of the edges.
+
+        If no busy rank is such an end, then the silent ranks that others wait for, or else the busy ones. If there are
+        none either, the ranks wait for a pipeline message: from any busy rank, or else from any silent one.
+        """
         ranks_ahead = set().union(*self.ranks_missing.values())
         missing_busy = [rank for rank in self.ranks_busy if rank in self.ranks_missing]
         ends = [rank for rank in missing_busy if rank not in ranks_ahead]

@@ -121,7 +121,8 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
 
     The core excludes the projections. Flash kernels compute half of the T x T pairs (causal), and 2.5 times the FLOPs
     in the backward pass (arXiv 2307.08691, section 3.1). Other kernels compute all pairs and write the scores to
-    memory. Causal ring attention runs these on half of the pairs, and its backward pass recomputes the forward pass.
+    memory. Causal ring attention runs such kernels on half of the pairs, and its backward pass recomputes the forward
+    pass.
     """
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     is_ring = jobs.attention == AttentionKernel.RING_PLAIN

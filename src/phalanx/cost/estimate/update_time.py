@@ -19,7 +19,7 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
 
     R reduces the dense gradients, and G gathers the updated dense parameters (ZeRO-1 and 2). E does both for experts.
     G_late is the part of G that cannot overlap with the next step's forward pass. Of n gradient reductions per step,
-    all but the last are reduce-scatters S. ZeRO-3 communicates within the passes (`step_time`), so R, G and E are 0.
+    all but the last are reduce-scatters S. ZeRO-3 communicates within the passes (`zero3_time`), so R, G and E are 0.
 
     Args:
         constants: Fitted constants of time.

@@ -35,10 +35,10 @@ class MemoryFit:
 
 def fit_memory(runs: Sequence[MeasuredRun]) -> MemoryFit:
     """Return memory constants that explain the memory of runs; none of them is negative."""
-    held_bytes = np.array([run.counted_peak_bytes for run in runs], float)
+    counted_bytes = np.array([run.counted_peak_bytes for run in runs], float)
     peak = np.array([run.memory_bytes for run in runs])
     buffers = np.array([run.memory.communication for run in runs], float)
-    columns = np.stack([np.ones(len(runs)), held_bytes, buffers], axis=1)
+    columns = np.stack([np.ones(len(runs)), counted_bytes, buffers], axis=1)
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
     rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
     targets = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])

@@ -203,7 +203,7 @@ class _MemoryUse:
 
     @property
     def utilization(self) -> float:
-        return self.used_bytes / GIB / (self.available_bytes / GIB)
+        return self.used_bytes / self.available_bytes
 
 
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:

@@ -90,7 +90,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
 def _state_columns(trainer: _Trainer) -> JobRow:
     """Return the bytes of parameters, gradients and optimizer state.
 
-    From Hopper on, and with bf16, Megatron-Core keeps fp32 gradients.
+    From Hopper on, Megatron-Core keeps fp32 gradients, except in fp16.
     """
     parameters, gradients, state = (4, 4, 8) if trainer.is_sharded else (2, 2, 12)
     has_fp32_gradients = trainer.era > 0 or trainer.mentions("fp32 grad")
