@@ -10,6 +10,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.spec.layout import CheckpointingName
+
 Column = NDArray[np.float64]
 
 
@@ -47,7 +49,7 @@ class ActivationCheckpointing(IntEnum):
     ATTENTION = 4
 
 
-PHALANX_CHECKPOINTING = {
+PHALANX_CHECKPOINTING: dict[CheckpointingName, ActivationCheckpointing] = {
     "none": ActivationCheckpointing.NONE,
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,

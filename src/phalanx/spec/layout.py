@@ -12,6 +12,9 @@ from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
+CpMethod = Literal["ring", "ulysses"]
+CheckpointingName = Literal["none", "selective", "full"]
+OffloadName = Literal["none", "cpu", "nvme"]
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_IMPLEMENTED = "is not implemented yet with"
 MAX_BF16_SUMS = 8
@@ -89,7 +92,7 @@ class Layout(Spec):
     there must be one key/value head per head."""
     cp: int = Field(1, gt=0)
     """Context-parallel degree: ranks that share the tokens of every sequence."""
-    cp_method: Literal["ring", "ulysses"] = "ring"
+    cp_method: CpMethod = "ring"
     """Context-parallel attention. ring: keys and values circulate. ulysses: ranks exchange tokens for heads, of which
     there must be enough."""
     ep: int = Field(1, gt=0)
@@ -105,9 +108,9 @@ class Layout(Spec):
     micro_batch_size: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
     most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: CheckpointingName = "none"
     """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full)."""
-    offload: Literal["none", "cpu", "nvme"] = "none"
+    offload: OffloadName = "none"
     """Location of optimizer state: on the device (none), in CPU memory (cpu), or in files (nvme). Also moved off the
     device: with zero1 and zero2 the trained copy of the parameters (this rank's share), with zero2 gradients, with
     zero3 all parameters and gradients. Needs zero1, zero2, zero3 or hsdp; a single rank can offload too."""

@@ -11,7 +11,7 @@ from phalanx.cost.kinds import ScheduleKind
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.layout import Layout, RankOrder
+from phalanx.spec.layout import CheckpointingName, CpMethod, Layout, OffloadName, RankOrder, ScheduleName
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -30,7 +30,7 @@ IGNORED_FIELDS = {
     "max_staleness",
 }
 """Fields of a layout that a candidate represents differently, or that do not affect the prediction."""
-SCHEDULE_KINDS: dict[str, ScheduleKind] = {
+SCHEDULE_KINDS: dict[ScheduleName, ScheduleKind] = {
     "1f1b": ScheduleKind.ONE_F_ONE_B,
     "gpipe": ScheduleKind.GPIPE,
     "interleaved": ScheduleKind.INTERLEAVED,
@@ -52,16 +52,15 @@ class CandidateLayout:
     tp: int
     pp: int
     cp: int
-    cp_method: str
-    """Attention of context-parallel ranks: ring or ulysses."""
+    cp_method: CpMethod
     ep: int
     micro_batch_size: int
     micro_batches: int
-    activation_checkpointing: str
-    schedule: str
+    activation_checkpointing: CheckpointingName
+    schedule: ScheduleName
     virtual_stages: int
     rank_order: RankOrder = "data_outer"
-    offload: str = "none"
+    offload: OffloadName = "none"
     offload_directory: str | None = None
 
     @property

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, RankOrder
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, CpMethod, Layout, OffloadName, RankOrder, ScheduleName
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
@@ -27,8 +26,7 @@ class Degrees:
     tp: int
     pp: int
     cp: int
-    cp_method: str
-    """Attention of context-parallel ranks: ring or ulysses."""
+    cp_method: CpMethod
     ep: int
 
 
@@ -78,7 +76,7 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
         return
     alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
-    targets: dict[str, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
+    targets: dict[OffloadName, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
     if run.layout.offload_directory is not None:
         targets["nvme"] = run.layout.offload_directory
     for data_parallel in strategies if alone else (candidate.data_parallel,):
@@ -104,15 +102,15 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:
                     if num_experts % ep > 0:
                         continue
                     cp_method = _choose_cp_method(run, world_size, tp=tp, pp=pp, cp=cp, ep=ep)
-                    if cp_method:
+                    if cp_method is not None:
                         yield Degrees(dp=dp, tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep)
 
 
-def _choose_cp_method(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> str:
-    """Return the method of context parallelism, or "" if these degrees cannot share the model.
+def _choose_cp_method(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> CpMethod | None:
+    """Return the method of context parallelism, or None if these degrees cannot share the model.
 
     On a GPU, ranks exchange tokens for heads if there are enough heads, because the ring has no flash kernel there."""
-    methods: list[Literal["ulysses", "ring"]] = ["ulysses", "ring"]
+    methods: tuple[CpMethod, ...] = ("ulysses", "ring")
     for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[1:]:
         layout = Layout(data_parallel="zero1", tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep, micro_batch_size=1)
         try:
@@ -120,7 +118,7 @@ def _choose_cp_method(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: in
         except UserError:
             continue
         return cp_method
-    return ""
+    return None
 
 
 def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
@@ -161,7 +159,7 @@ def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
             yield micro_batch_size, sequences_per_rank // micro_batch_size
 
 
-def _schedule_options(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+def _schedule_options(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[ScheduleName, int]]:
     """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
 
     Compiled blocks cannot split their backward passes, and too few micro-batches cannot fill bubbles."""

@@ -143,7 +143,7 @@ def _step_seconds(option: EvaluatedLayout) -> float:
 
 
 def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
-    return replace(candidate, schedule="", virtual_stages=1)
+    return replace(candidate, schedule="1f1b", virtual_stages=1)
 
 
 def with_offload_variants(

@@ -11,6 +11,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import format_si
+from phalanx.spec.layout import OffloadName
 
 MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
 """Fraction of the peak that matrix products reach at most, by generation: A100, H100 and B200.
@@ -134,7 +135,7 @@ def host_memory(cluster: ClusterSpec) -> float:
     return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
 
 
-OFFLOAD_FIELDS = {
+OFFLOAD_FIELDS: dict[OffloadName, tuple[str, ...]] = {
     "none": (),
     "cpu": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes"),
     "nvme": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"),
@@ -143,7 +144,7 @@ OFFLOAD_FIELDS = {
 
 
 def describe_assumptions(
-    cluster: ClusterSpec, ranks: int, offload_targets: set[str], precision: str = "bf16"
+    cluster: ClusterSpec, ranks: int, offload_targets: set[OffloadName], precision: str = "bf16"
 ) -> list[str]:
     """Return a text per value of a machine that affects a plan and is neither given nor measured.
 
