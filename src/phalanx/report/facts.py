@@ -23,6 +23,7 @@ from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.formatting import format_problem
+from phalanx.report.gpu_profile.facts import gpu_facts
 from phalanx.report.measured_machine import measured_peak
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData
@@ -69,6 +70,8 @@ class ReportFacts:
     """Passes of a profiled step."""
     memory: Facts | None
     """Bytes by part over a profiled step."""
+    gpu: Facts | None
+    """Figures of each GPU in a profiled step."""
     traffic: Facts | None
     """Bytes from each rank to each."""
     experts: Facts | None
@@ -122,6 +125,7 @@ def collect_facts(run_data: RunData) -> ReportFacts:
         curves=_curves(run_data),
         timeline=profiled_steps.pass_timeline(run_data, prediction.timeline, can_simulate),
         memory=profiled_steps.memory_timeline(run_data),
+        gpu=gpu_facts(run_data),
         traffic=profiled_steps.traffic_matrix(run_data),
         experts=profiled_steps.expert_loads(run_data),
         problems=[format_problem(problem) for problem in problems],

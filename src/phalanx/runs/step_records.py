@@ -1,6 +1,7 @@
 """Records that each rank writes to the run directory: one line per step and per pause between steps.
 
-RUN_DIR/trace/rank-00000.jsonl      the records of a rank
+RUN_DIR/trace/rank-00000.jsonl                    the records of a rank
+RUN_DIR/trace/rank-00000-step-000012.json.gz      the trace of a rank's GPU in a profiled step, for ui.perfetto.dev
 
 The first line of every start identifies the rank (`RunHeader`); the others are steps and pauses (`StepRecord`,
 `PauseRecord`). The record of a profiled step also contains the times of each pass, wait and collective, and the memory
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
@@ -80,6 +82,8 @@ class StepRecord(TypedDict):
     """Bytes by part, and the time `at`. A step with memory samples takes longer."""
     expert_tokens: NotRequired[list[list[int]]]
     """Tokens of each layer and expert, over all ranks."""
+    gpu: NotRequired[GpuProfile]
+    """Figures of the GPU's trace. A step with them has no collectives of its own."""
 
 
 class CollectiveSpan(TypedDict):
@@ -129,6 +133,17 @@ def parse_step_range(text: str) -> range:
 def rank_record_file(directory: Path, rank: int) -> Path:
     """Return the file to which a rank writes its records."""
     return directory / TRACE_DIR / f"rank-{rank:05d}.jsonl"
+
+
+def gpu_trace_file(directory: Path, rank: int, step: int) -> Path:
+    """Return the file to which a rank writes the trace of its GPU in a step.
+
+    Args:
+        directory: The run directory.
+        rank: The rank.
+        step: The step.
+    """
+    return directory / TRACE_DIR / f"rank-{rank:05d}-step-{step:06d}.json.gz"
 
 
 def downsample_memory(

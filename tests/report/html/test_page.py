@@ -14,9 +14,12 @@ import pytest
 from phalanx.report import formatting
 from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
+from phalanx.report.gpu_profile.step import profile_gpu_step
+from phalanx.report.gpu_profile.trace import parse_gpu_trace
 from phalanx.report.html import page as page_module
 from phalanx.report.html.page import main, page
 from phalanx.report.run_data import read_run
+from tests.helpers.gpu_traces import step_events
 from tests.helpers.report_page import parse_embedded_json
 from tests.helpers.trained_runs import hybrid_run, two_rank_run
 
@@ -115,3 +118,14 @@ def test_group_rows_omits_zero_rows(two_run_report):
         "sent by pp1 in a step",
     ]
     assert "offloaded" not in [row["what"] for row in groups["memory of pp0"]]
+
+
+def test_report_page_has_table_of_gpus_if_a_run_has_their_figures(two_run_report):
+    assert "Step on the GPU" not in main(two_run_report)
+    trace = parse_gpu_trace(step_events("step"))
+    profile = profile_gpu_step(trace.events, trace.annotations["step"])
+    report = copy.deepcopy(two_run_report)
+    report["runs"][0]["gpu"] = {"step": 6, "ranks": [{"rank": 0, **profile}]}
+    text = main(report)
+    assert "<td>exposed communication of mesh_tp</td><td>50.0 µs  5.0 %</td>" in text
+    assert "No step was profiled on a GPU" in text  # of the second run

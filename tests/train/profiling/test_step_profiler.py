@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.data.loader import prefetch
 from phalanx.runs.checkpoints import checkpoints, step_of
+from phalanx.runs.step_records import gpu_trace_file
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.callbacks.standard import standard_callbacks
 from phalanx.train.create_run import create_run
+from phalanx.train.profiling import step_profiler
 from phalanx.train.profiling.step_profiler import StepProfiler
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.session import profiled_steps
@@ -56,6 +59,47 @@ def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_pa
         assert ends[-1] <= line["start"] + line["seconds"]["data"] + line["seconds"]["passes"]
         assert {what for what, *_ in line["waits"]} >= {"pipeline"}
         assert {call["operation"] for call in line["collectives"]} >= {"send", "recv", "all_reduce"}
+
+
+@pytest.mark.parametrize(
+    ("device", "window", "traced"),
+    [
+        ("cuda", range(2, 6), 5),
+        ("cuda", range(3, 5), 4),
+        ("cuda", range(3, 4), None),  # the measured step
+        ("cuda", range(1, 3), None),  # no steady step
+        ("cpu", range(2, 6), None),
+    ],
+)
+def test_step_profiler_traces_last_step_on_gpu_only(
+    device: str, window: range, traced: int | None, text: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(small_run(text, tmp_path, {}))
+    trainer.device = torch.device(device)
+    assert StepProfiler(trainer, window).traced_step == traced
+
+
+def test_step_profiler_adds_figures_of_gpu_to_record_of_traced_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = []
+
+    def trace(step: Any, file: Path, device: torch.device) -> Any:
+        files.append(file)
+        return step(), {"seconds": 1.0}
+
+    monkeypatch.setattr(step_profiler, "trace_gpu_step", trace)
+    trainer = make_trainer(small_run(text, tmp_path, {}))
+    trainer.directory.mkdir(parents=True, exist_ok=True)
+    profiler = StepProfiler(trainer, range(3, 5))
+    profiler.traced_step = 4
+    batches = prefetch(trainer.loader, 0, 4)
+    records = [profiler(batches)() for _ in range(4)]
+    assert [record.get("profiled", False) for record in records] == [False, False, True, True]
+    assert trainer.step_record is not None
+    assert trainer.step_record["gpu"] == {"seconds": 1.0}
+    assert trainer.step_record["spans"]
+    assert files == [gpu_trace_file(trainer.directory, 0, 4)]
 
 
 def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, tmp_path: Path) -> None:

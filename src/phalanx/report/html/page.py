@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.report import formatting
+from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
@@ -67,6 +68,8 @@ def main(report: Facts) -> str:
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
     parts.append(_section("Predicted and measured", names, [_table(facts) for facts in runs]))
     parts += [_figure_section(section, runs, names, figures_by_id=figures_by_id) for section in ("ranks", "timeline")]
+    if any(facts["gpu"] for facts in runs):
+        parts.append(_section("Step on the GPU", names, [_gpu_table(facts["gpu"]) for facts in runs]))
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
@@ -246,6 +249,18 @@ def _row(row: Mapping[str, Any]) -> str:
         f"<tr><td>{escape(formatting.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
         f"<td{css_class}>{format_ratio(row['ratio'])}</td></tr>"
     )
+
+
+def _gpu_table(gpu: Facts | None) -> str:
+    """Return the table of the GPUs' times in a profiled step."""
+    if gpu is None:
+        return f'<p class="quiet">No step was profiled on a GPU: {PROFILE_HINT}.</p>'
+    header, *rows = gpu_profile.table_rows(gpu)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<p class="quiet">{note}</p><div class="comparison">{table}</div>'
 
 
 def _comparison(comparison: Facts) -> str:

@@ -13,14 +13,16 @@ from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import Strategy
+from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.measured import write_measured
 from phalanx.runs.metrics import MetricsRecord
-from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory
+from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory, gpu_trace_file
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner
 from phalanx.train.profiling.clock_sync import ClockOffset, measure_clock_offset
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 from phalanx.train.profiling.flop_counter import FlopCounter
+from phalanx.train.profiling.gpu_tracer import trace_gpu_step
 from phalanx.train.profiling.memory_meter import MemoryMeter
 from phalanx.train.profiling.step_phases import executed_passes, pass_timestamps
 from phalanx.train.step_metrics import ReadRecord
@@ -45,7 +47,8 @@ class StepProfiler:
     """Replacement of a trainer's step function that profiles some steps.
 
     One of them is measured fully, which takes several times as long: its memory, traffic and FLOPs are written to
-    `measured/`. For the others only times are recorded."""
+    `measured/`. On a GPU the last step, if it comes later, runs under torch.profiler, which writes a trace. For the
+    others only times are recorded."""
 
     def __init__(self, trainer: Trainer, window: range) -> None:
         """Create the profiler; `window` are remaining steps."""
@@ -55,6 +58,9 @@ class StepProfiler:
         self.first_steady_step = trainer.step + first_steady_step(trainer.run)
         """The first step that equals all later ones."""
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
+        is_traced = trainer.device.type == "cuda" and self.metered_step is not None and window[-1] > self.metered_step
+        self.traced_step = window[-1] if is_traced else None
+        """The step under torch.profiler, without the other recorders, whose work on the host delays launches."""
 
     def __call__(self, batches: Iterator[Batch]) -> ReadRecord:
         """Run a step, with profiling if the step is in the window.
@@ -80,6 +86,11 @@ class StepProfiler:
         if step_number == self.metered_step:
             record, profile = profile_step(trainer, step, over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
+        elif step_number == self.traced_step:
+            file = gpu_trace_file(trainer.directory, trainer.mesh.rank, step_number)
+            with _recorded_waits(trainer.strategy) as waits:
+                record, gpu = trace_gpu_step(step, file, trainer.device)
+            profile = StepProfile(waits=waits, gpu=gpu)
         else:
             record, profile = time_step(trainer.strategy, step)
         assert trainer.step_record is not None
@@ -107,6 +118,8 @@ class StepProfile:
     """FLOPs of forward and backward passes."""
     memory_history: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     """Bytes by part over time."""
+    gpu: GpuProfile | None = None
+    """Figures of the GPU's trace."""
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -125,9 +138,11 @@ class StepProfile:
             "waits": [(wait_name, *wait) for wait_name, waits in self.waits.items() for wait in waits],
             "collectives": [self._collective_span(call) for call in self.calls],
         }
-        return cast(
-            StepRecord, record | ({"memory": downsample_memory(self.memory_history)} if self.memory_history else {})
-        )
+        if self.memory_history:
+            record["memory"] = downsample_memory(self.memory_history)
+        if self.gpu is not None:
+            record["gpu"] = self.gpu
+        return cast(StepRecord, record)
 
     def _collective_span(self, call: CollectiveCall) -> CollectiveSpan:
         return {
