@@ -1,12 +1,9 @@
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.model import attention, transformer
-from phalanx.model.attention import Documents, has_flash_kernel
+from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
 from tests.helpers.batches import locate_documents
 
 MODEL_VARIANTS = {
@@ -61,10 +58,10 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
         logits.square().mean().backward()
         return logits, *(parameter.grad for parameter in model.parameters())
 
-    fused = computed()
+    by_document = computed()
     calls = []
     attend = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(attention, "GQA_MASK_DEVICES", ())
+    monkeypatch.setattr(attention, "attends_without_mask", lambda *_: False)
     monkeypatch.setattr(
         attention.F,
         "scaled_dot_product_attention",
@@ -72,7 +69,7 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
             calls.append((q.shape, k.shape, options["enable_gqa"])) or attend(q, k, v, **options)
         ),
     )
-    torch.testing.assert_close(computed(), fused, rtol=0, atol=1e-12)
+    torch.testing.assert_close(computed(), by_document, rtol=0, atol=1e-12)
     assert calls
     assert all(query == key and not grouped for query, key, grouped in calls)
 
@@ -87,28 +84,36 @@ def test_gqa_equals_mha_with_repeated_kv_heads(build_model, tokens):
     torch.testing.assert_close(grouped(tokens)[0], repeated(tokens)[0], rtol=0, atol=1e-12)
 
 
-def attend_by_document(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: object, **options: object) -> Tensor:
-    """What varlen_attn does of [tokens, H, K], on a CPU."""
-    assert options["window_size"] == (-1, 0)  # causal
-    documents = [[x[begin:end].transpose(0, 1) for x in (q, k, v)] for begin, end in pairwise(bounds.tolist())]
-    outs = [scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True) for document in documents]
-    return torch.cat([out.transpose(0, 1) for out in outs])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 8), ((6, 2), 10), ((4, 1), 64)])
+@pytest.mark.parametrize(
+    "lengths",
+    [[[192]], [[1] * 70], [[5, 1, 11, 7], [24]], [[1, 191], [64, 128]]],
+    ids=["whole", "ones", "mixed", "rows"],
+)
+def test_attention_by_document_equals_dense_mask_in_fp64(lengths, heads, head_dim, dtype):
+    starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
+    documents = locate_documents(starts)
+    torch.manual_seed(0)
+    query_heads, kv_heads = heads
+    qkv = [torch.randn(*starts.shape, count, head_dim, dtype=dtype) for count in (query_heads, kv_heads, kv_heads)]
+    gradient = torch.randn(*starts.shape, query_heads, head_dim, dtype=dtype)
 
+    def computed(mask: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in qkv]
+        out = Attention.attend(*leaves, mask)
+        out.backward(gradient.to(dtype))
+        return [out, *(leaf.grad for leaf in leaves)]
 
-@pytest.mark.parametrize("kind", ["rope", "gqa"])
-def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind, monkeypatch):
-    model = build_model(**MODEL_VARIANTS[kind])
-    documents = locate_documents(torch.tensor([[0] * 5 + [5] + [6] * 11 + [17] * 7, [0] * 24]))
-    assert documents.bounds.tolist() == [0, 5, 6, 17, 24, 48]
-    expected = model(tokens, documents)[0]
-    monkeypatch.setattr(attention, "has_flash_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "flash_by_document", attend_by_document)
-    torch.testing.assert_close(model(tokens, documents)[0], expected, rtol=0, atol=1e-12)
+    exact = computed(document_mask(documents.starts), torch.float64)
+    for ours, expected in zip(computed(documents.bounds, dtype), exact, strict=True):
+        error = (ours.double() - expected).norm() / max(expected.norm(), gradient.double().norm())
+        assert error < 4 * torch.finfo(dtype).eps
 
 
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
     """Tensors without numbers stand for a GPU's: whatever would read one raises."""
-    monkeypatch.setattr(attention, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "attends_without_mask", lambda *_: True)
     monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")

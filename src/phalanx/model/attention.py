@@ -8,7 +8,8 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.model import ModelSpec, is_flash_head_dim
 
-# Devices whose fused kernels support grouped heads together with a mask. On CUDA flash supports no mask and the
-# efficient kernel no groups, so only the kernel with all T x T scores in memory remains.
-GQA_MASK_DEVICES = ("cpu",)
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
 
 
@@ -51,6 +52,21 @@ class Documents(NamedTuple):
         """
         starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
         return cls(starts, torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens)
+
+    @classmethod
+    def single_tokens_first(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
+        """Return two documents per row, of one token and of the others.
+
+        Args:
+            rows: Rows of the batch, B.
+            row_tokens: Tokens of a row, T.
+            device: Device of the tensors.
+        """
+        starts = torch.ones(rows, row_tokens, dtype=torch.int32, device=device)
+        starts[:, 0] = 0
+        firsts = torch.arange(rows, dtype=torch.int32, device=device) * row_tokens
+        bounds = torch.stack([firsts, firsts + 1], dim=1).flatten()
+        return cls(starts, torch.cat([bounds, bounds.new_full((1,), rows * row_tokens)]))
 
 
 class Attention(nn.Module):
@@ -113,11 +129,11 @@ class Attention(nn.Module):
         if mask is not None and mask.ndim == 1:
             return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
-        if grouped and mask is not None and v_BTHK.device.type not in GQA_MASK_DEVICES:
+        if grouped and mask is not None:
+            # On CUDA flash supports no mask, and the efficient kernel no groups.
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
             grouped = False
-        is_masked_cuda = mask is not None and v_BTHK.device.type == "cuda"
-        with sdpa_kernel(MASKED_CUDA_KERNELS) if is_masked_cuda else nullcontext():
+        with sdpa_kernel(MASKED_CUDA_KERNELS) if mask is not None else nullcontext():
             out_BHTK = F.scaled_dot_product_attention(
                 q_BTHK.transpose(1, 2),
                 k_BTHK.transpose(1, 2),
@@ -142,7 +158,7 @@ def attention_mask(documents: Documents, dtype: torch.dtype, head_dim: int) -> T
         dtype: Dtype in which attention computes.
         head_dim: Head width, K.
     """
-    if has_flash_kernel(documents.bounds.device, dtype, head_dim):
+    if attends_without_mask(documents.bounds.device, dtype, head_dim):
         return documents.bounds
     return document_mask(documents.starts)
 
@@ -153,8 +169,19 @@ def document_mask(starts_BT: Tensor) -> Tensor:
     return same.tril()
 
 
+def attends_without_mask(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether attention within documents has a kernel without a mask.
+
+    Args:
+        device: Device that computes.
+        dtype: Dtype in which attention computes.
+        head_dim: Head width, K.
+    """
+    return device.type == "cpu" or has_flash_kernel(device, dtype, head_dim)
+
+
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention within documents has a kernel without a mask: flash attention, on CUDA.
+    """Return whether flash attention runs on CUDA.
 
     Args:
         device: Device that computes.
@@ -177,7 +204,47 @@ def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, boun
         v_BTHK: Values, of as many heads as keys.
         bounds: Bounds of the documents in the B x T tokens, as in `Documents`.
     """
-    packed = (x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK))
+    packed = [x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK)]
+    if q_BTHK.device.type == "cpu":
+        return _attend_on_cpu(*packed, bounds).view_as(q_BTHK)
     row = q_BTHK.shape[1]  # no document is longer
     out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(-1, 0))
     return out.view_as(q_BTHK)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would be of one list of bounds
+def _attend_on_cpu(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, bounds: Tensor) -> Tensor:
+    return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, bounds.tolist()))
+
+
+class _AttentionByDocument(torch.autograd.Function):
+    """Causal attention within documents on a CPU, by PyTorch's flash kernel for each document."""
+
+    @staticmethod
+    def forward(ctx: Any, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, bounds: list[int]) -> Tensor:
+        out_NHK = torch.empty_like(q_NHK)
+        lse_NH = q_NHK.new_empty(q_NHK.shape[:2], dtype=at_least_fp32(q_NHK[:0]).dtype)
+        for start, end in pairwise(bounds):
+            q, k, v = (_as_batch(x[start:end]) for x in (q_NHK, k_NHK, v_NHK))
+            out, lse = CPU_FLASH(q, k, v, is_causal=True)
+            out_NHK[start:end] = out[0].transpose(0, 1)
+            lse_NH[start:end] = lse[0].T
+        ctx.save_for_backward(q_NHK, k_NHK, v_NHK, out_NHK, lse_NH)
+        ctx.bounds = bounds
+        return out_NHK
+
+    @staticmethod
+    def backward(ctx: Any, gradient_NHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        *attention, lse_NH = ctx.saved_tensors
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in attention[:3])
+        for start, end in pairwise(ctx.bounds):
+            operands = (_as_batch(x[start:end]) for x in (gradient_NHK, *attention))
+            parts = CPU_FLASH_BACKWARD(*operands, lse_NH[start:end].T[None], 0.0, True)
+            for whole, part in zip((grad_q, grad_k, grad_v), parts, strict=True):
+                whole[start:end] = part[0].transpose(0, 1)
+        return grad_q, grad_k, grad_v, None
+
+
+def _as_batch(x_tHK: Tensor) -> Tensor:
+    """Return the tokens of a document as a batch of one, [1, H, t, K]."""
+    return x_tHK.transpose(0, 1)[None]

@@ -9,13 +9,16 @@ Why: `docs/design/decisions/balance-loss-per-sequence.md`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
 from phalanx.model.mlp import SwiGLUMLP
+from phalanx.model.products import IDENTITY, SWIGLU, DeferOrCompute, Product, activated_product, compute_now
 from phalanx.spec.model import ModelSpec, MoESpec
 
 
@@ -45,7 +48,7 @@ class Router(nn.Module):
 
         The loss is summed over all tokens. The index of a dropped choice is E, which is not an expert."""
         logits = self.gate(x_BTD)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = at_least_fp32(logits)
         score = logits.softmax(-1) if self.moe.router_score == "softmax" else logits.sigmoid()
         # The bias steers the choice, never the weights (arXiv 2408.15664, section 3).
         _, chosen = (score + self.bias if self.moe.bias_update_rate else score).topk(self.moe.top_k, dim=-1)
@@ -136,6 +139,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
         self.up = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
+        self.defer_or_compute: DeferOrCompute = compute_now
+        """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
 
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the output of each row's expert.
@@ -149,18 +154,39 @@ class Experts(nn.Module):
         if not supports_grouped_mm(x_ND, self.gate):  # each product needs the counts in host memory: wait once
             offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
-        hidden_NF = F.silu(self.product(x_ND, gate, offsets_E)) * self.product(x_ND, up, offsets_E)
-        return self.product(hidden_NF, down, offsets_E)
+        product = GroupedProduct(self.defer_or_compute, offsets=offsets_E)
+        inner = (activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up))
+        return activated_product(product, SWIGLU, down, *inner)
 
-    def product(self, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-        """Return each expert's rows times its transposed weight, [N, O].
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedProduct(Product):
+    """Each expert's rows times its transposed weight: x is [N, I], W is [E, O, I]."""
+
+    offsets: Tensor
+    """End of each expert's rows; in host memory without a grouped product."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product, [N, O].
 
         Args:
-            x_NI: Rows, sorted by expert.
-            weight_EOI: Weight of each expert.
-            offsets_E: End of each expert's rows; in host memory without a grouped product.
+            x: Rows, sorted by expert.
+            weight: Weight of each expert.
+            bias: None: experts have no biases.
         """
-        return grouped_linear(x_NI, weight_EOI, offsets_E)
+        return grouped_linear(x, weight, self.offsets)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the rows."""
+        return grouped_linear(gradient.contiguous(), weight.transpose(1, 2), self.offsets)
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return each expert's gradient rows times its input rows, [E, O, I]."""
+        gradient = gradient.contiguous()
+        if supports_grouped_mm(x, weight):
+            return F.grouped_mm(gradient.T, x, offs=self.offsets.to(torch.int32))
+        sizes = rows_per_expert(self.offsets, len(x))
+        return torch.stack([g.T @ rows for g, rows in zip(gradient.split(sizes), x.split(sizes), strict=True)])
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:

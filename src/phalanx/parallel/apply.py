@@ -25,6 +25,7 @@ from torch import nn
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
+from phalanx.parallel.cross_entropy import EAGER, compiled_kernels, in_place_cross_entropy
 from phalanx.parallel.data.distribute import apply_data_parallelism
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel
 from phalanx.parallel.expert.partial_experts import (
@@ -41,7 +42,7 @@ from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.protocols import ModelParallelism
-from phalanx.parallel.strategy import Strategy, cross_entropy
+from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
@@ -95,8 +96,8 @@ def apply_layout(
         module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
     )
     _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
-    if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
-        data_parallel.loss_of_logits = torch.compile(cross_entropy)
+    kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
+    data_parallel.loss_of_logits = partial(in_place_cross_entropy, tp=groups.tensor, kernels=kernels)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):

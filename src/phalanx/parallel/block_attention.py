@@ -1,47 +1,46 @@
-"""Attention to a part of the keys, with the log-sum-exp of its scores, and its gradients.
+"""Attention to a part of the keys, with the log-sum-exp of its scores, and its gradients; the parts of a ring.
+
+In a ring, documents need no mask. The tokens that a rank has of a document are contiguous, and in each step all its
+queries see all its keys, or the keys up to themselves.
 
 Shapes: B batch, H heads, t tokens of a rank, K head width."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from phalanx.model.attention import has_flash_kernel
+from phalanx.model.attention import CPU_FLASH, CPU_FLASH_BACKWARD, has_flash_kernel
+from phalanx.model.dtypes import at_least_fp32
 
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return attention [B, H, t, K] to some keys, and the log-sum-exp of its scores, [B, H, t].
 
     Args:
         q: Queries, [B, H, t, K].
         k: Keys, [B, heads, keys, K], of as many heads as queries or a divisor of their number.
         v: Values, like the keys.
-        causal: True if query i sees the keys up to i; a mask replaces it.
-        mask: Visible keys of each query, [B, 1, t, keys] bool; None without document boundaries.
+        causal: True if query i sees the keys up to i; False if it sees all.
     """
     if q.device.type == "cpu":
-        out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q))
-    elif mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
-        out, lse, *_ = CUDA_ATTENTION(q, k, v, 0.0, causal)
-    else:
-        scores = _attention_scores(q, k, causal, mask=mask)
-        lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeat_kv_heads(v, q)
-    if mask is not None:  # queries that see none of these keys
-        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
-    return out, lse
+        return cast(tuple[Tensor, Tensor], CPU_FLASH(q, k, v, is_causal=causal))
+    if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
+        out, lse, *_ = CUDA_FLASH(q, k, v, is_causal=causal)
+        return out, lse
+    return _plain_attention(q, k, v, causal=causal)
 
 
 def attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
@@ -52,25 +51,34 @@ def attention_backward(
         v: Values of these keys.
         out: Attention of the queries to all keys.
         lse: Log-sum-exp of the scores of all keys, [B, H, t].
-        causal: True if query i sees the keys up to i; a mask replaces it.
-        mask: Visible keys of each query, [B, 1, t, keys] bool; None without document boundaries.
+        causal: True if query i sees the keys up to i; False if it sees all.
     """
+    operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
     if q.device.type == "cpu":
-        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
-        return cast(
-            tuple[Tensor, Tensor, Tensor],
-            CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q)),
-        )
-    if mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
-        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
+        return cast(tuple[Tensor, Tensor, Tensor], CPU_FLASH_BACKWARD(*operands, 0.0, causal))
+    if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         dropout_state = q.new_empty(2, dtype=torch.int64)  # unused
         return cast(
             tuple[Tensor, Tensor, Tensor],
-            CUDA_ATTENTION_BACKWARD(
+            CUDA_FLASH_BACKWARD(
                 *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
             ),
         )
-    probs = (_attention_scores(q, k, causal, mask=mask) - lse[..., None]).exp()
+    return _plain_attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=causal)
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Compute what `attention_with_lse` returns for dtypes and head widths without a flash kernel on CUDA."""
+    scores = _attention_scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ _repeat_kv_heads(v, q), lse
+
+
+def _plain_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of `_plain_attention`, as `attention_backward` returns them."""
+    probs = (_attention_scores(q, k, causal) - lse[..., None]).exp()
     grad_probs = gradient @ _repeat_kv_heads(v, q).mT
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grad_k = grad_scores.mT.to(q.dtype) @ q
@@ -83,12 +91,12 @@ def attention_backward(
     )
 
 
-def _attention_scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    accumulate_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(accumulate_dtype) @ _repeat_kv_heads(k, q).to(accumulate_dtype).mT * q.shape[-1] ** -0.5
-    if causal and mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+def _attention_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = at_least_fp32(q) @ at_least_fp32(_repeat_kv_heads(k, q)).mT * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores
 
 
 def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
@@ -96,5 +104,131 @@ def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _additive_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))
+# -- ring --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingBlock:
+    """A rectangle of scores in a step of the ring: queries of this rank, and keys of another rank that they see."""
+
+    rows: slice
+    """Rows of the batch."""
+    queries: slice
+    """Tokens of this rank."""
+    keys: slice
+    """Tokens of the rank that has the keys."""
+    causal: bool
+    """True in the first step: query i sees the keys up to i. False if it sees all."""
+
+    def attend(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge the attention to these keys into that to the keys of earlier steps.
+
+        Args:
+            q: Queries of this rank.
+            kv: Keys and values of the other rank.
+            out: Attention of the queries to the keys of earlier steps, changed in place.
+            lse: Log-sum-exp of its scores, changed in place.
+        """
+        k, v = kv[:, self.rows, :, self.keys].unbind()
+        q, out, lse = (x[self.rows, :, self.queries] for x in (q, out, lse))
+        block_out, block_lse = attention_with_lse(q, k, v, causal=self.causal)
+        if self.causal:
+            out.copy_(block_out)
+            lse.copy_(block_lse)
+            return
+        merged_lse = torch.logaddexp(lse, block_lse)
+        out.mul_((lse - merged_lse).exp()[..., None]).add_(block_out * (block_lse - merged_lse).exp()[..., None])
+        lse.copy_(merged_lse)
+
+    def gradients(
+        self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of these queries, keys and values.
+
+        Args:
+            gradient: Gradient of `out`.
+            q: Queries of this rank.
+            kv: Keys and values of the other rank.
+            out: Attention of the queries to all keys.
+            lse: Log-sum-exp of the scores of all keys.
+        """
+        k, v = kv[:, self.rows, :, self.keys].unbind()
+        gradient, q, out, lse = (x[self.rows, :, self.queries] for x in (gradient, q, out, lse))
+        return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal)
+
+    def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
+        """Add the gradients of these queries, keys and values to those of all tokens (in place).
+
+        Args:
+            gradients: Result of `gradients`.
+            grad_q: Gradients of all queries of this rank.
+            grad_kv: Gradients of all keys and values of the other rank.
+        """
+        grad_q[self.rows, :, self.queries] += gradients[0]
+        grad_kv[0, self.rows, :, self.keys] += gradients[1]
+        grad_kv[1, self.rows, :, self.keys] += gradients[2]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The attention of one rank. A plain list in its place would be searched for tensors by FSDP in each layer."""
+
+    steps: list[list[RingBlock]]
+    """Blocks of each step; in step i, the rank has the keys of the rank i before it."""
+
+
+def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[int] | None = None) -> Ring:
+    """Return the blocks that a rank computes: each pair of one of its queries and a visible key, once.
+
+    Args:
+        rank: Rank of the queries.
+        ranks: Number of ranks that share the rows, zig-zag (see `context_parallel.local_token_indices`).
+        row_tokens: Length of the full rows.
+        bounds: Bounds of the documents, as in `Documents`; None if every row is one document.
+    """
+    piece = row_tokens // (2 * ranks)
+    steps: list[list[RingBlock]] = [[] for _ in range(ranks)]
+    for rows, document in _documents_of_rows(row_tokens, bounds):
+        queries = _tokens_of_rank(document, rank, ranks, piece=piece)
+        for step in range(ranks if queries else 0):
+            source = (rank - step) % ranks
+            keys = _tokens_of_rank(document, source, ranks, piece=piece)
+            # All queries see the front piece of a lower rank. Those of the back piece see a higher rank's two pieces.
+            first_query = max(queries.start, piece) if source > rank else queries.start
+            last_key = min(keys.stop, piece) if source < rank else keys.stop
+            if first_query < queries.stop and keys.start < last_key:
+                block = RingBlock(
+                    rows=rows,
+                    queries=slice(first_query, queries.stop),
+                    keys=slice(keys.start, last_key),
+                    causal=step == 0,
+                )
+                steps[step].append(block)
+    return Ring(steps)
+
+
+def _documents_of_rows(row_tokens: int, bounds: Sequence[int] | None) -> Iterator[tuple[slice, range]]:
+    """Yield the rows of each document, and its positions in them."""
+    if bounds is None:
+        yield slice(None), range(row_tokens)
+        return
+    for start, end in pairwise(bounds):
+        row, position = divmod(start, row_tokens)
+        yield slice(row, row + 1), range(position, position + end - start)
+
+
+def _tokens_of_rank(document: range, rank: int, ranks: int, piece: int) -> range:
+    """Return the indices of a document's tokens among those of a rank; they are contiguous.
+
+    Args:
+        document: Positions of the document in its row.
+        rank: The rank.
+        ranks: Number of ranks that share the row.
+        piece: Tokens of each of the rank's two pieces.
+    """
+    piece_starts = (rank * piece, (2 * ranks - 1 - rank) * piece)
+
+    def count_before(position: int) -> int:
+        return sum(min(max(position - start, 0), piece) for start in piece_starts)
+
+    return range(count_before(document.start), count_before(document.stop))

@@ -9,13 +9,12 @@ the front and one from the back (zig-zag), so that all ranks have equal work at 
 ulysses (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all gives each rank all tokens of some heads. A second
 all-to-all returns the tokens to their ranks.
 
-Attention between documents is masked, as without context parallelism.
+Documents do not attend to each other, as without context parallelism.
 Shapes: B batch, T tokens of the full row, t = T / ranks, H heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attention
+from phalanx.model.attention import Attention, Documents
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.block_attention import attention_backward, attention_with_lse
+from phalanx.parallel.block_attention import Ring, find_ring_blocks
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -100,7 +100,7 @@ def apply_context_parallel(model: Transformer, cp: ContextParallelGroup) -> None
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, cp, x_BT)  # type: ignore[method-assign]
     if cp.kind == "ring":
-        model.attention_mask = lambda documents, dtype: documents.starts  # type: ignore[method-assign]
+        model.attention_mask = partial(_ring_of_documents, cp)  # type: ignore[assignment, method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             attend = _ring_attention if cp.kind == "ring" else _ulysses_attention
@@ -156,34 +156,34 @@ class _AllToAll(torch.autograd.Function):
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _ring_attention(
-    _: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None
-) -> Tensor:
+def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
+    # On CUDA, the host waits here for the bounds: once for all blocks of a micro-batch (of a stage in a pipeline).
+    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.bounds.tolist())
+
+
+def _ring_attention(_: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
+    ring = ring or find_ring_blocks(cp.rank, cp.size, q.shape[1] * cp.size)
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, cp)).transpose(1, 2)
+    return cast(Tensor, _RingAttention.apply(q, k, v, ring, cp)).transpose(1, 2)
 
 
 class _RingAttention(torch.autograd.Function):
     """Attention of q [B, H, t, K] to the keys and values of all ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, cp: ContextParallelGroup
-    ) -> Tensor:
-        accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros_like(q, dtype=accumulate_dtype)
-        lse = out.new_full(q.shape[:3], float("-inf"))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, cp: ContextParallelGroup) -> Tensor:
+        out = torch.empty_like(q, dtype=at_least_fp32(q[:0]).dtype)
+        lse = out.new_empty(q.shape[:3])
         local_kv = torch.stack([k, v])
         kv = local_kv
-        for step in range(cp.size):
+        for step, blocks in enumerate(ring.steps):
             next_kv, wait_next_kv = cp.send_to_next(kv) if step + 1 < cp.size else (kv, _no_wait)
-            block = ring_block(cp, step, q.shape[2], starts_BT=starts_BT)
-            partial_out, partial_lse = block.attend(q, kv)
-            block.merge(partial_out, partial_lse, out, lse=lse)
+            for block in blocks:
+                block.attend(q, kv, out, lse=lse)
             wait_next_kv()
             kv = next_kv
-        ctx.starts = starts_BT
+        ctx.ring = ring
         ctx.cp = cp
         out = out.to(q.dtype)
         ctx.save_for_backward(q, local_kv, out, lse)
@@ -197,12 +197,12 @@ class _RingAttention(torch.autograd.Function):
         # Gradients follow their keys and values around the ring, and return to their owner one step later.
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
         wait_grad_kv: Callable[[], None] = _no_wait
-        for step in range(ctx.cp.size):
+        for step, blocks in enumerate(ctx.ring.steps):
             next_kv, wait_next_kv = ctx.cp.send_to_next(kv) if step + 1 < ctx.cp.size else (kv, _no_wait)
-            block = ring_block(ctx.cp, step, q.shape[2], starts_BT=ctx.starts)
-            grads = block.gradients(gradient, q, kv, out=out, lse=lse)
+            grads = [block.gradients(gradient, q, kv, out=out, lse=lse) for block in blocks]
             wait_grad_kv()
-            block.add(grads, grad_q, grad_kv)
+            for block, block_grads in zip(blocks, grads, strict=True):
+                block.add(block_grads, grad_q, grad_kv)
             wait_next_kv()
             kv = next_kv
             grad_kv, wait_grad_kv = ctx.cp.send_to_next(grad_kv)
@@ -213,114 +213,3 @@ class _RingAttention(torch.autograd.Function):
 
 def _no_wait() -> None:
     """No-op: nothing is pending."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingBlock:
-    """The work of one step of the ring: queries of this rank, and the keys of another rank that they see."""
-
-    queries: slice
-    """Tokens of this rank."""
-    keys: slice
-    """Tokens of the rank that has the keys."""
-    causal: bool
-    """True if query i sees the keys up to i; a mask replaces it."""
-    mask: Tensor | None
-    """Visible keys of each query, [B, 1, ., .] bool; None if there are no document boundaries."""
-
-    def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention to these keys alone, and the log-sum-exp of its scores."""
-        k, v = kv[:, :, :, self.keys].unbind()
-        return attention_with_lse(q[:, :, self.queries], k, v, causal=self.causal, mask=self.mask)
-
-    def merge(self, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the attention to these keys into that to the keys of earlier steps (in place).
-
-        Args:
-            partial_out: Attention of these queries to these keys.
-            partial_lse: Log-sum-exp of its scores.
-            out: Attention of all queries.
-            lse: Log-sum-exp of its scores.
-        """
-        _merge_partial_attention(out[:, :, self.queries], lse[:, :, self.queries], partial_out, partial_lse=partial_lse)
-
-    def gradients(
-        self, gradient: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of these queries, keys and values.
-
-        Args:
-            gradient: Gradient of `out`.
-            q: Queries of this rank.
-            kv: Keys and values of the other rank.
-            out: Attention of the queries to all keys.
-            lse: Log-sum-exp of the scores of all keys.
-        """
-        k, v = kv[:, :, :, self.keys].unbind()
-        gradient, q, out, lse = (x[:, :, self.queries] for x in (gradient, q, out, lse))
-        return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal, mask=self.mask)
-
-    def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
-        """Add the gradients of these queries, keys and values to those of all tokens (in place).
-
-        Args:
-            gradients: Result of `gradients`.
-            grad_q: Gradients of all queries of this rank.
-            grad_kv: Gradients of all keys and values of the other rank.
-        """
-        grad_q[:, :, self.queries] += gradients[0]
-        grad_kv[0][:, :, self.keys] += gradients[1]
-        grad_kv[1][:, :, self.keys] += gradients[2]
-
-
-def ring_block(cp: ContextParallelGroup, step: int, tokens: int, starts_BT: Tensor | None) -> RingBlock:
-    """Return the work of this rank in a step of the ring.
-
-    Args:
-        cp: The ranks of the ring.
-        step: Step of the ring; in step i, this rank has the keys of the rank i before it.
-        tokens: Tokens of one rank, t.
-        starts_BT: Start of each token's document in the full row; None without document boundaries.
-    """
-    source = (cp.rank - step) % cp.size
-    queries, keys = visible_blocks(cp.rank, source, tokens)
-    mask = _block_mask(cp, source, starts_BT, query_slice=queries, key_slice=keys)
-    return RingBlock(queries=queries, keys=keys, causal=step == 0, mask=mask)
-
-
-def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
-    """Return the slices of a rank's queries and of another rank's keys with causal attention.
-
-    Each rank has a piece from the front and one from the back (zig-zag). All queries see the front piece of a lower
-    rank. Only queries of the back piece see a higher one, and they see all its keys.
-
-    Args:
-        rank: Rank of the queries.
-        source: Rank of the keys.
-        tokens: Tokens of one rank, t.
-    """
-    all_tokens = slice(0, tokens)
-    half = tokens // 2
-    if source < rank:
-        return all_tokens, slice(0, half)
-    return (all_tokens if source == rank else slice(half, tokens)), all_tokens
-
-
-def _block_mask(
-    cp: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
-) -> Tensor | None:
-    """Return the bool mask [B, 1, ., .] of visible keys; None if there are no document boundaries."""
-    if starts_BT is None:
-        return None
-    tokens = starts_BT.shape[1]
-    query = cp.local_token_indices(tokens, starts_BT.device)[query_slice]
-    key = local_token_indices(tokens, cp.size, source, kind="ring", device=starts_BT.device)[key_slice]
-    same_document = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
-    return same_document & (query[:, None] >= key)
-
-
-def _merge_partial_attention(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
-    """Merge attention [B, H, ., K] to other keys into `out`, whose log-sum-exp is `lse` (in place)."""
-    merged_lse = torch.logaddexp(lse, partial_lse)
-    out.mul_((lse - merged_lse).exp()[..., None]).add_(partial_out * (partial_lse - merged_lse).exp()[..., None])
-    lse.copy_(merged_lse)

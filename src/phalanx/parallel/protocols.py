@@ -55,17 +55,11 @@ class ModelShardingProtocol(Protocol):
 class TensorParallelProtocol(Protocol):
     """The ranks that share matrix products (tensor parallelism)."""
 
+    first_row: int
+    """First row of the vocabulary on this rank."""
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """All-reduce a tensor in place, and return it."""
-
-    def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """Return the loss of this rank's part of the logits, like `Strategy.cross_entropy`.
-
-        Args:
-            logits_BTV: Logits of this rank's part of the vocabulary.
-            targets_BT: Token ids of the full vocabulary.
-            ignored: Token id of targets that are not counted.
-        """
 
     def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
         """Return the shape of the residual stream without its width, for a micro-batch of shape `tokens`."""

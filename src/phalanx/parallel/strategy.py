@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.dtypes import at_least_fp32
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -94,7 +95,7 @@ class Strategy:
         """The ranks that share the model."""
         self.clock: DeviceClock = HOST_CLOCK
         self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
-        """The loss of full logits."""
+        """The loss of the logits."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """The passes of this rank in the last step, with start and end by its clock."""
 
@@ -235,12 +236,10 @@ class Strategy:
         """Return the loss of the model's logits, summed over the targets that are not `ignored`.
 
         Args:
-            logits: Logits [B, T, V], or this rank's part of the vocabulary.
+            logits: Logits [B, T, V], or this rank's part of the vocabulary. Those of a transformer are overwritten.
             targets_BT: Target token ids.
             ignored: Token id of targets that are not counted.
         """
-        if self.model_parallel.tensor_parallel is not None:
-            return self.model_parallel.tensor_parallel.cross_entropy(logits, targets_BT, ignored)
         return self.loss_of_logits(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
@@ -319,6 +318,5 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tenso
         targets_BT: Target token ids.
         ignored: Token id of targets that are not counted.
     """
-    logits = logits_BTV.flatten(0, 1)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = at_least_fp32(logits_BTV.flatten(0, 1))
     return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, MoE, grouped_linear
+from phalanx.model.moe import Experts, GroupedProduct, MoE
+from phalanx.model.products import IDENTITY, SWIGLU, activated_product
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
@@ -60,6 +60,7 @@ class PartiallyTrainedExperts(Experts):
             sharding: Shards of the model, if ranks share it.
         """
         nn.Module.__init__(self)
+        self.defer_or_compute = experts.defer_or_compute
         self.experts_on_rank = local_experts
         self.all_trained_experts = trained_experts.experts
         self.model_sharding = sharding
@@ -94,11 +95,12 @@ class PartiallyTrainedExperts(Experts):
         return torch.cat([y, z])[torch.cat([trained_rows, frozen_rows]).argsort()]
 
     def _apply_frozen_experts(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
-        gate, up, down = (cast(FrozenExpertWeights, self.frozen[kind]) for kind in KINDS)
-        hidden = F.silu(_FrozenGroupedLinear.apply(x_ND, gate, offsets_E)) * _FrozenGroupedLinear.apply(
-            x_ND, up, offsets_E
+        gate, up, down = (
+            FrozenProduct(weights=cast(FrozenExpertWeights, self.frozen[kind]), offsets=offsets_E) for kind in KINDS
         )
-        return cast(Tensor, _FrozenGroupedLinear.apply(hidden, down, offsets_E))
+        no_weight = x_ND.new_empty(0)  # products have their own
+        inner = (activated_product(product, IDENTITY, no_weight, x_ND) for product in (gate, up))
+        return activated_product(down, SWIGLU, no_weight, *inner)
 
 
 class FrozenExpertWeights(nn.Module):
@@ -136,22 +138,21 @@ class FrozenExpertWeights(nn.Module):
         return dequantize_blocks(self.numbers, self.scale, self.shape[1:].numel()).view(self.shape).to(dtype)
 
 
-class _FrozenGroupedLinear(torch.autograd.Function):
+@dataclass(frozen=True, kw_only=True)
+class FrozenProduct(GroupedProduct):
     """Product of rows and the frozen weights of their experts.
 
-    The stored weights are saved for the backward pass, not the dequantized ones, which are computed again."""
+    The dequantized weights are computed again in the backward pass, not saved."""
 
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, frozen_weights: FrozenExpertWeights, offsets_E: Tensor) -> Tensor:
-        ctx.frozen_weights = frozen_weights
-        ctx.save_for_backward(offsets_E)
-        return grouped_linear(x_NI, frozen_weights.dequantized(x_NI.dtype), offsets_E)
+    weights: FrozenExpertWeights
 
-    @staticmethod
-    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor, None, None]:
-        (offsets_E,) = ctx.saved_tensors
-        weight = ctx.frozen_weights.dequantized(gradient_NO.dtype)
-        return grouped_linear(gradient_NO.contiguous(), weight.transpose(1, 2).contiguous(), offsets_E), None, None
+    def forward(self, x: Tensor, *_: Tensor | None) -> Tensor:
+        """Return the product, [N, O]."""
+        return super().forward(x, self.weights.dequantized(x.dtype))
+
+    def input_gradient(self, gradient: Tensor, _: Tensor) -> Tensor:
+        """Return the gradient of the rows."""
+        return super().input_gradient(gradient, self.weights.dequantized(gradient.dtype))
 
 
 def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:

@@ -180,7 +180,8 @@ class PipelineStrategy(Strategy):
         for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
-            for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
+            sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
+            for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.passes.loss_scale = self.loss_scale
         self.data_parallel.end_rehearsal()

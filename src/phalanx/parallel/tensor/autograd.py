@@ -1,21 +1,20 @@
 """Autograd functions of tensor parallelism.
 
-Column- and row-parallel products, all-gather, reduce-scatter, all-reduce, and the cross entropy over a sharded
-vocabulary."""
+Column- and row-parallel products, all-gather, reduce-scatter and all-reduce."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-TensorTuple = tuple[Tensor, ...]
-
+from phalanx.model.products import Product, TensorTuple, autocast_operands
 
 if TYPE_CHECKING:
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
@@ -24,21 +23,26 @@ if TYPE_CHECKING:
 def column_parallel(x: Tensor, tp: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
     """Return this rank's columns of the products of `x` with each layer's matrix."""
     products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), tp)
-    return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+    return tuple(add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
-def row_parallel(hidden: Tensor, tp: TensorParallelGroup, layer: nn.Linear) -> Tensor:
-    """Return the sum over ranks of their products, with the tokens of the residual stream.
+@dataclass(frozen=True, kw_only=True)
+class RowParallelProduct(Product):
+    """The sum over ranks of x W^T, with the tokens of the residual stream; x is this rank's columns."""
 
-    Args:
-        hidden: This rank's columns of the input, [B, T, columns].
-        tp: Ranks that share the layer.
-        layer: Layer with these columns of the weight, and with the full bias.
-    """
-    return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), tp), layer.bias)
+    tp: TensorParallelGroup
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the reduced product, plus the full bias."""
+        return add_bias(self.tp.reduce_tokens(F.linear(x, weight)), bias)
+
+    def receive_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of all tokens."""
+        return self.tp.gather_tokens(gradient)
 
 
-def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output of a linear layer from its product."""
     return product if bias is None else product + bias.to(product.dtype)
 
 
@@ -51,8 +55,8 @@ class ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights_and_tp: Any) -> TensorTuple:
         """Gather the tokens, and return their product with each weight."""
         *weights, tp = weights_and_tp
-        ctx.save_for_backward(x)
-        ctx.weights = weights
+        ctx.save_for_backward(x, *weights)
+        ctx.weight_edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         ctx.tp = tp
         gathered = tp.gather_tokens(x)
         return tuple(F.linear(gathered, weight) for weight in weights)
@@ -60,8 +64,7 @@ class ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and the weights; the latter may be deferred."""
-        (x,) = ctx.saved_tensors
-        weights = ctx.weights
+        x, *weights = ctx.saved_tensors
         tp = ctx.tp
         # A deferred weight gradient gathers its input when it is computed.
         gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-1])
@@ -72,51 +75,16 @@ class ColumnParallelLinear(torch.autograd.Function):
         finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
         weight_grads = [
-            tp.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
+            tp.deferred_grads.defer_or_compute(edge, partial(_weight_gradient, gradient, get_gathered_x))
             if needed
             else None
-            for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
+            for gradient, edge, needed in zip(gradients, ctx.weight_edges, ctx.needs_input_grad[1:-1], strict=True)
         ]
         return finish_reduce(), *weight_grads, None
 
 
-class RowParallelLinear(torch.autograd.Function):
-    """y = sum over ranks of h W^T."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, tp: TensorParallelGroup) -> Tensor:
-        """Return the reduced product."""
-        ctx.save_for_backward(hidden)
-        ctx.weight = weight
-        ctx.tp = tp
-        return tp.reduce_tokens(F.linear(hidden, weight))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of the input and the weight; the latter may be deferred."""
-        (hidden,) = ctx.saved_tensors
-        weight = ctx.weight
-        tp = ctx.tp
-        gradient = tp.gather_tokens(gradient)
-        needed = ctx.needs_input_grad[1]
-        weight_grad = (
-            tp.deferred_grads.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
-            if needed
-            else None
-        )
-        return gradient @ weight, weight_grad, None
-
-
 def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
     return gradient.flatten(0, -2).T @ x().flatten(0, -2)
-
-
-def autocast_operands(*tensors: Tensor) -> TensorTuple:
-    """Cast the operands of a product as autocast does."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
 
 
 class GatherFromSequence(torch.autograd.Function):
@@ -176,32 +144,3 @@ class AllReduceForward(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the gradient unchanged."""
         return gradient, None
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """log sum_v exp x_v - x_target, by two all-reduces: the maximum, then two sums per token.
-
-    Source: Megatron-LM, section 3."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first_row: int, tp: TensorParallelGroup
-    ) -> Tensor:
-        """Return the loss summed over the targets that are not `ignored`."""
-        column = target_N - first_row
-        is_local = (column >= 0) & (column < x_NV.shape[1])
-        column = column.masked_fill(~is_local, 0)[:, None]
-        row_max = tp.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
-        exp_NV = (x_NV - row_max[:, None]).exp_()
-        target_logit = (x_NV.gather(1, column)[:, 0] - row_max).masked_fill(~is_local, 0)
-        total, target_logit = tp.all_reduce(torch.stack([exp_NV.sum(1), target_logit])).unbind()
-        is_counted = target_N != ignored
-        ctx.save_for_backward(exp_NV.div_(total[:, None]), column, is_local, is_counted)
-        return ((total.log() - target_logit) * is_counted).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Return the gradient of this rank's logits."""
-        probs_NV, column, is_local, is_counted = ctx.saved_tensors
-        grad_x = probs_NV.scatter_add(1, column, -is_local.to(probs_NV.dtype)[:, None])
-        return grad_x.mul_((is_counted * gradient)[:, None]), None, None, None, None

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.model.attention import Attention
+from phalanx.model.products import TensorTuple
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.tensor.autograd import TensorTuple
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 from phalanx.spec.model import ModelSpec
 

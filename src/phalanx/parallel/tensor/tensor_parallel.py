@@ -27,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.attention import Attention
-from phalanx.model.mlp import GELUMLP, SwiGLUMLP
+from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.mlp import MLP, SwiGLUMLP
 from phalanx.model.moe import MoE, Router
 from phalanx.model.norm import RMSNorm
+from phalanx.model.products import IDENTITY, activated_linear, autocast_operands
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -41,10 +43,8 @@ from phalanx.parallel.tensor.autograd import (
     ColumnParallelLinear,
     GatherFromSequence,
     ReduceToSequence,
-    VocabParallelCrossEntropy,
-    autocast_operands,
+    RowParallelProduct,
     column_parallel,
-    row_parallel,
 )
 
 
@@ -125,20 +125,6 @@ class TensorParallelGroup:
         rows, count = tokens
         return rows, count // self.size if self.sequence else count
 
-    def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """Return the summed negative log-likelihood of the targets in nats, at least in fp32.
-
-        Args:
-            logits_BTV: Logits of this rank's part of the vocabulary.
-            targets_BT: Token ids of the full vocabulary.
-            ignored: Token id of targets that are not counted.
-        """
-        logits = logits_BTV.flatten(0, 1)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return cast(
-            Tensor, VocabParallelCrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self)
-        )
-
     def wait(self, work: dist.Work | None) -> None:
         """Wait for pending communication, if any."""
         with self.comm_wait.measure():
@@ -176,12 +162,14 @@ def apply_tensor_parallel(
 
 def _parallelize_part(part: nn.Module, tp: TensorParallelGroup) -> None:
     """Make a pair of products, or the experts, compute with the shards of all ranks."""
+    product = RowParallelProduct(tp.deferred_grads.defer_or_compute, tp=tp)
     if isinstance(part, Attention):
-        _parallelize_pair(part, tp, ("wq", "wk", "wv"), second="wo")
-    elif isinstance(part, SwiGLUMLP):
-        _parallelize_pair(part, tp, ("gate", "up"), second="down")
-    elif isinstance(part, GELUMLP):
-        _parallelize_pair(part, tp, ("up",), second="down")
+        _shard_first_products(part, tp, ("wq", "wk", "wv"))
+        # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
+        part.project_out = lambda heads_BTQ: activated_linear(part.wo, product, IDENTITY, heads_BTQ)  # type: ignore[method-assign]
+    elif isinstance(part, MLP):
+        _shard_first_products(part, tp, ("gate", "up") if isinstance(part, SwiGLUMLP) else ("up",))
+        part.product = product
     elif isinstance(part, MoE):
         part.apply_experts = partial(_apply_expert_shards, part.apply_experts, tp)  # type: ignore[method-assign]
 
@@ -198,10 +186,8 @@ def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> Non
         model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, tp)  # type: ignore[method-assign]
 
 
-def _parallelize_pair(part: Any, tp: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
-    # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
-    part.project_in = lambda x: column_parallel(x, tp, *(getattr(part, name) for name in first))
-    part.project_out = lambda hidden: row_parallel(hidden, tp, getattr(part, second))
+def _shard_first_products(part: Any, tp: TensorParallelGroup, layers: tuple[str, ...]) -> None:
+    part.project_in = lambda x: column_parallel(x, tp, *(getattr(part, name) for name in layers))
 
 
 def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -243,7 +229,7 @@ def _norm_across_heads(norm: RMSNorm, tp: TensorParallelGroup, x: Tensor) -> Ten
     """Return x / rms(x) x weight, where each rank has some of the heads.
 
     An equal number of ranks has each head."""
-    exact = x if x.dtype == torch.float64 else x.float()
+    exact = at_least_fp32(x)
     total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), tp))
     scale = (total / (tp.size * x.shape[-1]) + norm.eps).rsqrt()
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)

@@ -1,0 +1,179 @@
+"""Products of activations and weights, whose backward pass recomputes the activation.
+
+The input of an MLP's last product is an elementwise function of the outputs of its first ones, which are as large. It
+is cheap to compute, so only the outputs of the first products are saved: two numbers per inner unit of a SwiGLU instead
+of the four that PyTorch's operations save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+# Into the tensor of the given gradient, which backward passes then need no more.
+SILU_BACKWARD = torch.ops.aten.silu_backward.grad_input
+GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
+TensorTuple = tuple[Tensor, ...]
+DeferOrCompute = Callable[[GradientEdge | None, Callable[[], Tensor]], Tensor | None]
+"""Function of a weight's place in the graph and of a function for its gradient; returns it, or None if deferred."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function and its gradients."""
+
+    output: Callable[..., Tensor]
+    """Function of the inputs."""
+    recompute: Callable[..., tuple[Tensor, Callable[[Tensor], TensorTuple]]]
+    """Function of the inputs that returns the output, and a function from its gradient to those of the inputs."""
+
+
+def _identity_again(x: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
+    return x, lambda gradient: (gradient,)
+
+
+def _swiglu_again(gate: Tensor, up: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
+    silu = F.silu(gate)
+
+    def gradients(gradient: Tensor) -> TensorTuple:
+        grad_up = silu.mul_(gradient)
+        return SILU_BACKWARD(gradient.mul_(up), gate, grad_input=gradient), grad_up
+
+    return silu * up, gradients
+
+
+def gelu(approximate: str) -> Activation:
+    """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
+
+    def again(x: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
+        return F.gelu(x, approximate=approximate), lambda gradient: (
+            GELU_BACKWARD(gradient, x, approximate=approximate, grad_input=gradient),
+        )
+
+    return Activation(lambda x: F.gelu(x, approximate=approximate), again)
+
+
+IDENTITY = Activation(lambda x: x, _identity_again)
+SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_again)
+"""silu(gate) x up (GLU variants, arXiv 2002.05202)."""
+
+
+def compute_now(_: GradientEdge | None, gradient: Callable[[], Tensor]) -> Tensor:
+    """Return the gradient of a weight."""
+    return gradient()
+
+
+@dataclass(frozen=True)
+class Product:
+    """x W^T and its gradients; layouts replace it by products that communicate or defer."""
+
+    defer_or_compute: DeferOrCompute = compute_now
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product, [..., O].
+
+        Args:
+            x: Rows, [..., I].
+            weight: W, [O, I].
+            bias: Added to the product, [O].
+        """
+        return F.linear(x, weight, bias)
+
+    def receive_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of this rank's product from that of the output."""
+        return gradient
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the rows."""
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the weight.
+
+        Args:
+            gradient: Gradient of the product, [..., O].
+            x: Rows, [..., I].
+            weight: W, [O, I].
+        """
+        return gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+    def weight_edge(self, weight: Tensor) -> GradientEdge | None:
+        """Return where a deferred gradient enters the graph; None if gradients are not deferred.
+
+        A recomputed forward pass would save the weight without it."""
+        return get_gradient_edge(weight) if self.defer_or_compute is not compute_now and weight.requires_grad else None
+
+
+LINEAR = Product()
+
+
+def activated_product(
+    product: Product, activation: Activation, weight: Tensor, *inputs: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
+
+    Args:
+        product: The product.
+        activation: The function whose inputs are saved for the backward pass.
+        weight: The weight, W.
+        inputs: Inputs of the activation, of one shape.
+        bias: The bias, b.
+    """
+    weight, *operands = autocast_operands(weight, *inputs)
+    if bias is not None:
+        (bias,) = autocast_operands(bias)
+    return cast(Tensor, _ActivatedProduct.apply(product, activation, weight, bias, *operands))
+
+
+def activated_linear(layer: nn.Linear, product: Product, activation: Activation, *inputs: Tensor) -> Tensor:
+    """Return the output of a linear layer whose input is activation(inputs).
+
+    Args:
+        layer: The layer.
+        product: Its product.
+        activation: The function whose inputs are saved for the backward pass.
+        inputs: Inputs of the activation, of one shape.
+    """
+    return activated_product(product, activation, layer.weight, *inputs, bias=layer.bias)
+
+
+def autocast_operands(*tensors: Tensor) -> TensorTuple:
+    """Cast the operands of a product as autocast does."""
+    device_type = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+
+
+class _ActivatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: Product, activation: Activation, weight: Tensor, bias: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        ctx.product = product
+        ctx.activation = activation
+        ctx.weight_edge = product.weight_edge(weight)
+        is_input_needed = ctx.needs_input_grad[2] or activation is not IDENTITY
+        ctx.save_for_backward(weight, *(inputs if is_input_needed else (None,)))
+        return product.forward(activation.output(*inputs), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        weight, *inputs = ctx.saved_tensors
+        product: Product = ctx.product
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        gradient = product.receive_gradient(gradient)
+        x, input_gradients = ctx.activation.recompute(*inputs)
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = product.defer_or_compute(
+                ctx.weight_edge, partial(product.weight_gradient, gradient, x, weight)
+            )
+        del x  # one tensor less at the peak, unless the weight's gradient is deferred
+        return None, None, grad_weight, grad_bias, *input_gradients(product.input_gradient(gradient, weight))

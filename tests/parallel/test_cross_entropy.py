@@ -1,0 +1,88 @@
+"""The loss in place of the logits, against PyTorch's in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.parallel import cross_entropy
+from phalanx.parallel.cross_entropy import in_place_cross_entropy
+from phalanx.testing import rank_pool
+
+IGNORED = -100
+
+
+def logits_and_targets(vocab, dtype):
+    torch.manual_seed(vocab)
+    targets = torch.randint(vocab, (3, 7))
+    targets[0, :2] = targets[2, 6] = IGNORED
+    return 4 * torch.randn(3, 7, vocab, dtype=dtype), targets
+
+
+def exact_loss(logits, targets, scale):
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(leaf.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    (scale * loss).backward()
+    return loss, leaf.grad
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 100, 2**20], ids=["row", "rows", "whole"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 33, 50])
+def test_in_place_cross_entropy_equals_fp64(vocab, dtype, chunk_logits, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "loss_chunk_rows", lambda columns, on_cuda: max(1, chunk_logits // columns))
+    logits, targets = logits_and_targets(vocab, dtype)
+    expected, expected_grad = exact_loss(logits, targets, scale=0.25)
+    leaf = logits.requires_grad_()
+    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED)
+    (0.25 * loss).backward()
+    tolerance = 8 * torch.finfo(dtype).eps
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+
+
+def test_logits_without_gradient_are_not_overwritten():
+    logits, targets = logits_and_targets(50, torch.float32)
+    before = logits.clone()
+    expected, _ = exact_loss(logits, targets, scale=1)
+    torch.testing.assert_close(in_place_cross_entropy(logits, targets, IGNORED).double(), expected)
+    assert torch.equal(logits, before)
+
+
+def test_rows_without_counted_target_have_no_gradient_and_no_loss():
+    logits = torch.randn(1, 4, 9, requires_grad=True)
+    targets = torch.full((1, 4), 3)  # an index of the vocabulary may be the ignored one
+    loss = in_place_cross_entropy(logits * 1, targets, 3)
+    loss.backward()
+    assert loss == 0
+    assert not logits.grad.any()
+
+
+def loss_of_columns(cases):
+    """The loss and this rank's columns of the gradient, by vocabulary and dtype."""
+    import torch.distributed as dist
+
+    from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
+    from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
+
+    found = []
+    for vocab, dtype in cases:
+        logits, targets = logits_and_targets(vocab, dtype)
+        tp = TensorParallelGroup(dist.group.WORLD, False, vocab, DeferredWeightGrads())
+        columns = logits.tensor_split([-(-vocab // 2)], dim=2)[tp.rank].clone().requires_grad_()
+        loss = in_place_cross_entropy(columns * 1, targets, IGNORED, tp=tp)
+        loss.backward()
+        found.append((loss.item(), columns.grad))
+    return found
+
+
+def test_cross_entropy_of_columns_on_two_ranks_equals_fp64():
+    cases = [(vocab, dtype) for vocab in (50, 33) for dtype in (torch.float64, torch.float32)]
+    for (vocab, dtype), *parts in zip(cases, *rank_pool(2).run(loss_of_columns, cases), strict=True):
+        logits, targets = logits_and_targets(vocab, dtype)
+        expected, expected_grad = exact_loss(logits, targets, scale=1)
+        tolerance = 8 * torch.finfo(dtype).eps
+        for loss, _ in parts:
+            assert loss == pytest.approx(expected.item(), rel=tolerance)
+        grad = torch.cat([grad for _, grad in parts], dim=2)
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
