@@ -121,7 +121,7 @@ def flex(blocks: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def ring_block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute the diagonal block of ring attention; autograd differentiates its forward pass."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return attention_with_lse(q, k, v, True, None)[0].transpose(1, 2)
+    return attention_with_lse(q, k, v, causal=True)[0].transpose(1, 2)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, starts: Tensor) -> list[Tensor]:

@@ -19,3 +19,8 @@ def batch_rows(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
 def locate_documents(starts_BT: Tensor) -> Documents:
     """Return the documents that start where `starts_BT` says, as a model takes them."""
     return Documents(starts_BT, torch.from_numpy(document_bounds(starts_BT.numpy())))
+
+
+def starts_of_lengths(lengths: list[list[int]]) -> Tensor:
+    """Return the starts of documents, [B, T], by the lengths of each row's."""
+    return torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])

@@ -42,3 +42,4 @@ def give_numbers() -> None:
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
     for module in (rank_records, step_profiler):
         module.measure_clock_offset = lambda *_, **__: clock_sync.ClockOffset()
+    step_profiler.trace_gpu_step = lambda step, *_: (step(), None)  # CUPTI crashes without a driver

@@ -49,15 +49,11 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward pass; pairs hidden by a document mask are computed too."""
-        return self.flops_of_pairs(is_half=self.causal and not self.masked)
+        """FLOPs of the forward pass over all pairs of tokens, or half of them if causal: 4 B H T T K.
 
-    def flops_of_pairs(self, is_half: bool) -> int:
-        """Return FLOPs of the forward pass over all pairs of tokens or half of them: 4 B H T T K.
-
-        Source: arXiv 2204.02311, appendix B. The backward pass has twice as many.
-        """
-        pairs = self.queries * self.keys // (2 if is_half else 1)
+        Source: arXiv 2204.02311, appendix B. The backward pass has twice as many. A dense document mask, as on CUDA in
+        fp32, has all pairs."""
+        pairs = self.queries * self.keys // (2 if self.causal else 1)
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
 

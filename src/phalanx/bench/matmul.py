@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
-from phalanx.model.attention import Attention, Documents, attention_mask, has_flash_kernel
+from phalanx.model.attention import Attention, Documents, attention_mask
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.block_attention import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
@@ -67,9 +67,7 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     for core, count in attention_shapes(run, world_size).items():
         calls = (_ring_calls if core.ring else _attention_calls)(core, dtype, device)
         pass_seconds = _time_passes(calls, device, iterations)
-        by_document = not core.ring and has_flash_kernel(device, dtype, core.head_dim)
-        flops = core.flops_of_pairs(is_half=True) if by_document else core.flops
-        row = {"count": count, **asdict(core), "flops": flops}
+        row = {"count": count, **asdict(core), "flops": core.flops}
         rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
@@ -88,19 +86,15 @@ def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.dev
 
 
 def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
-    """Return the passes of a step of ring attention."""
+    """Return the passes of a step of ring attention, with one row per document."""
     make = partial(torch.randn, device=device, dtype=dtype)
     q = make(core.batch, core.heads, core.queries, core.head_dim)
     k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
-    mask = None
-    if core.masked:
-        mask = torch.ones(core.batch, 1, core.queries, core.keys, dtype=torch.bool, device=device)
-        mask = mask.tril() if core.causal else mask
-    out, lse = attention_with_lse(q, k, v, causal=core.causal, mask=mask)
+    out, lse = attention_with_lse(q, k, v, causal=core.causal)
     gradient = torch.ones_like(out)
     return {
-        "forward": lambda: attention_with_lse(q, k, v, causal=core.causal, mask=mask),
-        "backward": lambda: attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=core.causal, mask=mask),
+        "forward": lambda: attention_with_lse(q, k, v, causal=core.causal),
+        "backward": lambda: attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=core.causal),
     }
 
 

@@ -7,6 +7,9 @@ from operator import attrgetter
 from typing import TypeVar
 
 T = TypeVar("T")
+CPU_LOSS_LOGITS = 2**20
+CUDA_LOSS_LOGITS = 2**26
+"""Logits of a chunk of the loss: enough for a GPU, and few enough for a CPU's caches."""
 
 
 def chunk_by_bytes(items: Iterable[T], limit: int, nbytes: Callable[[T], int] = attrgetter("nbytes")) -> list[list[T]]:
@@ -26,3 +29,8 @@ def chunk_by_bytes(items: Iterable[T], limit: int, nbytes: Callable[[T], int] = 
         chunks[-1].append(item)
         size += nbytes(item)
     return chunks
+
+
+def loss_chunk_rows(vocab: int, on_cuda: bool) -> int:
+    """Return the number of rows of logits whose loss is computed at once (`parallel.cross_entropy`)."""
+    return max(1, (CUDA_LOSS_LOGITS if on_cuda else CPU_LOSS_LOGITS) // vocab)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from phalanx.report import formatting
+from phalanx.report.gpu_profile.step import profile_gpu_step
+from phalanx.report.gpu_profile.trace import parse_gpu_trace
+from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_ratio
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.gpu_traces import step_events
 from tests.helpers.trained_runs import hybrid_run, two_rank_run
 
 
@@ -28,6 +33,22 @@ def test_report_prints_bottleneck_and_all_compared_numbers(hybrid_facts):
             line.startswith(f"{rank['rank']} on {rank['host']} {formatting.format_seconds(rank['compute'])}")
             for line in lines
         )
+
+
+def test_report_prints_table_of_gpus_from_step_records(tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(two_rank_run(), directory)
+    file = rank_record_file(directory, 1)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    last_step = [line for line in lines if "stages" in line][-1]
+    trace = parse_gpu_trace(step_events("step"))
+    last_step["gpu"] = profile_gpu_step(trace.events, trace.annotations["step"])
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    text = command_output("report", directory, width=160)
+    printed = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"times of the GPUs in step {last_step['step']}" in printed
+    assert "exposed communication of mesh_tp 50.0 µs 5.0 %" in printed
+    assert "times of the GPUs" not in command_output("report", two_rank_run())
 
 
 def test_report_prints_no_ansi_colors_when_not_on_terminal():

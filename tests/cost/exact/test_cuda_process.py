@@ -4,7 +4,7 @@
 
 import pytest
 
-from benchmarks.gpu_memory import LIMITS, planned, recorded_rows
+from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned, recorded_rows
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
@@ -28,8 +28,9 @@ def make_run(machine: str, **layout: object) -> RunSpec:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model} {row.layout} {row.world_size}")
 def test_planned_memory_of_cuda_rank_matches_recorded_allocator(row):
     memory = planned(row)
-    assert memory.total == pytest.approx(row.allocated, rel=LIMITS["allocated"])
-    assert memory.reserved == pytest.approx(row.reserved, rel=LIMITS["reserved"])
+    limits = KNOWN_LIMITS.get((row.model, row.layout), LIMITS)
+    assert memory.total == pytest.approx(row.allocated, rel=limits["allocated"])
+    assert memory.reserved == pytest.approx(row.reserved, rel=limits["reserved"])
 
 
 def test_recorded_rows_cover_models_and_kinds_of_activation_checkpointing():
@@ -40,12 +41,11 @@ def test_recorded_rows_cover_models_and_kinds_of_activation_checkpointing():
             assert any(row.model == model and row.layout.split(" pp")[0].endswith(kind) for row in ROWS)
 
 
-def test_rms_norm_saves_its_input_on_cuda_and_fp32_on_a_cpu():
-    """64 MiB and a number for each of 8,192 tokens; 2 x 128 MiB, and the same."""
+def test_rms_norm_saves_its_input_and_a_number_for_each_token():
+    """64 MiB, and 4 bytes for each of 8,192 tokens."""
     spec, layout = load_model_spec("llama3-8b"), Layout(data_parallel="zero3")
     on_cpu, on_cuda = (activation_bytes(spec, 1, 8192, "bf16", layout, on_cuda=on_cuda) for on_cuda in (False, True))
-    assert on_cuda.norms == 65 * (2**26 + 4 * 8192)
-    assert on_cpu.norms == 65 * (2**28 + 4 * 8192)
+    assert on_cuda.norms == on_cpu.norms == 65 * (2**26 + 4 * 8192)
     assert on_cuda.attention == on_cpu.attention
 
 

@@ -76,7 +76,8 @@ def train(
     profile_steps: Annotated[
         str | None,
         typer.Option(
-            help="Profile these steps (inclusive): all passes and collectives over time, and memory in the first step.",
+            help="Profile these steps (inclusive): passes and collectives over time, memory in the first step; on GPUs "
+            "a trace of the last.",
             metavar="FIRST:LAST",
         ),
     ] = None,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report import formatting
+from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.spec.formatting import format_ratio, format_seconds
 
 Facts = dict[str, Any]
@@ -108,6 +109,9 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
     if facts["ranks"]:
         yield rank_time_table(facts["ranks"])
         yield Text(formatting.TABLE_NOTE, "dim")
+    if facts["gpu"]:
+        yield gpu_table(facts["gpu"])
+        yield Text(gpu_profile.TABLE_NOTE, "dim")
     if "swarm" in facts:
         yield Group(format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-MAX_ROUNDS_SHOWN:]))
         if facts["swarm"]["rounds"]:
@@ -159,6 +163,15 @@ def rank_time_table(ranks: Sequence[Facts]) -> Group:
         table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
     more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} ranks that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
+
+
+def gpu_table(gpu: Facts) -> Group:
+    """Return the table of the GPUs' times in a profiled step."""
+    header, *rows = gpu_profile.table_rows(gpu)
+    table = _table(*header)
+    for row in rows:
+        table.add_row(*row)
+    return Group(Text(gpu_profile.table_title(gpu), "bold"), table)
 
 
 def _comparison(comparison: Facts) -> Iterator[RenderableType]:

@@ -3,7 +3,7 @@
 The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): for each operation, count the tensors that it
 saves to compute its gradient. Their sum per layer, T B D (34 + 5 H T / D) bytes, is for GPT in 16 bits with dropout.
 This one differs: flash attention (arXiv 2205.14135) saves a row's logsumexp instead of T x T scores and their softmax,
-there are no dropout layers, SwiGLU saves four inner tensors and GELU two, and autocast saves a bf16 copy of a linear
+there are no dropout layers, SwiGLU saves two inner tensors and GELU one, and autocast saves a bf16 copy of a linear
 layer's input for each layer that reads it.
 
 The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte; or those of its CUDA
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.saved_tensors import (
+    INDEX_BYTES,
     deferred_head_grad_bytes,
     deferred_weight_grad_bytes,
     mlp_backward_bytes,
@@ -35,6 +36,7 @@ from phalanx.cost.exact.saved_tensors import (
 )
 from phalanx.cost.precision import Precision
 from phalanx.schedule.schedule import Schedule
+from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -58,14 +60,11 @@ class ActivationBytes:
     tp_boundaries: int = 0
     """Input and output of a pipeline stage that no other operation saves."""
     head_and_loss: int = 0
-    """Input of the head, log-probabilities (at least fp32) and targets."""
+    """Input of the head, and the gradient of the logits in their place."""
     weight_copies: int = 0
     """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
     loss_gradients: int = 0
-    """Temporary: gradients of log-probabilities and logits at the start of the backward pass.
-
-    (The forward pass ends with less: the logits, and the fp32 copy of bf16 logits.)
-    """
+    """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head."""
     mlp_gradients: int = 0
     """Temporary: the peak in the last MLP or experts in backward, and the residual stream's gradient."""
     recomputed: int = 0
@@ -194,17 +193,10 @@ def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     return shape.residual_tokens * spec.hidden_size * shape.residual_bytes
 
 
-def _norm_saves_stream(spec: ModelSpec, shape: ForwardShape) -> bool:
-    """Return whether a norm saves the residual stream itself; otherwise it saves an fp32 copy."""
-    return shape.on_cuda or spec.norm == "layernorm" or shape.residual_bytes == shape.high_precision_bytes
-
-
 def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
     """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
     saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first))
-    if not stage.first and not _norm_saves_stream(spec, shape) and shape.layout.activation_checkpointing != "full":
-        saved += Counter(tp_boundaries=stream_bytes)
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
@@ -236,10 +228,9 @@ def _saved_by_blocks(
         )
         if shape.layout.activation_checkpointing == "full":
             saved += checkpoint
-            # The first norm saves the block's input, which is saved already, unless the norm needs it in fp32.
-            already_saved = stream_bytes if _norm_saves_stream(spec, shape) else 0
+            # The first norm saves the block's input, which is saved already.
             recompute_peaks.append(
-                (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - already_saved
+                (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - stream_bytes
             )
         elif shape.layout.activation_checkpointing == "selective":
             saved += norm_saved + checkpoint
@@ -269,12 +260,12 @@ def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks
 
 
 def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """Return the bytes of the gradients of log-probabilities and logits at the start of the backward pass."""
-    # For sharded logits, the gradient in the loss's dtype only, plus the other if the logits have another dtype.
-    bytes_per_logit = (
-        2 * shape.high_precision_bytes
-        if shape.tp == 1
-        else shape.high_precision_bytes
-        + (shape.compute_bytes if shape.compute_bytes < shape.high_precision_bytes else 0)
-    )
-    return shape.tokens * shape.max_local_count(spec.vocab_size) * bytes_per_logit
+    """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
+
+    The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
+    gradients of its weight and input."""
+    vocab = shape.max_local_count(spec.vocab_size)
+    rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
+    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
+    loss_bytes = rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
+    return max(loss_bytes, (vocab + shape.tokens) * spec.hidden_size * shape.compute_bytes)

@@ -190,8 +190,12 @@ def zero_buffers(
     gather_elements = [shard * (n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
     max_gather_elements = max(sum(pair) for pair in pairwise([0, *gather_elements]))
     points = [*zip(fractions, reduce_elements, strict=True), (1.0, max_gather_elements)]
-    return [
-        CommBufferPeak(backward_fraction=fraction, bytes=bytes_per_element * size) for fraction, size in points if size
+    return [  # the last bucket contains the embedding, whose gradient follows that of the first block
+        CommBufferPeak(
+            backward_fraction=fraction, bytes=bytes_per_element * size, is_between_blocks=bucket == len(buckets) - 1
+        )
+        for bucket, (fraction, size) in enumerate(points)
+        if size
     ]
 
 

@@ -126,9 +126,8 @@ def recomputed_flops_per_token(
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """Return the FLOPs of a rank's forward and backward passes in one update, including recomputation.
 
-    They are those of the rank's shards of tensors and attention, with balanced experts. Masked documents count as on a
-    CPU, whose kernels compute every pair of tokens; flash attention on CUDA skips pairs of different documents. MFU and
-    HFU do not use this count: by convention they count a sequence's dense causal pairs (`training_flops_per_token`).
+    They are those of the rank's shards of tensors and attention, with balanced experts. Attention has half of the pairs
+    of a sequence's tokens, as if it were one document.
 
     Args:
         run: The run.
@@ -187,9 +186,8 @@ def _attention_core_flops(run: RunSpec, pp_rank: int, tokens: float) -> float:
     """Return the FLOPs of attention's core in the forward pass on a rank's heads."""
     spec = run.model
     num_layers = len(layers_per_rank(run)[pp_rank]) if run.layout.pp > 1 else spec.num_layers
-    causal_fraction = 1.0 if run.data.mask_documents else 0.5
     heads = -(-spec.num_heads // run.layout.tp)
-    return 4 * heads * spec.head_dim * run.training.seq_len * causal_fraction * tokens * num_layers
+    return 4 * heads * spec.head_dim * run.training.seq_len / 2 * tokens * num_layers
 
 
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:

@@ -52,9 +52,9 @@ class ForwardShape:
         """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
         return max(4, self.compute_bytes)
 
-    def attends_by_flash(self, head_dim: int) -> bool:
-        """Return whether a CUDA kernel without mask attends in documents (`model.attention.has_flash_kernel`)."""
-        return self.on_cuda and self.compute_bytes == 2 and is_flash_head_dim(head_dim)
+    def attends_without_mask(self, head_dim: int) -> bool:
+        """Return whether a kernel without mask attends in documents (`model.attention.attends_without_mask`)."""
+        return not self.on_cuda or (self.compute_bytes == 2 and is_flash_head_dim(head_dim))
 
     @property
     def residual_bytes(self) -> int:

@@ -51,7 +51,7 @@ class CudaBuffers:
     """Bytes of FSDP2's buffers on CUDA, by phase of a block's backward pass."""
 
     before: int
-    """Gathered parameters at the start of the backward pass."""
+    """Gathered parameters at the start of the backward pass, with those that are prefetched during the head's."""
     root: int
     """Root parameters and gradients of the head, during the full backward pass."""
     ahead: int
@@ -106,7 +106,7 @@ def _cuda_buffers(
     block_sum = _sum_bytes(units.block, rank.shards, precision)
     last_sum = _sum_bytes(units.expert, rank.expert_shards, precision) if units.expert else block_sum
     return CudaBuffers(
-        before=compute * (units.root + (0 if layout.reshard_after_forward else units.all_blocks)),
+        before=compute * (units.root + (ahead if layout.reshard_after_forward else units.all_blocks)),
         root=compute * (units.root + units.head_gradient),
         ahead=compute * ahead,
         expert_copy=compute * units.expert,

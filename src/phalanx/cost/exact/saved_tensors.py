@@ -31,10 +31,10 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
-    has_mask = shape.masked and (is_ring or not shape.attends_by_flash(spec.head_dim))
+    has_mask = shape.masked and not is_ring and not shape.attends_without_mask(spec.head_dim)
     needs_mask = has_mask and shape.layout.activation_checkpointing != "none"
-    # The mask is bool, for recomputation.
-    mask_bytes = shape.batch * shape.sequence * (INDEX_BYTES if is_ring else shape.sequence) if needs_mask else 0
+    # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
+    mask_bytes = shape.batch * shape.sequence**2 if needs_mask else 0
     saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
     return saved_bytes + (token_bytes if first else 0) + mask_bytes
 
@@ -44,17 +44,12 @@ def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
     if spec.norm == "layernorm":  # x, its mean and 1 / std
         statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
         return shape.residual_tokens * (spec.hidden_size * shape.residual_bytes + 2 * statistic_bytes)
-    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size, input_bytes=shape.residual_bytes)
+    return _rms_norm_bytes(shape.residual_tokens, spec.hidden_size, input_bytes=shape.residual_bytes)
 
 
-def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int, input_bytes: int) -> int:
-    """Return the bytes that an RMSNorm saves, over `vectors` of `width`.
-
-    CUDA's kernel saves x as it is, and 1 / rms (`_fused_rms_norm` in PyTorch's
-    aten/src/ATen/native/cuda/layer_norm_kernel.cu). A CPU's operations save x, x / rms and 1 / rms."""
-    if shape.on_cuda:
-        return vectors * (width * input_bytes + max(STATISTIC_BYTES, input_bytes))
-    return vectors * (2 * width + 1) * shape.high_precision_bytes
+def _rms_norm_bytes(vectors: int, width: int, input_bytes: int) -> int:
+    """Return the bytes of x and 1 / rms, which an RMSNorm saves over `vectors` of `width` (`model.norm`)."""
+    return vectors * (width * input_bytes + max(STATISTIC_BYTES, input_bytes))
 
 
 def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
@@ -74,11 +69,11 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     saved_bytes = shape.linear_input_bytes(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K, input_bytes=shape.compute_bytes)
-        weights += 2 * K
+        saved_bytes += _rms_norm_bytes(shape.tokens * (H + kv_heads), K, input_bytes=shape.compute_bytes)
+        weights += 2 * K if shape.on_cuda else 0
     elif spec.qk_norm == "full":
         saved_bytes += _full_qk_norm_bytes(shape, q) + _full_qk_norm_bytes(shape, kv)
-        weights += q + kv
+        weights += q + kv if shape.on_cuda or shape.tp > 1 else 0
     cp = shape.layout.cp
     is_ring = shape.layout.cp_method == "ring"
     kv_inner = kv if cp == 1 or is_ring else max(kv_heads, cp) * K
@@ -99,13 +94,13 @@ def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counte
     columns = full_width // shape.tp
     local_heads = max(-(-(start + columns) // K) - start // K for start in range(0, full_width, columns))
     saved_bytes = shape.linear_input_bytes(D, readers=3)
-    weights = 3 * D * columns
+    weights = 4 * D * columns
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K, input_bytes=shape.compute_bytes)
-        weights += 2 * K
+        saved_bytes += _rms_norm_bytes(2 * shape.tokens * spec.num_heads, K, input_bytes=shape.compute_bytes)
+        weights += 2 * K if shape.on_cuda else 0
     elif spec.qk_norm == "full":
-        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width, input_bytes=shape.compute_bytes)
-        weights += 2 * full_width
+        saved_bytes += 2 * _rms_norm_bytes(shape.tokens, full_width, input_bytes=shape.compute_bytes)
+        weights += 2 * full_width if shape.on_cuda else 0
     saved_bytes += (
         shape.tokens * (2 * full_width + 2 * local_heads * K) * shape.compute_bytes
         + shape.tokens * local_heads * shape.high_precision_bytes
@@ -115,15 +110,15 @@ def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counte
 
 
 def _mask_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """Return the bytes of a layer's additive document mask, [B, T, T]; 0 if CUDA attends to packed rows."""
-    has_mask = shape.masked and not shape.attends_by_flash(spec.head_dim)
+    """Return the bytes of a layer's additive document mask, [B, T, T]; 0 if attention is computed by document."""
+    has_mask = shape.masked and not shape.attends_without_mask(spec.head_dim)
     return shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
 
 
 def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:
     """Return the bytes that a norm over all heads saves; ranks that share heads use single operations."""
     if shape.tp == 1:
-        return _rms_norm_bytes(shape, shape.tokens, width, input_bytes=shape.compute_bytes)
+        return _rms_norm_bytes(shape.tokens, width, input_bytes=shape.compute_bytes)
     return shape.tokens * (width * (shape.high_precision_bytes + shape.compute_bytes) + shape.high_precision_bytes)
 
 
@@ -136,13 +131,12 @@ def saved_by_mlp(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
             weight_copies=shape.weight_copies(3 * spec.hidden_size * ffn),
         )
     saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)  # up
-    saved_bytes += 2 * shape.tokens * ffn * shape.compute_bytes  # gelu: its input; down: its output
+    saved_bytes += shape.tokens * ffn * shape.compute_bytes  # gelu's input; its output is recomputed
     return Counter(mlp=saved_bytes, weight_copies=shape.weight_copies(2 * spec.hidden_size * ffn))
 
 
 def _swiglu_bytes(shape: ForwardShape, width: int, ffn: int) -> int:
-    # silu: gate x; product: silu and up x; down: the product
-    inner_bytes = 4 * shape.tokens * ffn * shape.compute_bytes
+    inner_bytes = 2 * shape.tokens * ffn * shape.compute_bytes  # gate x and up x; the rest is recomputed
     return shape.linear_input_bytes(width, readers=2) + inner_bytes  # gate, up
 
 
@@ -166,7 +160,7 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     saved_bytes = shape.linear_input_bytes(D, readers=1)  # the router
     if shared and shape.autocast:  # else gate and up of the shared experts read what the router does
         saved_bytes += shape.linear_input_bytes(D, readers=2)
-    saved_bytes += 4 * shape.tokens * shared * shape.compute_bytes  # as in a SwiGLU
+    saved_bytes += 2 * shape.tokens * shared * shape.compute_bytes  # as in a SwiGLU
     # z-loss: logits and logsumexp; softmax or sigmoid: scores
     saved_bytes += shape.residual_tokens * (2 * E + 1) * shape.high_precision_bytes
     # Balance loss: sums of scores.
@@ -178,13 +172,8 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     # Gather: selected experts; sorting by expert, and back.
     saved_bytes += (shape.residual_tokens * k + 2 * rows) * INDEX_BYTES
     saved_bytes += 2 * rows * INDEX_BYTES if ep > 1 else 0  # sorting received rows by expert, and back
-    saved_bytes += rows * (D + 4 * F) * shape.compute_bytes  # the experts, each a SwiGLU
+    saved_bytes += rows * (D + 2 * F) * shape.compute_bytes  # the experts, each a SwiGLU
     saved_bytes += rows * (D + 1) * shape.compute_bytes  # weighted sum: outputs and weights
-    # Grouped products, if one supports the dtype and the sizes, save the end of each expert's rows (int32).
-    has_grouped_products = (
-        shape.compute_bytes <= 4 and D * shape.compute_bytes % 16 == 0 and F * shape.compute_bytes % 16 == 0
-    )
-    saved_bytes += 3 * (E // ep) * 4 if has_grouped_products else 0
     return Counter(experts=saved_bytes, weight_copies=shape.weight_copies(D * E + 3 * D * (F * E // ep + shared)))
 
 
@@ -192,14 +181,7 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """Return the bytes that the head and the loss save."""
     saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)
     vocab = shape.max_local_count(spec.vocab_size)
-    # Log-softmax: its output. The fp32 copy of bf16 logits is freed.
-    saved_bytes += shape.tokens * vocab * shape.high_precision_bytes
-    if shape.tp == 1:
-        # Negative log-likelihood: targets, and their total weight.
-        saved_bytes += shape.tokens * INDEX_BYTES + shape.high_precision_bytes
-    else:
-        # Column of each target, and flags: column is local, target counts.
-        saved_bytes += shape.tokens * (INDEX_BYTES + 2)
+    saved_bytes += shape.tokens * vocab * shape.compute_bytes  # the gradient, in place of the logits
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(vocab * spec.hidden_size))
 
 
