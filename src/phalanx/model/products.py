@@ -2,7 +2,10 @@
 
 The input of an MLP's last product is an elementwise function of the outputs of its first ones, which are as large. It
 is cheap to compute, so only the outputs of the first products are saved: two numbers per inner unit of a SwiGLU instead
-of the four that PyTorch's operations save."""
+of the four that PyTorch's operations save.
+
+Why: `docs/design/decisions/recomputed-activations.md`.
+"""
 
 from __future__ import annotations
 

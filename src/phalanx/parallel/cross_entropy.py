@@ -4,7 +4,10 @@ Logits are the largest tensor of a step. Nothing of their size is allocated here
 gradient, softmax(x) - onehot(target), into the memory of the logits. Values in fp32 exist for one chunk at a time.
 
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
-all-reduces follow: the maximum of each row, then its sum of exponentials and its target's logit."""
+all-reduces follow: the maximum of each row, then its sum of exponentials and its target's logit.
+
+Why: `docs/design/decisions/loss-in-place.md`.
+"""
 
 from __future__ import annotations
 
