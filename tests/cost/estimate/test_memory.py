@@ -33,6 +33,7 @@ GPT_COLUMNS = {
     "state_bytes": 12,
     "hardware_generation": 0,
     "fused_elementwise": 1,
+    "lean_activations": 0,
 }
 
 

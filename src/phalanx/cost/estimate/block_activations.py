@@ -20,6 +20,11 @@ GATED_BYTES = 8.0
 Gate, up, the activated gate and their product, in 2 bytes each.
 """
 
+LEAN_WIDE_BYTES = 8.0
+"""Bytes per element of the residual stream's width in Phalanx: inputs of two norms, and their outputs."""
+LEAN_GATED_BYTES, LEAN_PLAIN_BYTES = 4.0, 2.0
+"""Bytes per element of the inner width in Phalanx, which saves the inputs of the activation."""
+
 
 @dataclass(frozen=True)
 class BlockActivations:
@@ -76,6 +81,7 @@ def _saved_tensors(constants: MemoryConstants, jobs: JobTable) -> _TensorBytes:
     residual_bytes = np.where(_is_gated(jobs), constants.wide_gated_bytes, constants.wide_bytes) + np.where(
         _is_gated_unfused(jobs), constants.norm_bytes, 0.0
     )
+    residual_bytes = np.where(jobs.lean_activations > 0, LEAN_WIDE_BYTES, residual_bytes)
     return _TensorBytes(
         residual=residual_bytes * jobs.width / _sequence_shards(jobs),
         attention=_projection_bytes(jobs) / jobs.tp,
@@ -103,13 +109,14 @@ def _projection_bytes(jobs: JobTable) -> Column:
     """Return the bytes per token of attention's projections on all tensor-parallel ranks together.
 
     Values are a view of the joint output of the query, key and value projection. If queries and keys are rotated, as in
-    models with gated MLPs, the full output is saved in addition to the rotated tensors.
+    models with gated MLPs, the full output is saved in addition to the rotated tensors (not in Phalanx).
     """
     queries = jobs.heads * jobs.head_dim
     keys = jobs.kv_heads * jobs.head_dim
     keys_and_values = jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     outputs = jobs.heads * jobs.value_dim
-    return 2 * (queries + keys_and_values + outputs) + np.where(_is_gated(jobs), 2 * (queries + keys), 0.0)
+    saves_rotated = _is_gated(jobs) & (jobs.lean_activations == 0)
+    return 2 * (queries + keys_and_values + outputs) + np.where(saves_rotated, 2 * (queries + keys), 0.0)
 
 
 def _mlp_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
@@ -119,7 +126,10 @@ def _mlp_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
         constants.gated_separate_bytes,
         np.where(jobs.hardware_generation > 0, constants.gated_bytes, GATED_BYTES),
     )
-    dense_bytes = np.where(_is_gated(jobs), gated_bytes, constants.plain_bytes) * jobs.ffn / jobs.tp
+    is_lean = jobs.lean_activations > 0
+    gated_bytes = np.where(is_lean, LEAN_GATED_BYTES, gated_bytes)
+    plain_bytes = np.where(is_lean, LEAN_PLAIN_BYTES, constants.plain_bytes)
+    dense_bytes = np.where(_is_gated(jobs), gated_bytes, plain_bytes) * jobs.ffn / jobs.tp
     routed_bytes = jobs.top_k * (gated_bytes * jobs.expert_ffn + 4 * jobs.width)
     expert_bytes = (routed_bytes + gated_bytes * jobs.shared_ffn) / jobs.tp
     dense_fraction = jobs.dense_layers / jobs.layers

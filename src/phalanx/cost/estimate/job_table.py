@@ -118,6 +118,8 @@ class JobTable:
     compiled: Column
     fused_elementwise: Column
     """Flag: norms and activations run in fused kernels, rather than operation by operation."""
+    lean_activations: Column
+    """Flag: as in Phalanx, activations are recomputed, and the gradient of the loss replaces the logits."""
     overlap_grad_reduce: Column
     """Flag: data-parallel communication overlaps with the backward pass."""
     overlap_param_gather: Column

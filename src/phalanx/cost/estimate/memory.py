@@ -277,7 +277,7 @@ def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> C
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     """Return the bytes of the logits.
 
-    Most of them are the loss's own, which is in fp32 if products are in 16 bits.
+    Most of them are the loss's own, which is in fp32 if products are in 16 bits. Phalanx has the logits alone.
     """
     is_fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
     bytes_per_logit = (
@@ -285,5 +285,6 @@ def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
         * master_weight_bytes(jobs.compute_dtype_bytes)
         / STATE_BYTES["bf16"]
     )
+    bytes_per_logit = np.where(jobs.lean_activations > 0, jobs.compute_dtype_bytes, bytes_per_logit)
     gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
     return jobs.tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * bytes_per_logit * gather_factor

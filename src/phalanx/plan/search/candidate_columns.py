@@ -46,6 +46,7 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "compiled": float(run.training.compile),
         "fused_elementwise": 0,
+        "lean_activations": 1,
         "overlap_grad_reduce": 1,
         "overlap_param_gather": 0,
         "overlap_tp": 0,

@@ -121,6 +121,7 @@ def _kernel_columns(trainer: _Trainer) -> JobRow:
         "attention": trainer.attention,
         "compiled": float(trainer.is_compiled),
         "fused_elementwise": float(trainer.mentions("rms kernel") or not by_operations),
+        "lean_activations": 0,
     }
 
 
