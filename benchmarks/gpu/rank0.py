@@ -126,7 +126,7 @@ def random_micro_batch(run: RunSpec, seed: int) -> MicroBatch:
     """Return a row of random tokens on the device."""
     ids = torch.randint(run.model.vocab_size, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed)).cuda()
     starts = document_starts(1, SEQ_LEN, MEAN_DOCUMENT)
-    documents = Documents(starts.int().cuda(), document_bounds(starts).cuda())
+    documents = Documents(starts.int().cuda(), document_bounds(starts).cuda(), document_bounds(starts).tolist())
     return MicroBatch(ids[:, :-1], ids[:, 1:].contiguous(), documents)
 
 

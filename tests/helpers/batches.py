@@ -18,7 +18,8 @@ def batch_rows(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
 
 def locate_documents(starts_BT: Tensor) -> Documents:
     """Return the documents that start where `starts_BT` says, as a model takes them."""
-    return Documents(starts_BT, torch.from_numpy(document_bounds(starts_BT.numpy())))
+    bounds = document_bounds(starts_BT.numpy())
+    return Documents(starts_BT, torch.from_numpy(bounds), bounds.tolist())
 
 
 def starts_of_lengths(lengths: list[list[int]]) -> Tensor:

@@ -117,7 +117,7 @@ def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, 
     monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")
-    logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4)))
+    logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4), []))
     assert logits.shape == (2, 24, 53)
 
 

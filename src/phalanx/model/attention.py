@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D width, H heads, K head width, N documents of a batc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -40,6 +40,8 @@ class Documents(NamedTuple):
     """For each token, [B, T], the index in its row at which its document starts."""
     bounds: Tensor
     """Start of each document in the batch's B x T tokens, and their total number, int32 [N + 1]."""
+    host_bounds: Sequence[int]
+    """The same numbers on the host."""
 
     @classmethod
     def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
@@ -51,7 +53,8 @@ class Documents(NamedTuple):
             device: Device of the tensors.
         """
         starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
-        return cls(starts, torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens)
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens
+        return cls(starts, bounds, range(0, rows * row_tokens + 1, row_tokens))
 
     @classmethod
     def single_tokens_first(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
@@ -64,9 +67,8 @@ class Documents(NamedTuple):
         """
         starts = torch.ones(rows, row_tokens, dtype=torch.int32, device=device)
         starts[:, 0] = 0
-        firsts = torch.arange(rows, dtype=torch.int32, device=device) * row_tokens
-        bounds = torch.stack([firsts, firsts + 1], dim=1).flatten()
-        return cls(starts, torch.cat([bounds, bounds.new_full((1,), rows * row_tokens)]))
+        host_bounds = [row * row_tokens + first for row in range(rows) for first in (0, 1)] + [rows * row_tokens]
+        return cls(starts, torch.tensor(host_bounds, dtype=torch.int32, device=device), host_bounds)
 
 
 class Attention(nn.Module):

@@ -157,8 +157,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
-    # On CUDA, the host waits here for the bounds: once for all blocks of a micro-batch (of a stage in a pipeline).
-    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.bounds.tolist())
+    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.host_bounds)
 
 
 def _ring_attention(_: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:

@@ -145,10 +145,11 @@ class Learner:
 
     def _documents(self, document_starts: np.ndarray) -> Documents:
         """Return the documents of a micro-batch, on the device."""
-        starts, bounds = (self._to_device(x) for x in (document_starts, document_bounds(document_starts)))
+        host_bounds = document_bounds(document_starts)
+        starts, bounds = (self._to_device(x) for x in (document_starts, host_bounds))
         if self.run.training.compile:  # blocks are compiled once, not for each number of documents
             torch._dynamo.maybe_mark_dynamic(bounds, 0)
-        return Documents(starts, bounds)
+        return Documents(starts, bounds, host_bounds.tolist())
 
     def _to_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)
