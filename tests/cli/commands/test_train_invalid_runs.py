@@ -539,7 +539,7 @@ def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
 
 def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 24 * 2**30)
-    long_sequences = ["training.seq_len=100000", "training.tokens_per_step=200000", "layout.micro_batch_size=1"]
+    long_sequences = ["training.seq_len=10000000", "training.tokens_per_step=20000000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
     said = error_output(command, monkeypatch, capsys)

@@ -27,8 +27,10 @@ def make_scheduler(folder: Path, step_seconds: float = 0.1, **changes: Any) -> C
     run = small_run(TEXT, folder, {"checkpoint.every": "auto", **changes})
     found = CheckpointScheduler(run, 16_384, folder)
     for step in range(1, FIRST_STEPS):
-        assert not found.due(step, step_seconds)
-    assert found.due(FIRST_STEPS, step_seconds)
+        found.record_step(step_seconds)
+        assert not found.is_due(step)
+    found.record_step(step_seconds)
+    assert found.is_due(FIRST_STEPS)
     return found
 
 
@@ -41,8 +43,8 @@ def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> N
     assert pacing.reason is not None
     assert "every 4,653 steps (7.8 minutes)" in pacing.reason
     assert f"expected time between failures: {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
-    assert not pacing.due(pacing.next_step - 1, 0.1)
-    assert pacing.due(pacing.next_step, 0.1)
+    assert not pacing.is_due(pacing.next_step - 1)
+    assert pacing.is_due(pacing.next_step)
     pacing.next_due_step(pacing.next_step, blocked_seconds=11, write_seconds=20)
     assert pacing.reason is None  # much as before
 
@@ -66,8 +68,8 @@ def test_checkpoint_scheduler_counts_slowed_steps_as_save_cost(tmp_path: Path) -
     """The wait of half a second, and two steps of 1.1 s instead of 0.1 behind which it was written."""
     pacing = make_scheduler(tmp_path)
     begun = pacing.next_due_step(FIRST_STEPS, blocked_seconds=0.5, write_seconds=1) - 40
-    for step, (seconds, writing) in enumerate([(1.1, True), (1.1, False)] + 38 * [(0.1, False)], begun + 1):
-        pacing.due(step, seconds, writing)
+    for seconds, writing in [(1.1, True), (1.1, False)] + 38 * [(0.1, False)]:
+        pacing.record_step(seconds, writing)
     found = pacing.next_due_step(begun + 40, blocked_seconds=0.5, write_seconds=2) - begun - 40
     mtbf = LLAMA3_MTBF_HOURS * 3600
     assert found == pytest.approx(optimal_interval_seconds(2.5, mtbf) / 0.1, rel=0.01)
@@ -91,9 +93,9 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
 
 def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
     pacing = CheckpointScheduler(small_run(TEXT, tmp_path, {"checkpoint.every": 4}), 2, tmp_path)
-    assert [step for step in range(1, 10) if pacing.due(step, 0.1)] == [4, 8]
+    assert [step for step in range(1, 10) if pacing.is_due(step)] == [4, 8]
     never = CheckpointScheduler(small_run(TEXT, tmp_path, {"checkpoint.every": 0}), 2, tmp_path)
-    assert not any(never.due(step, 0.1) for step in range(1, 10))
+    assert not any(never.is_due(step) for step in range(1, 10))
 
 
 def train_and_get_next_due(run: RunSpec) -> int:

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
 
 
+class CheckpointTimes(Callback):
+    """Records the durations of steps, on which the interval "auto" depends."""
+
+    reads_weights = False
+
+    def __init__(self, scheduler: CheckpointScheduler) -> None:
+        self.scheduler = scheduler
+
+    def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
+        """Record the duration of a step."""
+        self.scheduler.record_step(record["step_seconds"], writing=trainer.checkpointer.is_saving)
+
+
 class Checkpoints(Callback):
     """Saves checkpoints when they are due, when the run stops, and after the last step.
 
@@ -26,9 +39,8 @@ class Checkpoints(Callback):
         self.scheduler = scheduler
 
     def is_due(self, trainer: Trainer) -> bool:
-        """Return whether a checkpoint may be saved; the interval "auto" depends on the duration of each step."""
-        every = trainer.run.checkpoint.every
-        return every == "auto" or is_due(trainer.step, every) or trainer.is_complete or trainer.should_stop
+        """Return whether a checkpoint may be saved."""
+        return self.scheduler.is_due(trainer.step) or trainer.is_complete or trainer.should_stop
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Start to count steps."""
@@ -36,8 +48,7 @@ class Checkpoints(Callback):
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Save if it is due."""
-        is_scheduled = self.scheduler.due(trainer.step, record["step_seconds"], trainer.checkpointer.is_saving)
-        is_wanted = is_scheduled or trainer.should_stop
+        is_wanted = self.scheduler.is_due(trainer.step) or trainer.should_stop
         if (is_wanted and _is_sound(trainer, record)) or trainer.step == trainer.run.training.steps:
             with trainer.record_pause("checkpoint"):
                 self._save(trainer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.spec.run import RunSpec
 from phalanx.train.callbacks.callback import Callback
-from phalanx.train.callbacks.checkpoints import Checkpoints, InMemoryCopies
+from phalanx.train.callbacks.checkpoints import Checkpoints, CheckpointTimes, InMemoryCopies
 from phalanx.train.callbacks.evaluation import Evaluation, Samples
 from phalanx.train.callbacks.guards import LossSpikes, NonfiniteSteps, ReplicaCheck
 from phalanx.train.callbacks.rank_records import RankRecords
@@ -61,6 +61,7 @@ def standard_callbacks(
         "loss spikes": LossSpikes(spike_detector or LossSpikeDetector(None)),
         **(user_callbacks or {}),
         "evaluation": Evaluation(),
+        "checkpoint times": CheckpointTimes(scheduler),
         "checkpoints": Checkpoints(scheduler),
         "in-memory copies": InMemoryCopies(),
         "samples": Samples(),

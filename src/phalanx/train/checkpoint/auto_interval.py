@@ -47,11 +47,10 @@ class CheckpointScheduler:
         """Continue after a step."""
         self.next_step = step + FIRST_STEPS
 
-    def due(self, step: int, seconds: float, writing: bool = False) -> bool:
-        """Return whether the state after this step is to be saved.
+    def record_step(self, seconds: float, writing: bool = False) -> None:
+        """Record the duration of a step.
 
         Args:
-            step: The finished step.
             seconds: Duration of the step.
             writing: The previous save is still being written to disk.
         """
@@ -62,6 +61,9 @@ class CheckpointScheduler:
                 self._overlapped_seconds + seconds,
             )
         self._write_in_progress = writing
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state after this step is to be saved."""
         if self.every == "auto":
             return step >= self.next_step
         return self.every > 0 and step % self.every == 0
