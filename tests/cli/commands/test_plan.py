@@ -99,7 +99,7 @@ def test_plan_states_every_assumption_in_one_line(run):
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=131072")
-    memory = ("--set", f"cluster.memory_bytes={31 * GIB}")  # fp32 sums of 32 micro-batches fit no card of 24 GiB
+    memory = ("--set", f"cluster.memory_bytes={int(28.5 * GIB)}")  # fp32 sums of 32 micro-batches fit no card of 24 GiB
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
     found = plan_json(run, *cards)
     faster = found["faster_but_too_large"]
@@ -108,7 +108,7 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
     assert faster["speedup"] > 10
     assert option["layout"]["pp"] == 2
-    assert option["p_oom"] > 0.9
+    assert option["p_oom"] > 0.7
     assert 0 < faster["missing_device_bytes"] < 3 * GIB
     lines = plan_output(run, *cards).splitlines()
     (number,) = (i for i, line in enumerate(lines) if line.startswith("A layout that does not fit would be"))
@@ -415,7 +415,7 @@ def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
-    machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={72 * GIB}")
+    machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={45 * GIB}")
     said = " ".join(plan_output(run, *machine, "--top", 1, "--out", written).split())
     facts = json.loads(plan_output(run, *machine, "--json"))
     first, *others = facts["layouts"]

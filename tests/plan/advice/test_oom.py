@@ -90,7 +90,7 @@ RUNS = {
     "ddp": lambda: make_run_with_memory_limit(7),
     "zero1 in a pipeline": lambda: make_run_with_memory_limit(4, data_parallel="zero1", pp=2, micro_batch_size=4),
     "8b on one node": make_llama3_8b_run,
-    "8b sharded": lambda: make_llama3_8b_run(data_parallel="zero3"),
+    "8b sharded": lambda: make_llama3_8b_run(data_parallel="zero3", micro_batch_size=2),
     "experts": lambda: make_run(
         {"preset": "mixtral-8x7b"}, {"nodes": 8}, {"seq_len": 8192, "tokens_per_step": 2**22}, data_parallel="zero3"
     ),
@@ -245,21 +245,23 @@ def test_sgd_remedy_frees_half_of_adamw_model_state():
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
-    """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
+    """Batch x alpha, but for rotary tables, which sequences share, and for a chunk of the loss.
+
+    A batch frees nothing but activations."""
     run = make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size)
     assert max_rank_bytes(run) > limit_bytes(run)
     halved = run_footprint(
         make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size // 2)
     ).memory
     now = run_footprint(run).memory
-    assert now.activations == pytest.approx(2 * halved.activations, rel=1e-3)
+    assert now.activations == pytest.approx(2 * halved.activations, rel=5e-3)
     assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
     effect = effects_by_name(evaluate_single_remedies(run))["smaller micro-batch"]
     assert effect.settings == ("layout.micro_batch_size=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
     assert effect.new_footprint
     freed_gaps = now.unused - effect.new_footprint.memory.unused
-    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations + freed_gaps, rel=1e-3)
+    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations + freed_gaps, rel=5e-3)
 
 
 def test_remedy_applies_smallest_sufficient_change():
@@ -332,7 +334,7 @@ def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
         make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"}),
     )
     assert effects_by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
-        "layout.cp=8",
+        "layout.cp=4",  # with 8, NCCL's buffers for more peers are larger than what is freed
         "layout.cp_method=ulysses",
     )
     assert effects_by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)

@@ -22,8 +22,10 @@ Gate, up, the activated gate and their product, in 2 bytes each.
 
 LEAN_WIDE_BYTES = 8.0
 """Bytes per element of the residual stream's width in Phalanx: inputs of two norms, and their outputs."""
-LEAN_GATED_BYTES, LEAN_PLAIN_BYTES = 4.0, 2.0
-"""Bytes per element of the inner width in Phalanx, which saves the inputs of the activation."""
+LEAN_GATED_BYTES = 4.0
+"""Bytes per element of a gated MLP's inner width in Phalanx, which saves the inputs of the activation: gate and up."""
+LEAN_PLAIN_BYTES = 2.0
+"""The same of an MLP without gate."""
 
 
 @dataclass(frozen=True)
