@@ -97,19 +97,18 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
-    """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
-    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=131072")
-    memory = ("--set", f"cluster.memory_bytes={int(28.5 * GIB)}")  # fp32 sums of 32 micro-batches fit no card of 24 GiB
+    """Two cards with a slow network and long sequences: what fits is a third as fast; the named commands show it."""
+    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=1048576")
+    memory = ("--set", f"cluster.memory_bytes={38 * GIB}", "--set", "training.seq_len=32768")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
     found = plan_json(run, *cards)
     faster = found["faster_but_too_large"]
     option = faster["option"]
     best = min(layout["step_seconds"] for layout in found["layouts"])
     assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
-    assert faster["speedup"] > 10
-    assert option["layout"]["pp"] == 2
-    assert option["p_oom"] > 0.7
-    assert 0 < faster["missing_device_bytes"] < 3 * GIB
+    assert faster["speedup"] > 3
+    assert option["p_oom"] > 0.9
+    assert 0 < faster["missing_device_bytes"] < 5 * GIB
     lines = plan_output(run, *cards).splitlines()
     (number,) = (i for i, line in enumerate(lines) if line.startswith("A layout that does not fit would be"))
     shortage = f"It lacks {faster['missing_device_bytes'] / GIB:.1f} GiB of device memory"
