@@ -228,9 +228,7 @@ def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
     slower = advice.option.step_seconds / llama3_8b_report.best.step_seconds - 1
     assert advice.slower == pytest.approx(slower)
     assert slower > 0.04
-    assert advice.option.candidate.activation_checkpointing == "selective", (
-        "ZeRO-2 has memory for whole sequences only recomputed"
-    )
+    assert advice.option.candidate.activation_checkpointing == "none"
     assert "matrix products, attention and memory passes" in advice.reason
 
 
