@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.model import ModelSpec
+
+CHUNK_ELEMENTS = 2**14
+"""Elements that are in fp32 at one time."""
 
 
 class RMSNorm(nn.Module):
@@ -34,21 +38,34 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        exact = at_least_fp32(x)
-        inverse_rms = (exact.square().mean(-1, keepdim=True) + eps).rsqrt()
+        out = x.new_empty(x.shape)
+        inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        for part, rms_part, out_part in _row_chunks(x, inverse_rms, out):
+            exact = at_least_fp32(part)
+            torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
+            out_part.copy_((exact * rms_part).mul_(weight))
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (exact * inverse_rms).mul_(weight).to(x.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse_rms = ctx.saved_tensors
-        normalized = at_least_fp32(x) * inverse_rms
-        exact = at_least_fp32(gradient)
-        grad_weight = (exact * normalized).flatten(0, -2).sum(0)
-        grad_normalized = exact * weight
-        mean = (grad_normalized * normalized).mean(-1, keepdim=True)
-        grad_x = grad_normalized.sub_(normalized.mul_(mean)).mul_(inverse_rms)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_x = x.new_empty(x.shape)
+        grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
+        for part, rms_part, gradient_part, grad_part in _row_chunks(x, inverse_rms, gradient, grad_x):
+            normalized = at_least_fp32(part) * rms_part
+            exact = at_least_fp32(gradient_part)
+            grad_weight += (exact * normalized).sum(0)
+            grad_normalized = exact * weight
+            mean = (grad_normalized * normalized).mean(-1, keepdim=True)
+            grad_part.copy_(grad_normalized.sub_(normalized.mul_(mean)).mul_(rms_part))
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of the rows of tensors [..., width], whose values in fp32 fit a CPU's caches."""
+    rows = max(1, CHUNK_ELEMENTS // tensors[0].shape[-1])
+    return zip(*(tensor.flatten(0, -2).split(rows) for tensor in tensors), strict=True)
 
 
 def build_norm(spec: ModelSpec) -> nn.Module:
