@@ -153,8 +153,8 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
     world_size: int, changes: dict[str, Any], precision: str, text: Path, tmp_path: Path
 ) -> None:
     """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
-    outweigh buffers, no more than 3 % below either. (8 % in bf16: casts, and
-    temporary gradients of norms and attention, are not counted one by one.) Elsewhere buffers are an upper estimate: 2 to 22 % below were seen."""
+    outweigh buffers, no more than 3 % below either. (8 % in bf16: casts, and temporary tensors of norms and attention,
+    are not counted one by one.) Elsewhere buffers are an upper estimate: 2 to 22 % below were seen."""
     model = {
         **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
         "hidden_size": 64,
