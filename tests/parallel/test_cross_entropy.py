@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.parallel import cross_entropy
-from phalanx.parallel.cross_entropy import in_place_cross_entropy
+from phalanx.parallel.cross_entropy import (
+    EAGER,
+    Kernels,
+    in_place_cross_entropy,
+    log_sum_exp_to_compile,
+    replace_to_compile,
+    run_scaled_backward,
+)
 from phalanx.testing import rank_pool
 
 IGNORED = -100
@@ -86,3 +93,29 @@ def test_cross_entropy_of_columns_on_two_ranks_equals_fp64():
             assert loss == pytest.approx(expected.item(), rel=tolerance)
         grad = torch.cat([grad for _, grad in parts], dim=2)
         torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_known_gradient_of_the_loss_is_not_multiplied(scale, monkeypatch):
+    logits, targets = logits_and_targets(50, torch.float64)
+    _, expected_grad = exact_loss(logits, targets, scale)
+    leaf = logits.requires_grad_()
+    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, scale=scale) + torch.zeros(())
+    monkeypatch.setattr(torch.Tensor, "mul_", None)  # would fail
+    run_scaled_backward(loss, scale)
+    torch.testing.assert_close(leaf.grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_kernels_to_compile_equal_the_others(dtype):
+    logits, targets = logits_and_targets(50, dtype)
+    kernels = Kernels(log_sum_exp_to_compile, replace_to_compile, False)
+    losses, gradients = [], []
+    for each in (EAGER, kernels):
+        leaf = logits.clone().requires_grad_()
+        loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=each, scale=0.5)
+        run_scaled_backward(loss, 0.5)
+        losses.append(loss.detach())
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)

@@ -97,7 +97,9 @@ def apply_layout(
     )
     _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
-    data_parallel.loss_of_logits = partial(in_place_cross_entropy, tp=groups.tensor, kernels=kernels)
+    data_parallel.loss_of_logits = partial(
+        in_place_cross_entropy, tp=groups.tensor, kernels=kernels, scale=data_parallel.loss_scale
+    )
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):

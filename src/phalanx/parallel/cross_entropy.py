@@ -4,7 +4,7 @@ Logits are the largest tensor of a step. Nothing of their size is allocated here
 gradient, softmax(x) - onehot(target), into the memory of the logits. Values in fp32 exist for one chunk at a time.
 
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
-all-reduces follow: the maximum of each row, then its sum of exponentials and its target's logit.
+all-reduces follow: the maximum of the log-sum-exps of each row, then their sum and its target's logit.
 
 Why: `docs/design/decisions/loss-in-place.md`.
 """
@@ -24,29 +24,51 @@ from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
 
 
-def sum_exponentials(x_NV: Tensor, max_N: Tensor) -> Tensor:
-    """Return sum_v exp(x_v - max) of each row, [N], in the dtype of the maxima."""
-    return torch.sub(x_NV, max_N[:, None]).exp_().sum(1)
+def log_sum_exp(x_NV: Tensor) -> Tensor:
+    """Return log sum_v exp(x_v) of each row, [N], at least in fp32."""
+    max_N = at_least_fp32(x_NV.amax(1))
+    return max_N + torch.sub(x_NV, max_N[:, None]).exp_().sum(1).log_()
 
 
-def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N1: Tensor, has_target_N: Tensor) -> Tensor:
+def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
     """Replace logits by the gradient of their cross entropy, and return them.
 
     Args:
         x_NV: Logits, or some of their columns.
         logsumexp_N: Log-sum-exp of the full rows.
-        column_N1: Column of each target among those of `x_NV`.
-        has_target_N: True if the target is among them, and counted.
+        column_N: Column of each target; -1 if it is not among those of `x_NV`, or not counted.
+        scale: Factor of the loss.
     """
-    probs_NV = torch.sub(x_NV, logsumexp_N[:, None]).exp_()
-    return x_NV.copy_(probs_NV.scatter_add_(1, column_N1, -has_target_N.to(probs_NV.dtype)[:, None]))
+    gradient_NV = torch.sub(x_NV, logsumexp_N[:, None]).exp_()
+    gradient_NV.scatter_add_(1, column_N.clamp(min=0)[:, None], -(column_N >= 0).to(gradient_NV.dtype)[:, None])
+    return x_NV.copy_(gradient_NV if scale == 1 else gradient_NV.mul_(scale))
+
+
+def log_sum_exp_to_compile(x_NV: Tensor) -> Tensor:
+    """Return `log_sum_exp`, written such that torch.compile reads the logits once."""
+    x_NV = at_least_fp32(x_NV)
+    max_N1 = x_NV.amax(1, keepdim=True)
+    return (max_N1 + (x_NV - max_N1).exp().sum(1, keepdim=True).log())[:, 0]
+
+
+def replace_to_compile(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+    """Do what `replace_by_gradient` does, in one pass over the logits if compiled."""
+    is_target_NV = torch.arange(x_NV.shape[1], device=x_NV.device) == column_N[:, None]
+    probs_NV = (at_least_fp32(x_NV) - logsumexp_N[:, None]).exp()
+    return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
+
+
+KNOWN_VALUE = "known_value"
+"""Attribute of a tensor of one value."""
 
 
 class Kernels(NamedTuple):
-    """Functions of one chunk of rows."""
+    """Functions of rows of logits."""
 
-    sum_exponentials: Callable[[Tensor, Tensor], Tensor] = sum_exponentials
-    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = replace_by_gradient
+    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp
+    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor] = replace_by_gradient
+    allocates_probabilities: bool = True
+    """True if they allocate values of the size of their rows, which come in chunks then."""
 
 
 EAGER = Kernels()
@@ -55,7 +77,17 @@ EAGER = Kernels()
 @cache
 def compiled_kernels() -> Kernels:
     """Return the functions compiled: each is one kernel on a GPU."""
-    return Kernels(torch.compile(sum_exponentials), torch.compile(replace_by_gradient))
+    return Kernels(torch.compile(log_sum_exp_to_compile), torch.compile(replace_to_compile), False)
+
+
+def run_scaled_backward(loss: Tensor, scale: float) -> None:
+    """Run the backward pass of a loss multiplied by `scale`.
+
+    The gradient tensor of the loss carries its value for the host, which cannot read a GPU without waiting.
+    """
+    gradient = torch.full_like(loss, scale)
+    setattr(gradient, KNOWN_VALUE, scale)
+    loss.backward(gradient)
 
 
 def in_place_cross_entropy(
@@ -64,6 +96,7 @@ def in_place_cross_entropy(
     ignored: int,
     tp: TensorParallelProtocol | None = None,
     kernels: Kernels = EAGER,
+    scale: float = 1.0,
 ) -> Tensor:
     """Return the negative log-likelihood of the targets in nats, summed, at least in fp32.
 
@@ -74,10 +107,11 @@ def in_place_cross_entropy(
         targets_BT: Target token ids.
         ignored: Token id of targets that are not counted.
         tp: The ranks with the other columns.
-        kernels: Functions of one chunk.
+        kernels: Functions of rows of logits.
+        scale: Expected factor of the loss in `run_scaled_backward`; others cost a pass over the logits.
     """
     logits_NV = logits_BTV.flatten(0, 1)
-    return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels))
+    return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale))
 
 
 class _InPlaceCrossEntropy(torch.autograd.Function):
@@ -89,30 +123,40 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         ignored: int,
         tp: TensorParallelProtocol | None,
         kernels: Kernels,
+        scale: float,
     ) -> Tensor:
         x_NV = logits_NV.detach()
-        rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
-        max_N = at_least_fp32(x_NV.amax(1))
-        if tp is not None:
-            tp.all_reduce(max_N, dist.ReduceOp.MAX)
-        total_N = torch.cat(list(map(kernels.sum_exponentials, x_NV.split(rows), max_N.split(rows))))
+        rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda) if kernels.allocates_probabilities else len(x_NV)
+        logsumexp_N = torch.cat(list(map(kernels.log_sum_exp, x_NV.split(rows))))
         column_N = target_N - (0 if tp is None else tp.first_row)
         is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])
-        column_N1 = column_N.masked_fill_(is_remote_N, 0)[:, None]
-        target_logit_N = (x_NV.gather(1, column_N1)[:, 0] - max_N).masked_fill_(is_remote_N, 0)
+        target_logit_N = x_NV.gather(1, column_N.masked_fill(is_remote_N, 0)[:, None])[:, 0].to(logsumexp_N.dtype)
         if tp is not None:
-            total_N, target_logit_N = tp.all_reduce(torch.stack([total_N, target_logit_N]), dist.ReduceOp.SUM).unbind()
-        loss_N = (total_N.log() - target_logit_N).masked_fill_(target_N == ignored, 0)
+            logsumexp_N, target_logit_N = _sum_over_ranks(tp, logsumexp_N, target_logit_N.masked_fill_(is_remote_N, 0))
+        is_ignored_N = target_N == ignored
+        loss_N = (logsumexp_N - target_logit_N).masked_fill_(is_ignored_N, 0)
         if ctx.needs_input_grad[0]:
             # exp(x - infinity) is 0: rows that are not counted have no gradient.
-            logsumexp_N = (max_N + total_N.log()).masked_fill_(target_N == ignored, torch.inf)
-            has_target_N = ~(is_remote_N | (target_N == ignored))
-            for chunk in zip(*(t.split(rows) for t in (x_NV, logsumexp_N, column_N1, has_target_N)), strict=True):
-                kernels.replace_by_gradient(*chunk)
+            logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
+            column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
+            for chunk in zip(*(t.split(rows) for t in (x_NV, logsumexp_N, column_N)), strict=True):
+                kernels.replace_by_gradient(*chunk, scale)
             ctx.save_for_backward(logits_NV)
+            ctx.scale = scale
         return loss_N.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         (grad_logits_NV,) = ctx.saved_tensors
-        return grad_logits_NV.mul_(gradient), None, None, None, None
+        if getattr(gradient, KNOWN_VALUE, None) != ctx.scale:
+            grad_logits_NV.mul_(gradient / ctx.scale)
+        return grad_logits_NV, None, None, None, None, None
+
+
+def _sum_over_ranks(tp: TensorParallelProtocol, logsumexp_N: Tensor, target_logit_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp of full rows from that of this rank's columns, and the targets' logits."""
+    max_N = logsumexp_N.clone()
+    tp.all_reduce(max_N, dist.ReduceOp.MAX)
+    terms = torch.stack([(logsumexp_N - max_N).exp_(), target_logit_N])
+    total_N, target_logit_N = tp.all_reduce(terms, dist.ReduceOp.SUM).unbind()
+    return total_N.log() + max_N, target_logit_N

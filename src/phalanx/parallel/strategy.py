@@ -19,6 +19,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.cross_entropy import run_scaled_backward
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
@@ -126,7 +127,7 @@ class Strategy:
             with self.accumulate(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
                 backward_start = self.clock.record()
-                (self.loss_scale * (loss + auxiliary)).backward()
+                run_scaled_backward(loss + auxiliary, self.loss_scale)
             end = self.clock.record()
             self.timeline += [
                 (Action(0, "F", index), start, backward_start),

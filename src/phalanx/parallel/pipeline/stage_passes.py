@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from phalanx.parallel.cross_entropy import run_scaled_backward
 from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
@@ -116,7 +117,7 @@ class StagePasses:
 
     def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
         if output_grad is None:
-            (self.loss_scale * (activation.output + activation.auxiliary)).backward()
+            run_scaled_backward(activation.output + activation.auxiliary, self.loss_scale)
         else:
             auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
             pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
