@@ -149,7 +149,7 @@ def activated_linear(layer: nn.Linear, product: Product, activation: Activation,
 def autocast_operands(*tensors: Tensor) -> TensorTuple:
     """Cast the operands of a product as autocast does."""
     device_type = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
 
