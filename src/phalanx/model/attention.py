@@ -78,6 +78,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.qk_norm = spec.qk_norm
+        self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         query = spec.num_heads * spec.head_dim
         value = spec.num_kv_heads * spec.head_dim
         self.wq = nn.Linear(spec.hidden_size, query, bias=spec.bias)
@@ -106,7 +107,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
-            q_BTHK, k_BTHK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTHK, rotary)
+            q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
         return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask).flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,6 +134,8 @@ def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
 class Experts(nn.Module):
     """E SwiGLU networks, each applied to a contiguous range of rows."""
 
+    activation = SWIGLU
+
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
@@ -156,7 +158,7 @@ class Experts(nn.Module):
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
         product = GroupedProduct(self.defer_or_compute, offsets=offsets_E)
         inner = (activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up))
-        return activated_product(product, SWIGLU, down, *inner)
+        return activated_product(product, self.activation, down, *inner)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,21 @@ class Activation:
     """Function of the inputs."""
     recompute: Callable[..., tuple[Tensor, Callable[[Tensor], TensorTuple]]]
     """Function of the inputs that returns the output, and a function from its gradient to those of the inputs."""
+    gradients: Callable[..., TensorTuple]
+    """Function of the output's gradient and the inputs that returns those of the inputs, the first in the memory of the
+    output's: one kernel if compiled."""
+
+
+@cache
+def compiled_activation(activation: Activation) -> Activation:
+    """Return the activation with one kernel for its output and one for its gradients, for any number of tokens."""
+    output = torch.compile(activation.output, dynamic=True)
+    gradients = torch.compile(activation.gradients, dynamic=True)
+
+    def recompute(*inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
+        return output(*inputs), lambda gradient: gradients(gradient, *inputs)
+
+    return Activation(output, recompute, gradients)
 
 
 def _identity_again(x: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
@@ -51,6 +66,12 @@ def _swiglu_again(gate: Tensor, up: Tensor) -> tuple[Tensor, Callable[[Tensor], 
     return silu * up, gradients
 
 
+def _swiglu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+    grad_up = gradient * F.silu(gate)
+    return gradient.copy_(torch.ops.aten.silu_backward(gradient * up, gate)), grad_up
+
+
+@cache
 def gelu(approximate: str) -> Activation:
     """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
 
@@ -59,11 +80,14 @@ def gelu(approximate: str) -> Activation:
             GELU_BACKWARD(gradient, x, approximate=approximate, grad_input=gradient),
         )
 
-    return Activation(lambda x: F.gelu(x, approximate=approximate), again)
+    def gradients(gradient: Tensor, x: Tensor) -> TensorTuple:
+        return (gradient.copy_(torch.ops.aten.gelu_backward(gradient, x, approximate=approximate)),)
+
+    return Activation(lambda x: F.gelu(x, approximate=approximate), again, gradients)
 
 
-IDENTITY = Activation(lambda x: x, _identity_again)
-SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_again)
+IDENTITY = Activation(lambda x: x, _identity_again, lambda gradient, x: (gradient,))
+SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_again, _swiglu_gradients)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
 
 

@@ -3,8 +3,8 @@
 1. The transformer is created on the meta device, without memory; in a pipeline, only the stages of this rank.
 2. Tensors are replaced by this rank's shards, and experts by those that are trained. Tensor parallelism replaces
    products, expert parallelism layers of experts, context parallelism attention.
-3. Activation checkpointing wraps its blocks.
-4. Blocks are compiled.
+3. Blocks are compiled.
+4. Activation checkpointing wraps them.
 5. The data-parallel strategy is applied, and memory is allocated. ZeRO-3 (or HSDP, over two axes of the mesh) shards
    the parameters and allocates the shards. ZeRO-1 and 2 allocate the rows that this rank trains, cast the model to the
    precision of its computation, allocate it, and register hooks. Other strategies allocate the replica and wrap it.
@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from phalanx.model.compilation import compile_blocks
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
@@ -86,11 +87,10 @@ def apply_layout(
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
     # Steps 3 and 4: its blocks.
+    if compile:  # inside the wrappers, whose recomputation then runs compiled code too
+        compile_blocks(module.blocks.children(), whole=not _interrupts_blocks(layout))
     apply_activation_checkpointing(module, layout.activation_checkpointing, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
-    if compile:
-        for block in blocks:
-            block.compile()
     # Steps 5 and 6: its strategy.
     data_parallel = apply_data_parallelism(
         module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
@@ -130,6 +130,12 @@ def apply_layout_to_network(
     for part in (blocks or [network]) if compile else ():
         part.compile()
     return apply_data_parallelism(network, layout, mesh, device=device, blocks=blocks, precision=precision)
+
+
+def _interrupts_blocks(layout: Layout) -> bool:
+    """Return whether ranks communicate inside blocks, or their backward passes are split."""
+    splits_backward = layout.pp > 1 and representative_schedule(layout).splits_backward
+    return layout.tp * layout.cp * layout.ep > 1 or layout.fsdp_unit == "sublayer" or splits_backward
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,9 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
             # exp(x - infinity) is 0: rows that are not counted have no gradient.
             logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
             column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
-            for chunk in zip(*(t.split(rows) for t in (x_NV, logsumexp_N, column_N)), strict=True):
-                kernels.replace_by_gradient(*chunk, scale)
+            chunks = (tensor.split(rows) for tensor in (x_NV, logsumexp_N, column_N))
+            for x, logsumexp, column in zip(*chunks, strict=True):
+                kernels.replace_by_gradient(x, logsumexp, column, scale)
             ctx.save_for_backward(logits_NV)
             ctx.scale = scale
         return loss_N.sum()

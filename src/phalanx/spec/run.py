@@ -97,7 +97,8 @@ class TrainingSpec(Spec):
     seed: int = Field(1234, ge=0)
     """Seed of the initial weights and the order of the text. The same seed gives the same run in every layout."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile blocks with torch.compile, and the loss on GPUs. Where ranks communicate inside a block, or its backward
+    pass is split, only its elementwise functions are compiled."""
     deterministic: bool = False
     """Use only kernels with bitwise reproducible results, so that a restarted run on GPUs gives the same result to the
     bit. Slower on GPUs. CPUs are reproducible anyway."""

@@ -111,10 +111,6 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     spec = run.model
     layout = run.layout
     seq_len = run.training.seq_len
-    for axis in ("tp", "cp", "ep") if run.training.compile else ():
-        if getattr(layout, axis) > 1:
-            problem = f"is not supported with layout.{axis} = {getattr(layout, axis)} yet"
-            raise UserError("training.compile", True, problem, fix="set training.compile = false")
     if layout.tp > 1:
         _check_tensor(spec, layout, seq_len)
     if spec.moe is not None and spec.moe.capacity_factor is not None:

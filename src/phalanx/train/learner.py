@@ -138,10 +138,16 @@ class Learner:
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
             starts = None if batch.document_starts is None else batch.document_starts[rows]
-            documents = self._documents(starts) if starts is not None and starts.any() else None
+            has_documents = starts is not None and (self._always_has_documents or starts.any())
+            documents = self._documents(starts) if starts is not None and has_documents else None
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, documents))
         return micros
+
+    @property
+    def _always_has_documents(self) -> bool:
+        """True if rows of one document are treated like others: compiled blocks then have one graph."""
+        return self.run.training.compile and self.device.type == "cuda"
 
     def _documents(self, document_starts: np.ndarray) -> Documents:
         """Return the documents of a micro-batch, on the device."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.moe import Experts, GroupedProduct, MoE
-from phalanx.model.products import IDENTITY, SWIGLU, activated_product
+from phalanx.model.products import IDENTITY, activated_product
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
@@ -100,7 +100,7 @@ class PartiallyTrainedExperts(Experts):
         )
         no_weight = x_ND.new_empty(0)  # products have their own
         inner = (activated_product(product, IDENTITY, no_weight, x_ND) for product in (gate, up))
-        return activated_product(down, SWIGLU, no_weight, *inner)
+        return activated_product(down, self.activation, no_weight, *inner)
 
 
 class FrozenExpertWeights(nn.Module):

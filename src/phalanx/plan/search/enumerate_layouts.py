@@ -162,13 +162,12 @@ def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
 def _schedule_options(run: RunSpec, pp: int, micro_batches: int) -> Iterator[tuple[ScheduleName, int]]:
     """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
 
-    Compiled blocks cannot split their backward passes, and too few micro-batches cannot fill bubbles."""
+    Too few micro-batches cannot fill bubbles."""
     yield "1f1b", 1
     if pp == 1:
         return
-    splits_backward = not run.training.compile
     layers = run.model.num_layers
-    if splits_backward and micro_batches >= pp:
+    if micro_batches >= pp:
         yield "zb-h1", 1
         if micro_batches >= 2 * pp - 1:
             yield "zb-h2", 1

@@ -1,0 +1,47 @@
+"""Compilation of a transformer by torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+
+from phalanx.model.attention import Attention
+from phalanx.model.mlp import MLP
+from phalanx.model.moe import Experts
+from phalanx.model.products import compiled_activation
+from phalanx.model.rotary import RotaryTable, apply_rotary
+
+
+def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
+    """Compile blocks of a transformer in place.
+
+    Args:
+        blocks: The blocks.
+        whole: Compile each block to one graph, which its collectives or split backward passes would break. Otherwise
+            only rotary embeddings and activations are compiled: the elementwise functions that are not yet one kernel.
+    """
+    # By default the compiler saves what a matrix product of the backward pass reads, such as the output of a SwiGLU.
+    # Its inputs are saved anyway, and eager blocks recompute it: `docs/design/decisions/recomputed-activations.md`.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    for block in blocks:
+        if whole:
+            block.compile()
+        else:
+            _compile_elementwise(block)
+
+
+def _compile_elementwise(block: nn.Module) -> None:
+    for part in block.modules():
+        if isinstance(part, Attention):
+            part.rotate = _compiled_rotary()
+        elif isinstance(part, MLP | Experts):
+            part.activation = compiled_activation(part.activation)
+
+
+@cache
+def _compiled_rotary() -> Callable[[Tensor, RotaryTable], Tensor]:
+    return torch.compile(apply_rotary, dynamic=True)
