@@ -138,8 +138,9 @@ class Learner:
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
             starts = None if batch.document_starts is None else batch.document_starts[rows]
-            has_documents = starts is not None and (self._always_has_documents or starts.any())
-            documents = self._documents(starts) if starts is not None and has_documents else None
+            if starts is None or not starts.any():
+                starts = np.zeros_like(batch.tokens[rows], np.int32) if self._always_has_documents else None
+            documents = None if starts is None else self._documents(starts)
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, documents))
         return micros
@@ -147,7 +148,8 @@ class Learner:
     @property
     def _always_has_documents(self) -> bool:
         """True if rows of one document are treated like others: compiled blocks then have one graph."""
-        return self.run.training.compile and self.device.type == "cuda"
+        run = self.run
+        return run.training.compile and run.data.mask_documents and self.device.type == "cuda"
 
     def _documents(self, document_starts: np.ndarray) -> Documents:
         """Return the documents of a micro-batch, on the device."""
