@@ -52,7 +52,14 @@ def log_sum_exp_to_compile(x_NV: Tensor) -> Tensor:
 
 
 def replace_to_compile(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-    """Do what `replace_by_gradient` does, in one pass over the logits if compiled."""
+    """Do what `replace_by_gradient` does, in one pass over the logits if compiled.
+
+    Args:
+        x_NV: Logits, or some of their columns.
+        logsumexp_N: Log-sum-exp of the full rows.
+        column_N: Column of each target, or -1.
+        scale: Factor of the loss.
+    """
     is_target_NV = torch.arange(x_NV.shape[1], device=x_NV.device) == column_N[:, None]
     probs_NV = (at_least_fp32(x_NV) - logsumexp_N[:, None]).exp()
     return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
@@ -66,7 +73,7 @@ class Kernels(NamedTuple):
     """Functions of rows of logits."""
 
     log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp
-    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor] = replace_by_gradient
+    replace_by_gradient: Callable[..., Tensor] = replace_by_gradient
     allocates_probabilities: bool = True
     """True if they allocate values of the size of their rows, which come in chunks then."""
 
@@ -141,7 +148,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
             column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
             chunks = (tensor.split(rows) for tensor in (x_NV, logsumexp_N, column_N))
             for x, logsumexp, column in zip(*chunks, strict=True):
-                kernels.replace_by_gradient(x, logsumexp, column, scale)
+                kernels.replace_by_gradient(x, logsumexp, column, scale=scale)
             ctx.save_for_backward(logits_NV)
             ctx.scale = scale
         return loss_N.sum()
