@@ -31,7 +31,7 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import GIB, format_si, plural
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, describe_recomputation
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
 
@@ -236,10 +236,7 @@ def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
-    return (
-        f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, "
-        f"recompute {run.layout.activation_checkpointing}"
-    )
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, {describe_recomputation(run.layout)}"
 
 
 def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:

@@ -23,6 +23,7 @@ def run_schema() -> Schema:
     for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
         definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
     definitions["TrainingSpec"]["properties"]["precision"]["enum"].append("auto")
+    definitions["Layout"]["properties"]["activation_checkpointing"]["enum"].append("auto")
     component = definitions.pop("ComponentSpec")
     tables = {name: _table_schema(table) for name, table in definitions.items()}
     return {
