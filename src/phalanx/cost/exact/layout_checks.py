@@ -18,6 +18,18 @@ SCHEDULES_WITH_UNEVEN_MICRO_BATCHES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2
 
 def require_resolved_layout(run: RunSpec) -> None:
     """Raise UserError if the run's layout or its recomputation is "auto" and not yet chosen."""
+    require_planned_layout(run)
+    require(
+        not run.layout.auto_checkpointing,
+        "layout.activation_checkpointing",
+        "auto",
+        problem="is chosen by the planner, which this command does not run",
+        fix="set the value that `phalanx train RUN.toml --print-config` prints",
+    )
+
+
+def require_planned_layout(run: RunSpec) -> None:
+    """Raise UserError if the run's layout is "auto" and not yet chosen."""
     require(
         not run.auto_layout,
         "layout",
@@ -25,13 +37,11 @@ def require_resolved_layout(run: RunSpec) -> None:
         problem="is chosen by the planner, which this command does not run",
         fix="use phalanx train, or save a layout with phalanx plan RUN.toml --out FILE",
     )
-    require(
-        not run.layout.auto_checkpointing,
-        "layout.activation_checkpointing",
-        "auto",
-        problem="is chosen by the planner, which this command does not run",
-        fix="use phalanx train, memory, dryrun or advise, or set the value that phalanx train --print-config prints",
-    )
+
+
+def assume_no_recomputation(run: RunSpec) -> RunSpec:
+    """Return the run without recomputation if it is "auto", for results that do not depend on it."""
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"auto_checkpointing": False})})
 
 
 def check_layout(run: RunSpec, world_size: int) -> None:
