@@ -10,7 +10,7 @@ from phalanx.launch.preflight import on_machine
 from phalanx.plan.search.oom_risk import describe_fit
 from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import describe_recomputation
+from phalanx.spec.layout import check_inapplicable_options, describe_recomputation
 from phalanx.spec.run import RunSpec
 
 
@@ -29,6 +29,7 @@ def resolve_recomputation(run: RunSpec, world_size: int, gpu_memory_bytes: int |
     """
     if not run.layout.auto_checkpointing:
         return run
+    check_inapplicable_options(run.layout)
     nproc = -(-world_size // run.cluster.nodes)
     planned = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": nproc})})
     if run.cluster.rank_memory_bytes is None:

@@ -90,7 +90,7 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
 
     state = [per_parameter(c.data_parallel, c.micro_batches) for c in layouts]
     pipelines = {_pipeline(c): c for c in layouts}
-    cuts = {pipeline: _stage_blocks(run, c) for pipeline, c in pipelines.items()}
+    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
     blocks = [cuts[_pipeline(c)] for c in layouts]
     return {
         **{name: [float(getattr(c, name)) for c in layouts] for name in ("dp", "tp", "pp", "cp", "ep")},
@@ -132,7 +132,7 @@ def _pipeline(candidate: CandidateLayout) -> Hashable:
     return candidate.pp, candidate.schedule, candidate.virtual_stages, candidate.recomputed_blocks
 
 
-def _stage_blocks(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
+def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
     ranks = layers_per_rank(candidate_run)
     (first, last) = representative_schedule(candidate_run.layout).end_ranks
