@@ -107,7 +107,7 @@ class ActivationBytes:
         return self.total - self.head_and_loss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageBlocks:
     """Stage of a pipeline."""
 
@@ -123,7 +123,13 @@ class StageBlocks:
 
 
 def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout) -> list[StageBlocks]:
-    """Return the stages of a pipeline with these layers in each."""
+    """Return the stages of a pipeline.
+
+    Args:
+        layers: Layers of each stage.
+        schedule: Schedule of the pipeline.
+        layout: Layout of the run.
+    """
     last_index = len(layers) - 1
     stages: dict[int, StageBlocks] = {}
     for rank in range(layout.pp):
@@ -131,9 +137,9 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout)
         recomputed = layout.recomputed_on_rank(rank, sum(len(layers[stage]) for stage in local_stages))
         for index in local_stages:
             stages[index] = StageBlocks(
-                layers[index],
-                index == 0,
-                index == last_index,
+                layers=layers[index],
+                first=index == 0,
+                last=index == last_index,
                 splits_backward=schedule.splits_backward,
                 recomputed=min(recomputed, len(layers[index])),
             )
@@ -143,7 +149,9 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout)
 
 def full_model_stage(num_layers: int, layout: Layout) -> StageBlocks:
     """Return the only stage of a model without a pipeline."""
-    return StageBlocks(range(num_layers), first=True, last=True, recomputed=layout.recomputed_on_rank(0, num_layers))
+    return StageBlocks(
+        layers=range(num_layers), first=True, last=True, recomputed=layout.recomputed_on_rank(0, num_layers)
+    )
 
 
 def activation_bytes(
