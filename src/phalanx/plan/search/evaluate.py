@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,7 +33,8 @@ def parse_layout(text: str) -> Layout:
         UserError: If a key is not a field of `Layout`.
     """
     table: dict[str, object] = {}
-    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
+    commas_outside_lists = r",(?![^\[]*\])"
+    for item in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UserError(
@@ -47,7 +49,8 @@ def parse_layout(text: str) -> Layout:
 
 def layout_to_text(layout: Layout) -> str:
     """Return a layout as text that `parse_layout` reads."""
-    return ",".join(f"{name}={value}" for name, value in layout.model_dump(exclude_defaults=True).items())
+    fields = layout.model_dump(exclude_defaults=True)
+    return ",".join(f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
 
 
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
