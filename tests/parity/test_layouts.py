@@ -60,6 +60,9 @@ LAYOUT_CASES = [
     LayoutCase("one", 1, gradient_accumulation_steps=4),
     LayoutCase("one-recompute-full", 1, {"layout.activation_checkpointing": "full"}),
     LayoutCase("one-recompute-selective", 1, {"layout.activation_checkpointing": "selective"}),
+    LayoutCase(
+        "one-recompute-full-in-one", 1, {"layout.activation_checkpointing": "full", "layout.recomputed_blocks": 1}
+    ),
     LayoutCase("ddp", 2),
     LayoutCase("ddp", 2, gradient_accumulation_steps=2),
     LayoutCase("ddp", 4),
@@ -143,6 +146,10 @@ LAYOUT_CASES += [
     pipeline_case("1f1b", 2, 8, layout__data_parallel="hsdp", layout__dp_shard=2),
     pipeline_case("zb-v", 2, 8, layout__data_parallel="zero1"),
     pipeline_case("1f1b", 4, 8, layout__data_parallel="zero3"),
+]
+LAYOUT_CASES += [
+    pipeline_case(schedule, 2, 2, layout__activation_checkpointing="full", layout__recomputed_blocks=blocks)
+    for schedule, blocks in (("1f1b", [1, 0]), ("zb-v", 1))
 ]
 LAYOUT_CASES += [
     pipeline_case(schedule, 2, 2, layout__activation_checkpointing=recompute)

@@ -183,3 +183,16 @@ def test_resumed_run_without_its_text_offers_its_tokens(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no such file or directory") as refused:
         check_and_prepare(load_run(run_file), 1, resume=True)
     assert "or keep" not in refused.value.fix
+
+
+@pytest.mark.parametrize(("memory_bytes", "method"), [(10**12, "none"), (42 * 10**7, "full")])
+def test_create_run_records_recomputation_that_fits_in_memory(text, tmp_path, capsys, memory_bytes, method):
+    model = {"preset": "tiny", "num_layers": 12}
+    cluster = {"device": "cpu", "memory_bytes": memory_bytes, "cores": 1, "nproc_per_node": 1}
+    layout = {"activation_checkpointing": "auto", "micro_batch_size": 8}
+    tables = {"model": model, "cluster": cluster, "layout": layout}
+    run = small_run(text, tmp_path, {**tables, "training.seq_len": 256, "training.tokens_per_step": 2**13})
+    recorded = load_run(create_run(run, 1, resume=False) / RUN_FILE).layout
+    assert (recorded.activation_checkpointing, recorded.auto_checkpointing) == (method, False)
+    assert (recorded.recomputed_blocks is not None) == (method != "none")
+    assert f"activation checkpointing chosen: recompute {method}" in capsys.readouterr().err

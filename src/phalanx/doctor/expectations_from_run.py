@@ -25,7 +25,8 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
     )  # the default of `phalanx train`
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.output_dir).expanduser().absolute()
-    memory_per_rank = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}
+    is_open = run.auto_layout or run.layout.auto_checkpointing
+    memory_per_rank = rank_memory(run, ranks * cluster.nodes) if ranks and not is_open else {}
     return Expectations(
         directory=str(directory),
         nodes=cluster.nodes,

@@ -151,10 +151,7 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     Raises:
         UserError: The memory is insufficient. The message suggests settings that fit.
     """
-    cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
-    machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
-    cluster = run.cluster.model_copy(update=machine)
-    run = run.model_copy(update={"cluster": cluster})
+    run = on_machine(run, nproc, memory_bytes, device=device)
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
         return
@@ -169,6 +166,20 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
         f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
         fix=f"{options or 'use a smaller model or more machines'} (see phalanx advise oom), or try with --force",
     )
+
+
+def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunSpec:
+    """Return the run on a machine of known memory.
+
+    Args:
+        run: The run.
+        nproc: The number of ranks on the machine.
+        memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
+        device: "cuda" or "cpu".
+    """
+    cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
+    machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
+    return run.model_copy(update={"cluster": run.cluster.model_copy(update=machine)})
 
 
 def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:

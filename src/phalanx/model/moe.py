@@ -29,6 +29,8 @@ class Router(nn.Module):
     dropped: Tensor
     bias: Tensor
     relief: Tensor | None
+    forward_passes = 1
+    """Number of forward passes that count a choice: 2 if the router is recomputed in the backward pass."""
 
     def __init__(self, spec: ModelSpec, moe: MoESpec) -> None:
         super().__init__()

@@ -89,7 +89,8 @@ def apply_layout(
     # Steps 3 and 4: its blocks.
     if compile:  # inside the wrappers, whose recomputation then runs compiled code too
         compile_blocks(module.blocks.children(), whole=not _interrupts_blocks(layout))
-    apply_activation_checkpointing(module, layout.activation_checkpointing, saves_counts=layout.ep > 1)
+    recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
+    apply_activation_checkpointing(module, layout.activation_checkpointing, recomputed, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
     # Steps 5 and 6: its strategy.
     data_parallel = apply_data_parallelism(
@@ -220,10 +221,10 @@ def _connect_model_parallelism(
 
     This must precede `build_pipeline`: a pipeline uses the `model_parallel` and the timers of its data-parallel
     strategy, and already its constructor reads the shapes of shards."""
-    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
-    multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
     strategy.model_parallel = ModelParallelism(
-        sharding=sharding, tensor_parallel=groups.tensor, router_count_multiplicity=multiplicity
+        sharding=sharding,
+        tensor_parallel=groups.tensor,
+        router_count_multiplicity=layout.cp,  # ranks that share sequences each count all of one
     )
     for group in (groups.tensor, groups.experts, groups.sequences):
         if group is not None:

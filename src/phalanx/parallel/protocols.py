@@ -78,4 +78,4 @@ class ModelParallelism:
     pop_expert_rows: Callable[[], int] | None = None
     """Returns the number of rows of this rank's experts since the last call, with expert parallelism."""
     router_count_multiplicity: int = 1
-    """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""
+    """Number of ranks whose routers count each choice of an expert."""

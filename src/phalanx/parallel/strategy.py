@@ -112,7 +112,7 @@ class Strategy:
 
     @property
     def router_count_multiplicity(self) -> int:
-        """Number of times that routers count each choice of an expert, over all ranks and passes of a step."""
+        """Number of ranks whose routers count each choice of an expert."""
         return self.model_parallel.router_count_multiplicity
 
     def forward_backward(

@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.cost.exact.flops import recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING
+from phalanx.cost.exact.flops import run_recomputed_flops_per_token, training_flops_per_token
 from phalanx.report.run_data import RunData
 from phalanx.report.slowdowns import (
     IMBALANCE_RATIO,
@@ -181,9 +180,7 @@ def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> t
 
 def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """Find the costs of saving memory: recomputation and offload."""
-    recomputed_flops = recomputed_flops_per_token(
-        run.model, run.training.seq_len, PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
-    )
+    recomputed_flops = run_recomputed_flops_per_token(run)
     if recomputed_flops:
         share = recomputed_flops / (recomputed_flops + training_flops_per_token(run.model, run.training.seq_len))
         yield Bottleneck(

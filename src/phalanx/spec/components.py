@@ -96,7 +96,7 @@ def check_components(run: RunSpec) -> None:
     )
     if model.implementation is None:
         return
-    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
+    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing", "auto_checkpointing"):
         default = type(run.layout).model_fields[field].default
         require(
             getattr(run.layout, field) == default,

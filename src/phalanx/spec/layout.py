@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -109,7 +109,15 @@ class Layout(Spec):
     """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
     most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
     activation_checkpointing: CheckpointingName = "none"
-    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full)."""
+    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full). "auto" lets
+    the planner choose the method, and the fewest `recomputed_blocks` that fit in memory."""
+    recomputed_blocks: Annotated[int, Field(gt=0)] | tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, examples=[4]
+    )
+    """Number of blocks on each rank, the first ones, that recompute activations. A list has one number per pipeline
+    rank. By default all blocks."""
+    auto_checkpointing: bool = False
+    """Let the planner choose both, as `activation_checkpointing = "auto"` requests."""
     offload: OffloadName = "none"
     """Location of optimizer state: on the device (none), in CPU memory (cpu), or in files (nvme). Also moved off the
     device: with zero1 and zero2 the trained copy of the parameters (this rank's share), with zero2 gradients, with
@@ -140,6 +148,15 @@ class Layout(Spec):
     fsdp_prefetch: int = Field(1, ge=0)
     """Number of all-gathers that are started ahead of the required one (zero3, hsdp)."""
 
+    def recomputed_on_rank(self, pp_rank: int, num_blocks: int) -> int:
+        """Return the number of blocks, the first ones, that a pipeline rank with `num_blocks` blocks recomputes."""
+        if self.activation_checkpointing == "none":
+            return 0
+        limit = self.recomputed_blocks
+        if isinstance(limit, tuple):
+            limit = limit[pp_rank]
+        return num_blocks if limit is None else min(limit, num_blocks)
+
 
 def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
     """Map each parameter to its server: largest first, each to the server with the least so far."""
@@ -151,8 +168,19 @@ def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> 
     return owner
 
 
+def describe_recomputation(layout: Layout) -> str:
+    """Return a text such as "recompute full in 3 blocks" or "recompute none"."""
+    text = f"recompute {layout.activation_checkpointing}"
+    counts = layout.recomputed_blocks
+    if counts is None:
+        return text
+    blocks = "/".join(map(str, counts)) if isinstance(counts, tuple) else counts
+    return f"{text} in {blocks} {'blocks a stage' if layout.pp > 1 else 'blocks'}"
+
+
 def check_inapplicable_options(layout: Layout) -> None:
     """Raise UserError for an option that does not apply to this layout."""
+    _check_recomputed_blocks(layout)
     for field, axis in REQUIRES_DEGREE.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
@@ -191,6 +219,28 @@ def check_inapplicable_options(layout: Layout) -> None:
             layout.offload_directory,
             problem,
             fix='use a directory on a local disk with layout.offload = "nvme", or remove both',
+        )
+
+
+def _check_recomputed_blocks(layout: Layout) -> None:
+    if layout.recomputed_blocks is None:
+        return
+    problem = ""
+    method = layout.activation_checkpointing
+    if layout.auto_checkpointing:
+        problem = 'cannot be combined with layout.activation_checkpointing = "auto", which chooses it'
+    elif method == "none":
+        problem = 'cannot be combined with layout.activation_checkpointing = "none"'
+    elif method == "full" and layout.fsdp_unit == "sublayer":
+        problem = 'cannot be combined with layout.fsdp_unit = "sublayer" and layout.activation_checkpointing = "full"'
+    if problem:
+        raise UserError("layout.recomputed_blocks", layout.recomputed_blocks, problem, fix="remove it")
+    if isinstance(layout.recomputed_blocks, tuple) and len(layout.recomputed_blocks) != layout.pp:
+        raise UserError(
+            "layout.recomputed_blocks",
+            list(layout.recomputed_blocks),
+            f"is not one number for each of the {layout.pp} pipeline ranks (layout.pp)",
+            fix=f"write {layout.pp} numbers, or one number for all ranks",
         )
 
 

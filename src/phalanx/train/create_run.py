@@ -17,10 +17,9 @@ from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.source_checks import describe_unchecked_pairs
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.debug.oom import cgroup_memory_limit
 from phalanx.launch.preflight import check_memory, check_vocab_size, preflight
 from phalanx.launch.process import select_device
-from phalanx.parallel.comm.device_memory import device_memory_bytes
+from phalanx.launch.recomputation import machine_memory_bytes, resolve_recomputation
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
 from phalanx.runs.create import (
     RUN_FILE,
@@ -54,7 +53,7 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
     Raises:
         UserError: the run cannot work; then nothing is written.
     """
-    run = decide_choices(run, resume)
+    run = decide_recomputation(decide_choices(run, resume), world_size)
     return write_run_directory(run, check_and_prepare(run, world_size, resume))
 
 
@@ -84,6 +83,16 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     return run.model_copy(update={"training": training})
 
 
+def decide_recomputation(run: RunSpec, world_size: int) -> RunSpec:
+    """Return a run with the recomputation that fits this machine if the run file leaves it open."""
+    if not run.layout.auto_checkpointing:
+        return run
+    device = select_device(run)
+    gpu_memory_bytes = _gpu_memory_bytes() if device == "cuda" else None
+    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes)
+    return run.model_copy(update={"layout": resolved.layout})
+
+
 def check_machine_memory(run: RunSpec, nproc: int) -> None:
     """Raise UserError if `nproc` ranks need more memory than this machine or this process's cgroup has."""
     if select_device(run) == "cuda":
@@ -91,8 +100,7 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
         if memory_bytes is not None:
             check_memory(run, nproc, memory_bytes, device="cuda")
     else:
-        memory_bytes = device_memory_bytes(torch.device("cpu"))
-        check_memory(run, nproc, min(memory_bytes, cgroup_memory_limit() or memory_bytes), device="cpu")
+        check_memory(run, nproc, machine_memory_bytes(), device="cpu")
 
 
 def _gpu_memory_bytes() -> int | None:

@@ -35,7 +35,7 @@ class ExpertCounts:
         Args:
             loads: Choices of each expert over all ranks in a step, [L, E], on the device.
             routers: This rank's routers, by index among the layers with experts.
-            multiplicity: Number of times that routers count a choice.
+            multiplicity: Number of ranks whose routers count a choice.
             update_biases: False if the step was skipped, or if this rank receives the biases.
         """
         self.current.add_(loads / multiplicity)

@@ -173,8 +173,8 @@ class Learner:
             sums.loss.add_(loss)
             sums.auxiliary_loss.add_(auxiliary)
         for moe_index, router in self.routers.items():
-            sums.expert_loads[moe_index] = router.load
-            sums.dropped_choices.add_(router.dropped)
+            sums.expert_loads[moe_index] = router.load / router.forward_passes
+            sums.dropped_choices.add_(router.dropped / router.forward_passes)
         return sums
 
     def compute_losses(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING
+from phalanx.cost.exact.flops import mfu, run_recomputed_flops_per_token, training_flops_per_token
 from phalanx.parallel.comm.host_copy import PendingCopies
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.runs.metrics import MetricsRecord
@@ -49,9 +48,8 @@ class UtilizationMeter:
             peak_flops: Peak of a rank in FLOP/s; None: unknown, and utilization is not recorded.
         """
         seq_len = run.training.seq_len
-        checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
         self.model_flops = training_flops_per_token(run.model, seq_len)
-        self.hardware_flops = self.model_flops + recomputed_flops_per_token(run.model, seq_len, checkpointing)
+        self.hardware_flops = self.model_flops + run_recomputed_flops_per_token(run)
         self.ranks = ranks
         self.peak_flops = peak_flops
         self.raises_peak = device.type == "cpu" and not run.cluster.peak_flops

@@ -36,7 +36,7 @@ from phalanx.spec.files.load import load_run, write_effective_layout
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
-from phalanx.train.create_run import check_machine_memory, create_run
+from phalanx.train.create_run import check_machine_memory, create_run, decide_choices, decide_recomputation
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
@@ -306,6 +306,8 @@ def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
 
 
 def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Path:
+    if run.layout.auto_checkpointing:
+        run = decide_recomputation(decide_choices(run, resume), world_size)
     if not force:
         check_machine_memory(run, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return create_run(run, world_size, resume)

@@ -62,6 +62,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     }
     examples |= {
         "offload_directory",
+        "recomputed_blocks",
         "schedule_file",
         "first_bucket_mb",
         "base_dp_size",

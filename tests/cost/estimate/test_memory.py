@@ -268,3 +268,19 @@ def test_oom_probability_grows_with_reserved_bytes():
         *(make_job_row(dp=8, micro_batch=size, memory_bytes=used[at]) for at, size in enumerate((1, 2, 4, 8, 16)))
     )
     np.testing.assert_allclose(oom_probability(MEMORY_CONSTANTS, exactly, held), 0.5)
+
+
+def test_memory_of_partial_recomputation_is_between_that_of_none_and_all_blocks():
+    table = {"model": {"preset": "llama3-8b"}, "cluster": {"preset": "h100"}, "training": {"seq_len": 8192}}
+    layout = {"micro_batch_size": 1, "activation_checkpointing": "full"}
+    runs = [run_from_table({**table, "layout": {**layout, "recomputed_blocks": blocks}}) for blocks in (1, 8, 24, 32)]
+    none = run_from_table({**table, "layout": {"micro_batch_size": 1}})
+    sizes = []
+    for run in (none, *runs):
+        jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
+        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[1] == pytest.approx((sizes[1] - sizes[2]) / 7)
+    whole = run_from_table({**table, "layout": layout})
+    jobs = candidate_jobs(whole, 1, [candidate_from_run(whole, 1)])
+    assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])

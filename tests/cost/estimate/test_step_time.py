@@ -146,6 +146,14 @@ def test_full_activation_checkpointing_adds_about_one_forward_pass():
     assert 1.2 < again / plain < 4 / 3 + 0.01
 
 
+def test_partial_activation_checkpointing_adds_time_in_proportion_to_recomputed_blocks():
+    ends = ("first_recomputed", "middle_recomputed", "last_recomputed", "mean_recomputed")
+    rows = [make_job_row(recompute=3) | dict.fromkeys(ends, fraction) for fraction in (0.0, 0.25, 1.0)]
+    none, quarter, full = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).total
+    assert none == pytest.approx(step_seconds(TIME_CONSTANTS, make_job_table(make_job_row())).total[0])
+    assert quarter == pytest.approx(none + (full - none) / 4)
+
+
 def test_tp_communication_is_slower_outside_fast_link_domain():
     rows = [make_job_row("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
     inside, across = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange

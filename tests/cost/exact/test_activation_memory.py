@@ -89,14 +89,14 @@ def rows_of_short_documents(rows, tokens):
     return torch.arange(tokens).div(10, rounding_mode="floor").mul(10).repeat(rows, 1)
 
 
-def measure_saved_bytes(spec, batch, sequence, precision, mode, autocast, masked):
+def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, masked):
     """Bytes alive after the trainer's forward pass and loss, and the most while something is computed again."""
     torch.manual_seed(0)
     model = Transformer(spec)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
-    apply_activation_checkpointing(model, mode)
+    apply_activation_checkpointing(model, layout.activation_checkpointing, layout.recomputed_blocks)
     saved, again = SavedStorages(model), []
 
     def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
@@ -216,14 +216,25 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
+CHECKPOINTING = {
+    "none": {},
+    "selective": {"activation_checkpointing": "selective"},
+    "full": {"activation_checkpointing": "full"},
+    "selective-in-two": {"activation_checkpointing": "selective", "recomputed_blocks": 2},
+    "full-in-one": {"activation_checkpointing": "full", "recomputed_blocks": 1},
+    "full-in-two": {"activation_checkpointing": "full", "recomputed_blocks": 2},
+}
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", CHECKPOINTING)
 @pytest.mark.parametrize("precision_name", PRECISIONS)
 @pytest.mark.parametrize("name", SPECS)
 def test_activation_bytes_equals_saved_tensors_on_one_rank(name, precision_name, mode, masked):
     precision, autocast = PRECISIONS[precision_name]
-    found = measure_saved_bytes(SPECS[name], 3, 20, precision, mode, autocast, masked)
-    predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(activation_checkpointing=mode), autocast, masked)
+    layout = Layout(**CHECKPOINTING[mode])
+    found = measure_saved_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
+    predicted = activation_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
     assert (predicted.total, predicted.recomputed) == found
 
 
@@ -277,14 +288,15 @@ class PeakLiveBytes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "full-in-one", "full-in-two"])
 @pytest.mark.parametrize("precision_name", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, precision_name, mode):
     (precision, autocast), spec = PRECISIONS[precision_name], SPECS[name].replace(vocab_size=6000)
     dtypes = {"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}
     model = Transformer(spec).to(dtypes.get(precision))
-    apply_activation_checkpointing(model, mode)
+    layout = Layout(**CHECKPOINTING[mode])
+    apply_activation_checkpointing(model, layout.activation_checkpointing, layout.recomputed_blocks)
     tokens, targets = (torch.randint(spec.vocab_size, (3, 20)) for _ in range(2))
 
     def loss():
@@ -298,7 +310,7 @@ def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, prec
     auxiliary_loss = model(tokens[:1, :1])[1].nbytes
     moe_layers = sum(map(spec.is_moe_layer, range(spec.num_layers)))
     ends_of_expert_rows = 8 * moe_layers * spec.moe.num_experts if spec.moe else 0
-    predicted = activation_bytes(spec, 3, 20, precision, Layout(activation_checkpointing=mode), autocast).peak
+    predicted = activation_bytes(spec, 3, 20, precision, layout, autocast).peak
     assert found == predicted + auxiliary_loss + ends_of_expert_rows
 
 

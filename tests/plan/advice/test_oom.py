@@ -350,6 +350,15 @@ def test_remedies_reset_options_that_no_longer_apply():
     assert "layout.gradient_compression=none" in found["pipeline"].settings
 
 
+def test_remedies_recompute_all_blocks_of_a_partly_recomputed_run():
+    partial = {"activation_checkpointing": "full", "recomputed_blocks": 8, "micro_batch_size": 4}
+    effects = effects_by_name(evaluate_single_remedies(make_llama3_8b_run(data_parallel="zero3", **partial)))
+    assert effects["recompute blocks"].settings == ("layout.recomputed_blocks=",)
+    assert effects["recompute blocks"].freed["activations"] > 0
+    assert effects["recompute attention"].run is None
+    assert "layout.recomputed_blocks=" in effects["pipeline"].settings
+
+
 def test_offload_remedy_respects_cpu_memory_limit():
     on_cpu = effects_by_name(evaluate_single_remedies(make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
         "offload to CPU memory"

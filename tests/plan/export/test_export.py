@@ -351,6 +351,7 @@ UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
     ("torchtitan", make_run(GPT2), "model.norm", "another model"),
     ("torchtitan", make_run(tp=16), "layout.tp", "divisor"),
     ("torchtitan", make_run(activation_checkpointing="selective"), "layout.activation_checkpointing", "full"),
+    ("megatron", make_run(activation_checkpointing="full", recomputed_blocks=2), "layout.recomputed_blocks", "remove"),
     ("deepspeed", make_run(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
     ("deepspeed", make_run(data_parallel="hsdp", dp_shard=8), "layout.data_parallel", "zero3"),
     ("deepspeed", make_run(tp=2), "layout.sequence_parallel", "false"),

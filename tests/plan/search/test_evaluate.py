@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from phalanx.plan.placement.traffic_matrix import traffic_matrices
-from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
+from phalanx.plan.search.evaluate import evaluate_layout, layout_to_text, parse_layout
 from phalanx.plan.tables.job_columns import time_constants_for
 from tests.helpers.planned_runs import make_run
 
@@ -69,3 +69,9 @@ def test_ring_attention_across_nodes_takes_bytes_of_the_card_between_nodes():
     option = evaluate_layout(run, 16, layout)
     card_seconds = card_bytes / (1e8 * time_constants_for(run.cluster).network)
     assert option.parts["exchange"] == pytest.approx(card_seconds - 0.8 * option.parts["compute"], rel=0.1)
+
+
+def test_parse_layout_reads_number_of_recomputed_blocks_per_pipeline_rank():
+    layout = parse_layout("pp=2, activation_checkpointing=full, recomputed_blocks=[2, 0], tp=2")
+    assert (layout.pp, layout.recomputed_blocks, layout.tp) == (2, (2, 0), 2)
+    assert parse_layout(layout_to_text(layout)) == layout

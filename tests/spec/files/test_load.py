@@ -323,3 +323,21 @@ def test_set_takes_whole_numbers_with_exponents(tmp_path):
     )
     assert (run.cluster.memory_bytes, run.training.steps) == (32_000_000_000, 1000)
     assert run.cluster.network_bytes_per_second == 2.5e9
+
+
+def test_load_run_reads_and_writes_automatic_activation_checkpointing(tmp_path):
+    text = '[model]\npreset = "tiny"\n[layout]\nactivation_checkpointing = "auto"\n'
+    run = load_run(write_run_file(tmp_path, text), [], {})
+    assert (run.layout.auto_checkpointing, run.layout.activation_checkpointing) == (True, "none")
+    assert load_run(write_run_file(tmp_path, to_toml(run)), [], {}) == run
+    chosen = load_run(write_run_file(tmp_path, text), ["layout.activation_checkpointing=selective"], {})
+    assert (chosen.layout.auto_checkpointing, chosen.layout.activation_checkpointing) == (False, "selective")
+
+
+@pytest.mark.parametrize("method", ["none", "auto"])
+def test_load_run_drops_recomputed_blocks_if_an_override_changes_the_method(tmp_path, method):
+    layout = '[layout]\nactivation_checkpointing = "full"\npp = 2\nrecomputed_blocks = [2, 1]\n'
+    path = write_run_file(tmp_path, f'[model]\npreset = "tiny"\n{layout}')
+    assert load_run(path, [], {}).layout.recomputed_blocks == (2, 1)
+    assert load_run(path, [f"layout.activation_checkpointing={method}"], {}).layout.recomputed_blocks is None
+    assert load_run(path, ["layout.activation_checkpointing=selective"], {}).layout.recomputed_blocks == (2, 1)

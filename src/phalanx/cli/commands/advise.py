@@ -75,12 +75,14 @@ def _show_oom_advice(
 ) -> None:
     from phalanx.cli.commands.plan import run_on_cluster
     from phalanx.cli.views import oom as views
-    from phalanx.cost.exact.layout_checks import require_resolved_layout
+    from phalanx.cost.exact.layout_checks import require_planned_layout
+    from phalanx.launch.recomputation import resolve_recomputation
     from phalanx.plan.advice.oom import diagnose
     from phalanx.spec.files.load import load_run
 
-    require_resolved_layout(load_run(path, overrides))
-    run, _ = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    require_planned_layout(load_run(path, overrides))
+    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    run = resolve_recomputation(run, world_size)
     diagnosis = diagnose(run)
     if as_json:
         print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))

@@ -130,7 +130,7 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
 
     Errors of the ranks are printed and end this process.
     """
-    from phalanx.cost.exact.layout_checks import check_layout
+    from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.torch_compat import check_torch_supports
 
     if run.cluster.nodes > 1:
@@ -143,6 +143,7 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
     known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
         run, _ = choose_layout_for(run, known_nproc)
+    run = assume_no_recomputation(run)
     if known_nproc is not None:
         check_layout(run, known_nproc)  # before the import of torch, which takes a second
     check_torch_supports(run.layout)

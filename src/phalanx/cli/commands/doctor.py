@@ -205,7 +205,7 @@ def _compare_reports(directory: Path, num_nodes: int) -> list[DoctorFinding]:
 
 def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
     from phalanx.cli.commands.auto_layout import choose_layout_for
-    from phalanx.cost.exact.layout_checks import check_layout
+    from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.files.load import load_run
 
     assert run is not None
@@ -219,6 +219,7 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
         )
     if described.auto_layout:
         described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
+    described = assume_no_recomputation(described)
     from phalanx.doctor.multi_node_benchmark import launch_check
     from phalanx.launch.process import select_nproc
 

@@ -54,6 +54,9 @@ def dryrun(
     """
     described = load_run(run, set_ or [], machine=machine)
     described, world_size = _resolve_layout(described, world)
+    from phalanx.launch.recomputation import resolve_recomputation
+
+    described = resolve_recomputation(described, world_size)
     check_layout(described, world_size)  # before the import of torch, which takes a second
     from phalanx.verify.dry_run import check_traceable, corner_ranks
     from phalanx.verify.dry_run_report import dry_run

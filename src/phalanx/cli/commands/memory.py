@@ -15,9 +15,10 @@ from rich.table import Column, Table
 from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
-from phalanx.cost.exact.layout_checks import require_resolved_layout
+from phalanx.cost.exact.layout_checks import require_planned_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
+from phalanx.launch.recomputation import resolve_recomputation
 from phalanx.plan.search.oom_risk import (
     MAX_OOM_PROBABILITY,
     SAFE_OOM_PROBABILITY,
@@ -31,7 +32,7 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import GIB, format_si, plural
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, describe_recomputation
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
 
@@ -93,7 +94,7 @@ def memory(
         phalanx memory run.toml --ranks 8 --set layout.activation_checkpointing=full --json
     """
     described = load_run(run, set_ or [], machine=machine)
-    require_resolved_layout(described)
+    require_planned_layout(described)
     world_size, ranks_source = (
         (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
     )
@@ -103,6 +104,7 @@ def memory(
     described = described.model_copy(
         update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}
     )
+    described = resolve_recomputation(described, world_size)
     rows = memory_rows(described, world_size)
     if json_:
         print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
@@ -236,10 +238,7 @@ def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
-    return (
-        f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, "
-        f"recompute {run.layout.activation_checkpointing}"
-    )
+    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, {describe_recomputation(run.layout)}"
 
 
 def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:

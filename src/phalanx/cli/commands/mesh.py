@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
@@ -55,7 +55,7 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     ]
     facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}
     try:
-        check_layout(described, world_size)
+        check_layout(assume_no_recomputation(described), world_size)
     except UserError as error:
         facts["problem"] = str(error)
     if json_:

@@ -88,12 +88,13 @@ def decide_and_check(
         UserError: Settings, run directory, disk or memory are unusable.
     """
     from phalanx.launch.preflight import check_settings, preflight
-    from phalanx.train.create_run import check_machine_memory, decide_choices
+    from phalanx.train.create_run import check_machine_memory, decide_choices, decide_recomputation
 
     run = decide_choices(run, start.resume)
     plan = None
     if run.auto_layout:
         run, plan = choose_layout_for(run, layout_ranks)
+    run = decide_recomputation(run, ranks * run.cluster.nodes)
     if run.cluster.nodes == 1:  # with several, only the rendezvous host checks the run directory
         preflight(run, ranks, start.resume)
     else:
@@ -114,7 +115,7 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
         from phalanx.train.create_run import decide_choices
 
         run, plan = choose_layout_for(decide_choices(run, start.resume), nproc)
-    if nproc is not None:
+    if nproc is not None and not run.layout.auto_checkpointing:
         preflight(run, nproc, start.resume)  # before the import of torch, which takes a second
     has_launcher = nproc != 1 or run.recovery.restarts_ranks
     with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch in the meantime

@@ -35,6 +35,8 @@ class BlockActivations:
     saved: Column
     recomputed: Column
     """Bytes while the backward pass recomputes a block; 0 without recomputation."""
+    unwrapped: Column
+    """Bytes saved by a block that recomputes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
     return BlockActivations(
         saved=np.select(conditions, list(saved.values()), block_bytes),
         recomputed=np.select(conditions, list(recomputed.values()), 0.0),
+        unwrapped=block_bytes,
     )
 
 

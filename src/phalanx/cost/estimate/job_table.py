@@ -156,6 +156,12 @@ class JobTable:
     """Number of `first_blocks` with experts."""
     middle_moe_blocks: Column
     last_moe_blocks: Column
+    first_recomputed: Column
+    """Fraction of the first rank's blocks, its first ones, that recompute activations by the method `recompute`."""
+    middle_recomputed: Column
+    last_recomputed: Column
+    mean_recomputed: Column
+    """Fraction of all blocks that recompute activations."""
     pipeline_outermost: Column
     """Flag: the pipeline is the outermost dimension of the rank order, rather than data parallelism."""
 

@@ -73,6 +73,8 @@ class _Stage:
 
     blocks: Column
     moe_blocks: Column
+    recomputed: Column
+    """Fraction of `blocks` that recompute activations."""
     num_tables: Column | float
     """Tables of vocab x width parameters: embedding and output projection."""
     has_head: NDArray[np.bool_]
@@ -102,6 +104,7 @@ def _pipeline_stages(jobs: JobTable) -> tuple[_Stage, _Stage, _Stage]:
     first = _Stage(
         blocks=jobs.first_blocks,
         moe_blocks=jobs.first_moe_blocks,
+        recomputed=jobs.first_recomputed,
         num_tables=num_tables,
         has_head=shares_rank,
         in_flight=first_in_flight,
@@ -109,6 +112,7 @@ def _pipeline_stages(jobs: JobTable) -> tuple[_Stage, _Stage, _Stage]:
     middle = _Stage(
         blocks=np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0),
         moe_blocks=jobs.middle_moe_blocks,
+        recomputed=jobs.middle_recomputed,
         num_tables=0.0,
         has_head=np.zeros(1, bool),
         in_flight=middle_in_flight,
@@ -116,6 +120,7 @@ def _pipeline_stages(jobs: JobTable) -> tuple[_Stage, _Stage, _Stage]:
     last = _Stage(
         blocks=jobs.last_blocks,
         moe_blocks=jobs.last_moe_blocks,
+        recomputed=jobs.last_recomputed,
         num_tables=num_tables,
         has_head=np.ones(1, bool),
         in_flight=last_in_flight,
@@ -131,13 +136,18 @@ def _stage_memory(
     logits: Column,
     buffers: Column,
 ) -> StageMemory:
-    """Return the bytes of a rank of one stage; one block at a time is recomputed."""
+    """Return the bytes of a rank of one stage.
+
+    One block at a time is recomputed. By then, the blocks that recompute nothing have freed their activations.
+    """
     state, host = _state_bytes(constants, jobs, stage)
-    saved_bytes = stage.blocks * block.saved
+    freed_bytes = stage.blocks * (1 - stage.recomputed) * block.unwrapped
+    saved_bytes = stage.blocks * stage.recomputed * block.saved + freed_bytes
+    recomputed_bytes = np.where(stage.recomputed > 0, np.maximum(block.recomputed - freed_bytes, 0.0), 0.0)
     scatters = (stage.in_flight > 1) & (stage.in_flight < jobs.micro_batches)
     return StageMemory(
         state=state,
-        activations=stage.in_flight * (saved_bytes + _sent_bytes(jobs)) + block.recomputed,
+        activations=stage.in_flight * (saved_bytes + _sent_bytes(jobs)) + recomputed_bytes,
         fragmented=np.where(scatters, saved_bytes, 0.0),
         logits=np.where(stage.has_head, logits, 0.0),
         buffers=buffers,

@@ -5,7 +5,8 @@ Blocks, embedding, head, the schedule's bubble, sends, exposed data-parallel com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_second
 from phalanx.cost.estimate.offload import offload_seconds
 from phalanx.cost.estimate.update_time import data_parallel_seconds, owned_parameters, update_seconds
 from phalanx.cost.estimate.zero3_time import add_zero3_communication
-from phalanx.cost.kinds import Column, ScheduleKind
+from phalanx.cost.kinds import ActivationCheckpointing, Column, ScheduleKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,10 @@ class LayerTimes:
     head: StageTime
     """Output projection and loss."""
 
+    def blocks(self, dense: Column, routed: Column) -> StageTime:
+        """Return the times of these numbers of blocks."""
+        return self.dense.scaled(dense) + self.routed.scaled(routed)
+
 
 def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     """Return the seconds of a step, by part.
@@ -77,8 +82,9 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     other schedules. T_dp is in `data_parallel_seconds`, and T_send in `_pipeline_send_seconds`.
     """
     layers = layer_seconds(constants, jobs)
-    slowest, middle = _slowest_and_middle_stages(jobs, layers)
-    all_stages = _sum_of_all_stages(jobs, layers)
+    plain = layer_seconds_without_recomputation(constants, jobs, layers)
+    slowest, middle = _slowest_and_middle_stages(jobs, layers, plain=plain)
+    all_stages = _sum_of_all_stages(jobs, layers, plain=plain)
     engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
     passes, bubble = _adjust_for_shared_cores(
         jobs,
@@ -111,9 +117,35 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     )
 
 
-def _sum_of_all_stages(jobs: JobTable, layers: LayerTimes) -> StageTime:
+def layer_seconds_without_recomputation(constants: TimeConstants, jobs: JobTable, layers: LayerTimes) -> LayerTimes:
+    """Return the seconds of a micro-batch in blocks that recompute nothing; `layers` if no job has such blocks.
+
+    Args:
+        constants: Fitted constants of times.
+        jobs: Columns of jobs.
+        layers: The seconds with recomputation.
+    """
+    if (jobs.mean_recomputed == 1).all():
+        return layers
+    return layer_seconds(constants, replace(jobs, recompute=np.full_like(jobs.recompute, ActivationCheckpointing.NONE)))
+
+
+def _mix_blocks(
+    layers: LayerTimes, plain: LayerTimes, recomputed: Column, blocks: Column, moe_blocks: Column
+) -> StageTime:
+    """Return the times of blocks, of which the fraction `recomputed` recomputes activations."""
+    dense = blocks - moe_blocks
+    if plain is layers:
+        return layers.blocks(dense, moe_blocks)
+    return layers.blocks(recomputed * dense, recomputed * moe_blocks) + plain.blocks(
+        (1 - recomputed) * dense, (1 - recomputed) * moe_blocks
+    )
+
+
+def _sum_of_all_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> StageTime:
     """Return the times of one micro-batch in all layers of the model."""
-    blocks = layers.dense.scaled(jobs.dense_layers) + layers.routed.scaled(jobs.layers - jobs.dense_layers)
+    moe_blocks = jobs.layers - jobs.dense_layers
+    blocks = _mix_blocks(layers, plain, jobs.mean_recomputed, blocks=jobs.layers, moe_blocks=moe_blocks)
     return blocks + layers.embedding + layers.head
 
 
@@ -135,17 +167,14 @@ def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
     return StageTime(forward=product + 0.4 * loss, backward=2 * product + 0.6 * loss, weight_grad=np.zeros(1))
 
 
-def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes) -> tuple[StageTime, StageTime]:
+def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> tuple[StageTime, StageTime]:
     """Return the times of the slowest rank, and of a rank with neither embedding nor head."""
-
-    def sum_stage(blocks: Column, moe_blocks: Column) -> StageTime:
-        return layers.dense.scaled(blocks - moe_blocks) + layers.routed.scaled(moe_blocks)
-
+    sum_stage = partial(_mix_blocks, layers, plain)
     shares_rank = jobs.embedding_and_head_share_rank
-    first = sum_stage(jobs.first_blocks, jobs.first_moe_blocks) + layers.embedding
-    middle = sum_stage(jobs.middle_blocks, jobs.middle_moe_blocks)
+    first = sum_stage(jobs.first_recomputed, jobs.first_blocks, jobs.first_moe_blocks) + layers.embedding
+    middle = sum_stage(jobs.middle_recomputed, jobs.middle_blocks, jobs.middle_moe_blocks)
     last = (
-        sum_stage(jobs.last_blocks, jobs.last_moe_blocks)
+        sum_stage(jobs.last_recomputed, jobs.last_blocks, jobs.last_moe_blocks)
         + layers.head
         + layers.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
     )

@@ -107,7 +107,7 @@ class ActivationBytes:
         return self.total - self.head_and_loss
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageBlocks:
     """Stage of a pipeline."""
 
@@ -118,15 +118,40 @@ class StageBlocks:
     """True if the stage has the head."""
     splits_backward: bool = False
     """True if the stage's backward passes are in two halves."""
+    recomputed: int = 0
+    """Number of blocks, the first ones, that recompute activations."""
 
 
-def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBlocks]:
-    """Return the stages of a pipeline with these layers in each."""
+def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout) -> list[StageBlocks]:
+    """Return the stages of a pipeline.
+
+    Args:
+        layers: Layers of each stage.
+        schedule: Schedule of the pipeline.
+        layout: Layout of the run.
+    """
     last_index = len(layers) - 1
-    return [
-        StageBlocks(stage_layers, index == 0, index == last_index, splits_backward=schedule.splits_backward)
-        for index, stage_layers in enumerate(layers)
-    ]
+    stages: dict[int, StageBlocks] = {}
+    for rank in range(layout.pp):
+        local_stages = schedule.stages_of(rank)
+        recomputed = layout.recomputed_on_rank(rank, sum(len(layers[stage]) for stage in local_stages))
+        for index in local_stages:
+            stages[index] = StageBlocks(
+                layers=layers[index],
+                first=index == 0,
+                last=index == last_index,
+                splits_backward=schedule.splits_backward,
+                recomputed=min(recomputed, len(layers[index])),
+            )
+            recomputed -= stages[index].recomputed
+    return [stages[index] for index in range(len(layers))]
+
+
+def full_model_stage(num_layers: int, layout: Layout) -> StageBlocks:
+    """Return the only stage of a model without a pipeline."""
+    return StageBlocks(
+        layers=range(num_layers), first=True, last=True, recomputed=layout.recomputed_on_rank(0, num_layers)
+    )
 
 
 def activation_bytes(
@@ -162,7 +187,7 @@ def activation_bytes(
         on_cuda: Count CUDA's kernels instead of a CPU's.
     """
     layout = layout or Layout()
-    stage = stage or StageBlocks(range(spec.num_layers), first=True, last=True)
+    stage = stage or full_model_stage(spec.num_layers, layout)
     autocast = autocast and precision == "bf16"
     shape = ForwardShape(
         batch=batch,
@@ -173,7 +198,7 @@ def activation_bytes(
         masked=masked,
         on_cuda=on_cuda,
     )
-    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=_saved_by_inputs(spec, shape, stage))
+    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
     deferred = _deferred_weight_grads(spec, shape, stage)
     # Weight gradients that later layers and the head have deferred.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
@@ -196,7 +221,7 @@ def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
     """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
-    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first))
+    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first, recomputes=stage.recomputed > 0))
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
@@ -208,11 +233,11 @@ def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> 
 
 
 def _saved_by_blocks(
-    spec: ModelSpec, shape: ForwardShape, layers: range, inputs: Counter[str]
+    spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, inputs: Counter[str]
 ) -> tuple[Counter[str], list[int]]:
-    """Return `inputs` with the tensors saved by all blocks, and per block the bytes alive while it is recomputed.
+    """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each recomputed block runs again.
 
-    The list is empty without activation checkpointing.
+    Recomputed blocks are the first ones, so nothing of the others is left by then.
     """
     saved = inputs.copy()
     recompute_peaks = list[int]()
@@ -220,19 +245,20 @@ def _saved_by_blocks(
     checkpoint = Counter(checkpoints=stream_bytes)
     norm_saved = Counter(norms=saved_by_norm(spec, shape))
     attention_saved = saved_by_attention(spec, shape)
-    for layer in layers:
+    for index, layer in enumerate(stage.layers):
+        method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
         mlp_saved = (
             saved_by_experts(spec, spec.moe, shape)
             if spec.moe and spec.is_moe_layer(layer)
             else saved_by_mlp(spec, shape)
         )
-        if shape.layout.activation_checkpointing == "full":
+        if method == "full":
             saved += checkpoint
             # The first norm saves the block's input, which is saved already.
             recompute_peaks.append(
                 (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - stream_bytes
             )
-        elif shape.layout.activation_checkpointing == "selective":
+        elif method == "selective":
             saved += norm_saved + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
             recompute_peaks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))

@@ -41,7 +41,7 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
         stage: Blocks of a stage, or of the full model.
     """
     traffic: TrafficRows = []
-    for layer in stage.layers:
+    for index, layer in enumerate(stage.layers):
         attention = _attention_traffic(spec, shape)
         mlp = (
             _expert_traffic(spec, spec.moe, shape)
@@ -49,8 +49,9 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
             else _tp_pair_traffic(spec, shape)
         )
         traffic += attention.forward + attention.backward + mlp.forward + mlp.backward
-        traffic += attention.recompute if shape.layout.activation_checkpointing != "none" else []
-        traffic += mlp.recompute if shape.layout.activation_checkpointing == "full" else []
+        if index < stage.recomputed:
+            traffic += attention.recompute
+            traffic += mlp.recompute if shape.layout.activation_checkpointing == "full" else []
     x, stream_bytes = (shape.tokens * spec.hidden_size * size for size in (shape.compute_bytes, shape.residual_bytes))
     if stage.first:
         traffic += _tp_reduce(shape, stream_bytes) + _tp_gather(shape, stream_bytes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.cost.exact.parameter_shapes import Shape, num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.pipeline_split import layers_per_rank
+from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.cost.kinds import ActivationCheckpointing
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ActivationCheckpointing
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.model import ModelSpec
@@ -123,6 +123,14 @@ def recomputed_flops_per_token(
     }[recompute]
 
 
+def run_recomputed_flops_per_token(run: RunSpec) -> float:
+    """Return the FLOPs that the backward pass of a run recomputes on one token, with equal blocks."""
+    method = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
+    all_blocks = run.layout.recomputed_blocks is None
+    fraction = 1.0 if all_blocks else len(recomputed_layers(run)) / run.model.num_layers
+    return fraction * recomputed_flops_per_token(run.model, run.training.seq_len, method)
+
+
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """Return the FLOPs of a rank's forward and backward passes in one update, including recomputation.
 
@@ -140,13 +148,19 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     coordinates = dims.coordinates(rank)
     tokens = _rank_tokens(run, world_size, coordinates)
     tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
-    products = _block_product_flops(run, tensors, tokens)
-    core = _attention_core_flops(run, coordinates["pp"], tokens)
-    recomputed = {
-        "none": 0.0,
-        "selective": products.attention + core,
-        "full": products.total + core,
-    }[run.layout.activation_checkpointing]
+    layers = sorted(layers_per_rank(run)[coordinates["pp"]])
+    products = _block_product_flops(run, tensors, tokens, layers=layers)
+    core = _attention_core_flops(run, len(layers), tokens)
+    again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
+    recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
+    recomputed = (
+        _attention_core_flops(run, len(again), tokens)
+        + {
+            "none": 0.0,
+            "selective": recomputed_products.attention,
+            "full": recomputed_products.total,
+        }[run.layout.activation_checkpointing]
+    )
     head_shape = lm_head_shape(run, tensors, coordinates["pp"])
     head = 6 * tokens * num_elements(head_shape) if head_shape else 0
     return 3 * (products.total + core) + recomputed + head
@@ -163,18 +177,21 @@ def _rank_tokens(run: RunSpec, world_size: int, coordinates: Mapping[str, int]) 
 
 @dataclass(frozen=True)
 class _BlockProductFlops:
-    """FLOPs of the forward pass in a rank's matrix products with parameters of blocks."""
+    """FLOPs of the forward pass in a rank's matrix products with parameters of some blocks."""
 
     total: float
     attention: float
     """Part of `total` in attention's projections."""
 
 
-def _block_product_flops(run: RunSpec, tensors: RankTensors, tokens: float) -> _BlockProductFlops:
+def _block_product_flops(
+    run: RunSpec, tensors: RankTensors, tokens: float, layers: Sequence[int]
+) -> _BlockProductFlops:
     total = 0.0
     attention = 0.0
+    names = {str(layer) for layer in layers}
     for name, shape in tensors.all.items():
-        if name.startswith("blocks.") and len(shape) > 1:
+        if name.startswith("blocks.") and len(shape) > 1 and name.split(".")[1] in names:
             matrix = shape[1:] if ".experts." in name else shape
             flops = 2 * tokens_through_parameter(name, run, tokens) * num_elements(matrix)
             total += flops
@@ -182,10 +199,9 @@ def _block_product_flops(run: RunSpec, tensors: RankTensors, tokens: float) -> _
     return _BlockProductFlops(total, attention)
 
 
-def _attention_core_flops(run: RunSpec, pp_rank: int, tokens: float) -> float:
-    """Return the FLOPs of attention's core in the forward pass on a rank's heads."""
+def _attention_core_flops(run: RunSpec, num_layers: int, tokens: float) -> float:
+    """Return the FLOPs of attention's core in the forward pass of some layers on a rank's heads."""
     spec = run.model
-    num_layers = len(layers_per_rank(run)[pp_rank]) if run.layout.pp > 1 else spec.num_layers
     heads = -(-spec.num_heads // run.layout.tp)
     return 4 * heads * spec.head_dim * run.training.seq_len / 2 * tokens * num_layers
 

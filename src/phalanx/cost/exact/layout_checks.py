@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.pipeline_split import layers_per_rank, layers_per_stage
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
 from phalanx.spec.layout import check_supported
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
@@ -16,6 +17,18 @@ SCHEDULES_WITH_UNEVEN_MICRO_BATCHES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2
 
 
 def require_resolved_layout(run: RunSpec) -> None:
+    """Raise UserError if the run's layout or its recomputation is "auto" and not yet chosen."""
+    require_planned_layout(run)
+    require(
+        not run.layout.auto_checkpointing,
+        "layout.activation_checkpointing",
+        "auto",
+        problem="is chosen by the planner, which this command does not run",
+        fix="set the value that `phalanx train RUN.toml --print-config` prints",
+    )
+
+
+def require_planned_layout(run: RunSpec) -> None:
     """Raise UserError if the run's layout is "auto" and not yet chosen."""
     require(
         not run.auto_layout,
@@ -26,6 +39,11 @@ def require_resolved_layout(run: RunSpec) -> None:
     )
 
 
+def assume_no_recomputation(run: RunSpec) -> RunSpec:
+    """Return the run without recomputation if it is "auto", for results that do not depend on it."""
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"auto_checkpointing": False})})
+
+
 def check_layout(run: RunSpec, world_size: int) -> None:
     """Raise UserError if `world_size` ranks cannot run the layout with this model and batch size."""
     require_resolved_layout(run)
@@ -33,6 +51,22 @@ def check_layout(run: RunSpec, world_size: int) -> None:
     plan_batch(run, world_size)
     check_divisibility(run, world_size)
     check_pipeline(run, world_size)
+    _check_recomputed_blocks(run)
+
+
+def _check_recomputed_blocks(run: RunSpec) -> None:
+    """Raise UserError if more blocks recompute activations than a rank has."""
+    counts = run.layout.recomputed_blocks
+    if counts is None:
+        return
+    blocks = [len(layers) for layers in layers_per_rank(run)]
+    for count, limit in zip(counts, blocks, strict=True) if isinstance(counts, tuple) else [(counts, max(blocks))]:
+        if count > limit:
+            rank = "a pipeline rank" if run.layout.pp > 1 else "the model"
+            fix = f"use at most {limit}"
+            raise UserError(
+                "layout.recomputed_blocks", counts, f"exceeds the {plural(limit, 'block')} of {rank}", fix=fix
+            )
 
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:

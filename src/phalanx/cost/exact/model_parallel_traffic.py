@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.cost.exact.activation_memory import StageBlocks, pipeline_stages
+from phalanx.cost.exact.activation_memory import full_model_stage, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.parameter_shapes import num_elements
@@ -30,10 +30,10 @@ def model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[Ra
     micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
     shape = _forward_shape(run, world_size)
     if run.layout.pp == 1:
-        stage = StageBlocks(layers=range(run.model.num_layers), first=True, last=True)
+        stage = full_model_stage(run.model.num_layers, run.layout)
         return [_scale_traffic(micro_batches, stage_activation_traffic(run.model, shape, stage))]
     schedule = layout_schedule(run.layout, micro_batches)
-    stages = pipeline_stages(layers_per_stage(run), schedule)
+    stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
     traffic = []
     for pp_rank in range(run.layout.pp):
         local_stages = [stages[stage] for stage in schedule.stages_of(pp_rank)]

@@ -42,6 +42,15 @@ def layers_per_rank(run: RunSpec) -> list[list[int]]:
     return rank_layers
 
 
+def recomputed_layers(run: RunSpec) -> set[int]:
+    """Return the layers that recompute activations."""
+    return {
+        layer
+        for pp_rank, layers in enumerate(layers_per_rank(run))
+        for layer in layers[: run.layout.recomputed_on_rank(pp_rank, len(layers))]
+    }
+
+
 @lru_cache  # the planner requests the same splits many times
 def _balanced_counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     return tuple(balance_stages(layer_flops(spec, seq_len), stages))

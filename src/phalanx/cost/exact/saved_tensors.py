@@ -15,13 +15,14 @@ STATISTIC_BYTES = 4
 """Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
 
 
-def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
+def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, recomputes: bool) -> int:
     """Return the bytes that the blocks of a stage share.
 
     Args:
         spec: Model.
         shape: Sizes of a micro-batch on one rank.
         first: True for the first stage, which also saves the tokens.
+        recomputes: True if a block of the stage recomputes activations.
     """
     is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
     # Positions restart with each document.
@@ -32,9 +33,8 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
     has_mask = shape.masked and not is_ring and not shape.attends_without_mask(spec.head_dim)
-    needs_mask = has_mask and shape.layout.activation_checkpointing != "none"
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    mask_bytes = shape.batch * shape.sequence**2 if needs_mask else 0
+    mask_bytes = shape.batch * shape.sequence**2 if has_mask and recomputes else 0
     saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
     return saved_bytes + (token_bytes if first else 0) + mask_bytes
 

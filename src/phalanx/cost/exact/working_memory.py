@@ -97,8 +97,9 @@ def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
     """Return the peak activations per pipeline rank, with the bytes that are exchanged inside blocks."""
     batch = batch_plan.micro_batch_size
     schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    stages = pipeline_stages(layers_per_stage(run), schedule)
-    # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations.
+    stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
+    # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations if they
+    # recompute equally many blocks.
     signatures = [_stage_signature(run, stage) for stage in stages]
     activations_by_signature = dict[object, ActivationBytes]()
     for signature, stage in zip(signatures, stages, strict=True):
@@ -112,5 +113,5 @@ def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
 
 
 def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:
-    """Return a key that is equal for stages with equal activations: the kinds of their blocks, and their ends."""
-    return tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
+    """Return a key that is equal for stages with equal activations: their blocks' kinds, and their ends."""
+    return tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last, stage.recomputed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
@@ -119,7 +119,7 @@ def check_job(job: ClusterJob) -> None:
     for nodes in sorted({job.min_nodes, job.max_nodes}):
         ranks = nodes * job.nproc
         try:
-            check_layout(run, ranks)
+            check_layout(assume_no_recomputation(run), ranks)
         except UserError as error:
             size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
             fix = f"{error.fix}; or change --nodes or --nproc".removeprefix("; or ")

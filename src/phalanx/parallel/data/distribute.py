@@ -58,7 +58,7 @@ def distribute(
         Traceback (most recent call last):
         phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
     """
-    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
+    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing", "auto_checkpointing"):
         value = getattr(layout, field)
         default = Layout.model_fields[field].default
         if value != default:

@@ -53,6 +53,8 @@ class Remedy:
 
 def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     """Return the run with a changed layout, without the options that have no meaning in it."""
+    if changes.get("pp", run.layout.pp) != run.layout.pp:
+        changes = {**changes, "recomputed_blocks": None}  # the ranks have other blocks
     layout = run.layout.model_copy(update=changes)
     lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in meant]
     lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
@@ -71,8 +73,10 @@ def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
     kinds = ("none", "selective", "full")
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        if kinds.index(kind) > kinds.index(run.layout.activation_checkpointing):
-            yield with_layout(run, activation_checkpointing=kind)
+        layout = run.layout
+        step = kinds.index(kind) - kinds.index(layout.activation_checkpointing)
+        if step > 0 or (step == 0 and layout.recomputed_blocks is not None):
+            yield with_layout(run, activation_checkpointing=kind, recomputed_blocks=None)
 
     return changes
 

@@ -97,6 +97,7 @@ UNSUPPORTED_EVERYWHERE = (
     UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another strategy'),
     UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
     UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
+    UnsupportedOption("layout.recomputed_blocks", (), "remove it: all blocks then recompute activations"),
     UnsupportedOption("training.seconds", (), "set training.steps instead"),
     UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -23,6 +24,21 @@ OFFLOAD_TARGETS = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme":
 
 
 STAGE_POSITIONS = ("first", "middle", "last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageBlocks:
+    """Blocks of the first, the middle and the last pipeline rank, in this order.
+
+    The middle rank is the one with the most expensive blocks. The last rank is the one with the head.
+    """
+
+    counts: list[int]
+    moe_counts: list[int]
+    recomputed: list[float]
+    """Fraction of the blocks that recompute activations, if any do."""
+    mean_recomputed: float
+    """The same of all blocks of the model."""
 
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
@@ -73,9 +89,9 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         )
 
     state = [per_parameter(c.data_parallel, c.micro_batches) for c in layouts]
-    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in layouts}
+    pipelines = {_pipeline(c): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
-    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in layouts]
+    blocks = [cuts[_pipeline(c)] for c in layouts]
     return {
         **{name: [float(getattr(c, name)) for c in layouts] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch_size for c in layouts],
@@ -93,34 +109,58 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         "state_bytes": [s.optimizer for s in state],
         "gradient_wire_bytes": [per_parameter(c.data_parallel, 1).gradients for c in layouts],
         **{
-            f"{position}_blocks": [len(stage_blocks[index]) for stage_blocks in blocks]
+            f"{position}_blocks": [stage_blocks.counts[index] for stage_blocks in blocks]
             for index, position in enumerate(STAGE_POSITIONS)
         },
         **{
-            f"{position}_moe_blocks": [sum(stage_blocks[index]) for stage_blocks in blocks]
+            f"{position}_moe_blocks": [stage_blocks.moe_counts[index] for stage_blocks in blocks]
             for index, position in enumerate(STAGE_POSITIONS)
         },
+        **{
+            f"{position}_recomputed": [stage_blocks.recomputed[index] for stage_blocks in blocks]
+            for index, position in enumerate(STAGE_POSITIONS)
+        },
+        "mean_recomputed": [stage_blocks.mean_recomputed for stage_blocks in blocks],
         "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
         "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
         "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in layouts],
     }
 
 
-def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
-    """Return, per block, if it has experts: for the first, the middle and the last pipeline rank.
+def _pipeline(candidate: CandidateLayout) -> Hashable:
+    """Return the choices on which the blocks of a pipeline's ranks depend."""
+    return candidate.pp, candidate.schedule, candidate.virtual_stages, candidate.recomputed_blocks
 
-    The middle rank is the one with the most expensive blocks. The last rank is the one with the head.
-    """
+
+def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
     ranks = layers_per_rank(candidate_run)
     (first, last) = representative_schedule(candidate_run.layout).end_ranks
     costs = layer_flops(run.model, run.training.seq_len)[1:-1]
-    between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
-    middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
-    begin, slowest, end = (
-        [run.model.is_moe_layer(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
+    again = _recomputed_counts(candidate, [len(layers) for layers in ranks])
+
+    def rank_cost(rank: int) -> float:
+        forward_factor = 1 + again[rank] / len(ranks[rank]) / 3
+        return forward_factor * sum(costs[layer] for layer in ranks[rank])
+
+    between = [rank for rank in range(len(ranks)) if rank not in (first, last)]
+    middle = max(between or range(len(ranks)), key=rank_cost)
+    positions = (first, middle, last)
+    return _StageBlocks(
+        counts=[len(ranks[rank]) for rank in positions],
+        moe_counts=[sum(map(run.model.is_moe_layer, ranks[rank])) for rank in positions],
+        recomputed=[again[rank] / len(ranks[rank]) for rank in positions],
+        mean_recomputed=sum(again) / run.model.num_layers,
     )
-    return begin, slowest, end
+
+
+def _recomputed_counts(candidate: CandidateLayout, blocks: list[int]) -> list[int]:
+    """Return the number of recomputed blocks per rank; all of them if `recompute` says that nothing is recomputed."""
+    limits = candidate.recomputed_blocks
+    if limits is None:
+        return blocks
+    per_rank = limits if isinstance(limits, tuple) else [limits] * len(blocks)
+    return [min(limit, count) for limit, count in zip(per_rank, blocks, strict=True)]
 
 
 def _attention_kernel(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:

@@ -11,7 +11,15 @@ from phalanx.cost.kinds import ScheduleKind
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.layout import CheckpointingName, CpMethod, Layout, OffloadName, RankOrder, ScheduleName
+from phalanx.spec.layout import (
+    CheckpointingName,
+    CpMethod,
+    Layout,
+    OffloadName,
+    RankOrder,
+    ScheduleName,
+    describe_recomputation,
+)
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -62,6 +70,7 @@ class CandidateLayout:
     rank_order: RankOrder = "data_outer"
     offload: OffloadName = "none"
     offload_directory: str | None = None
+    recomputed_blocks: int | tuple[int, ...] | None = None
 
     @property
     def num_parallel_axes(self) -> int:
@@ -77,9 +86,7 @@ class CandidateLayout:
         order = " (outer)" if self.rank_order == "pipeline_outer" else ""
         pipeline = [f"pp {self.pp}{order} {self.schedule}{chunks}"] if self.pp > 1 else []
         shard = f" of {self.dp_shard}" if self.data_parallel == "hsdp" else ""
-        checkpointing = (
-            [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
-        )
+        checkpointing = [] if self.activation_checkpointing == "none" else [describe_recomputation(self.layout())]
         batch = f"micro-batch {self.micro_batch_size} x {self.micro_batches}"
         offload = [] if self.offload == "none" else [f"offload {self.offload}"]
         return ", ".join(
@@ -89,7 +96,7 @@ class CandidateLayout:
     def layout(self) -> Layout:
         """Return the layout as a run file contains it."""
         fields = ["data_parallel", "tp", "pp", "cp", "ep", "micro_batch_size", "activation_checkpointing"]
-        fields += ["offload", "offload_directory"]
+        fields += ["recomputed_blocks", "offload", "offload_directory"]
         if self.pp > 1:
             fields += ["schedule", "virtual_stages", "rank_order"]
         if self.data_parallel == "hsdp":
@@ -138,6 +145,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         rank_order=layout.rank_order,
         offload=layout.offload,
         offload_directory=layout.offload_directory,
+        recomputed_blocks=layout.recomputed_blocks,
     )
     check_representable(layout, candidate)
     return candidate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,7 +33,8 @@ def parse_layout(text: str) -> Layout:
         UserError: If a key is not a field of `Layout`.
     """
     table: dict[str, object] = {}
-    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
+    commas_outside_lists = r",(?![^\[]*\])"
+    for item in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise UserError(
@@ -47,7 +49,8 @@ def parse_layout(text: str) -> Layout:
 
 def layout_to_text(layout: Layout) -> str:
     """Return a layout as text that `parse_layout` reads."""
-    return ",".join(f"{name}={value}" for name, value in layout.model_dump(exclude_defaults=True).items())
+    fields = layout.model_dump(exclude_defaults=True)
+    return ",".join(f"{name}={list(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
 
 
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
@@ -134,6 +137,8 @@ class LayoutPredictions:
     interval_factor: Column
     """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
     p_oom: Column
+    recomputed_fraction: Column
+    """Fraction of the blocks that recompute activations, if any do."""
     peak_flops: float
     """Peak FLOP/s of one rank's device."""
 
@@ -154,6 +159,7 @@ def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout
         memory=memory,
         interval_factor=np.exp(interval_half_width(run.cluster, jobs)),
         p_oom=oom_probability(constants, jobs, memory),
+        recomputed_fraction=jobs.mean_recomputed,
         peak_flops=float(jobs.peak_flops[0]),
     )
 
@@ -171,7 +177,8 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     predictions = predict_layouts(run, world_size, layouts)
     memory = predictions.memory
     step_times = predictions.time.total
-    flops_per_token = _flops_by_checkpointing(run)
+    model_flops = training_flops_per_token(run.model, run.training.seq_len)
+    recomputed_flops = _recomputed_flops_by_method(run)
     options = []
     for index, candidate in enumerate(layouts):
         seconds = _value_at(step_times, index)
@@ -180,6 +187,7 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
             name: _bytes_by_part(stage, index) for name, stage in (("first", memory.first), ("last", memory.last))
         }
         tokens_per_second = run.training.tokens_per_step / seconds
+        recomputed_fraction = _value_at(predictions.recomputed_fraction, index)
         utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
         options.append(
             EvaluatedLayout(
@@ -194,8 +202,10 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
                 stage_bytes={name: sum(parts.values()) for name, parts in stages.items()},
                 p_oom=_value_at(predictions.p_oom, index),
                 tokens_per_second=tokens_per_second,
-                mfu=utilization(flops_per_token["none"]),
-                hfu=utilization(flops_per_token[candidate.activation_checkpointing]),
+                mfu=utilization(model_flops),
+                hfu=utilization(
+                    model_flops + recomputed_fraction * recomputed_flops[candidate.activation_checkpointing]
+                ),
             )
         )
     return options
@@ -210,11 +220,9 @@ def _bytes_by_part(stage: StageMemory, index: int) -> dict[str, float]:
     return {part: _value_at(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")}
 
 
-def _flops_by_checkpointing(run: RunSpec) -> dict[str, float]:
-    """Return the FLOPs to train on a token, with recomputation, for each value of `layout.activation_checkpointing`."""
-    sequence = run.training.seq_len
-    flops = training_flops_per_token(run.model, sequence)
+def _recomputed_flops_by_method(run: RunSpec) -> dict[str, float]:
+    """Return the FLOPs to recompute a token's activations for each value of `layout.activation_checkpointing`."""
     return {
-        name: flops + recomputed_flops_per_token(run.model, sequence, kind)
+        name: recomputed_flops_per_token(run.model, run.training.seq_len, kind)
         for name, kind in PHALANX_CHECKPOINTING.items()
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from phalanx.cost.estimate.block_time import StageTime
-from phalanx.cost.estimate.step_time import layer_seconds
-from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.estimate.step_time import layer_seconds, layer_seconds_without_recomputation
+from phalanx.cost.exact.pipeline_split import layers_per_stage, recomputed_layers
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.tables.job_columns import time_constants_for
@@ -63,10 +63,18 @@ def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
 
 def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
     """Return the times of each stage's blocks; the first also has the embedding, the last the head."""
-    parts = layer_seconds(time_constants_for(run.cluster), candidate_jobs(run, world_size, [candidate]))
-    block = {True: parts.routed, False: parts.dense}
-    stage_layers = layers_per_stage(run.model_copy(update={"layout": candidate.layout()}))
-    stages = [_sum_stage_times(block[run.model.is_moe_layer(layer)] for layer in layers) for layers in stage_layers]
+    constants = time_constants_for(run.cluster)
+    jobs = candidate_jobs(run, world_size, [candidate])
+    parts = layer_seconds(constants, jobs)
+    plain = layer_seconds_without_recomputation(constants, jobs, parts)
+    layout_run = run.model_copy(update={"layout": candidate.layout()})
+    recomputed = recomputed_layers(layout_run)
+
+    def block_time(layer: int) -> StageTime:
+        times = parts if layer in recomputed else plain
+        return times.routed if run.model.is_moe_layer(layer) else times.dense
+
+    stages = [_sum_stage_times(map(block_time, layers)) for layers in layers_per_stage(layout_run)]
     stages[0] += parts.embedding
     stages[-1] += parts.head
     return stages

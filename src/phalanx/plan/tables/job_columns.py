@@ -60,7 +60,7 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
 
 
 def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
-    """Return the blocks of a pipeline's first, middle and last rank, as trainers split it.
+    """Return the blocks of a pipeline's first, middle and last rank, as trainers split it; all recompute alike.
 
     The first and the last stage have fewer blocks if the blocks do not divide evenly, or if embedding and head replace
     a block (`trimmed`). In a V schedule these stages are on one rank. Leading layers have no experts.
@@ -81,6 +81,7 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
         "first_moe_blocks": routed * leading,
         "middle_moe_blocks": routed * layers_per_stage,
         "last_moe_blocks": routed * (leading if together or pp == 1 else layers_at_ends),
+        **dict.fromkeys(("first_recomputed", "middle_recomputed", "last_recomputed", "mean_recomputed"), 1.0),
     }
 
 

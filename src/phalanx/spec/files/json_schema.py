@@ -23,6 +23,7 @@ def run_schema() -> Schema:
     for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
         definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
     definitions["TrainingSpec"]["properties"]["precision"]["enum"].append("auto")
+    definitions["Layout"]["properties"]["activation_checkpointing"]["enum"].append("auto")
     component = definitions.pop("ComponentSpec")
     tables = {name: _table_schema(table) for name, table in definitions.items()}
     return {
@@ -50,6 +51,8 @@ def _field_schema(field: Schema) -> Schema:
     keeps_default = isinstance(field.get("default", {}), bool | int | float | str | list)
     field = {key: value for key, value in field.items() if key != "title" and (key != "default" or keeps_default)}
     options = [option for option in field.pop("anyOf", []) if option != {"type": "null"}]
+    if len(options) > 1:
+        return {"anyOf": options, **field}
     return {**options[0], **field} if options else field
 
 

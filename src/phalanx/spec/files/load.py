@@ -122,6 +122,10 @@ def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
     for field, axis in REQUIRES_DEGREE.items():
         if field in unchanged_fields and layout.get(axis, 1) == 1 and file_layout.get(axis, 1) != 1:
             layout.pop(field, None)
+    method = layout.get("activation_checkpointing", "none")
+    is_changed = method != file_layout.get("activation_checkpointing", "none")
+    if method in ("none", "auto") and is_changed and "recomputed_blocks" in unchanged_fields:
+        layout.pop("recomputed_blocks")
     if layout.get("offload") != file_layout.get("offload") and "offload_directory" in unchanged_fields:
         layout.pop("offload_directory")
 
@@ -153,6 +157,10 @@ def run_from_table(table: Table) -> RunSpec:
         table["training"] = {**others, "auto_precision": True}
     elif isinstance(training, dict) and isinstance(training.get("precision"), str):
         _check_precision(training["precision"])
+    layout = table.get("layout")
+    if isinstance(layout, dict) and layout.get("activation_checkpointing") == "auto":
+        others = {key: value for key, value in layout.items() if key != "activation_checkpointing"}
+        table["layout"] = {**others, "auto_checkpointing": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))

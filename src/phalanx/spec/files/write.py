@@ -53,4 +53,6 @@ def to_toml(run: RunSpec) -> str:
         del training["steps"]
     if training.pop("auto_precision"):
         training["precision"] = "auto"
+    if table["layout"].pop("auto_checkpointing"):
+        table["layout"]["activation_checkpointing"] = "auto"
     return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})

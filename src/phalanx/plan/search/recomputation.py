@@ -1,0 +1,120 @@
+"""Recomputation that fits in memory, with the lowest step time: `layout.activation_checkpointing = "auto"`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from phalanx.cost.exact.flops import run_recomputed_flops_per_token
+from phalanx.cost.exact.pipeline_split import layers_per_rank
+from phalanx.cost.exact.rank_memory import worker_memories
+from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.evaluate import evaluate
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probability
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import CheckpointingName, Layout
+from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputationChoice:
+    """Layout with a method of recomputation, and its predicted cost."""
+
+    layout: Layout
+    p_oom: float
+    """Probability that memory is insufficient for the fullest rank."""
+    step_seconds: float | None
+    """Step time; None if the planner cannot predict it."""
+
+
+def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
+    """Return the run's layout with the recomputation that fits in memory and has the lowest step time.
+
+    A choice fits if its P(OOM), by the exact memory, is below `SAFE_OOM_PROBABILITY`. Candidates are no recomputation,
+    and each method with the fewest blocks per pipeline rank that fit. If none fits, all blocks are recomputed in full.
+    If step times are unknown, the choice recomputes the fewest FLOPs.
+
+    Args:
+        run: Run on a cluster of known memory.
+        world_size: Number of ranks.
+
+    Raises:
+        UserError: The layout cannot run.
+    """
+    blocks = [len(layers) for layers in layers_per_rank(run)]
+    plain = with_recomputation(run, "none", blocks)
+    fits_plain = _ranks_that_fit(plain, world_size)
+    if all(fits_plain):
+        return _evaluate(plain, world_size)
+    methods: tuple[CheckpointingName, ...] = ("selective", "full")
+    sufficient = [_fewest_blocks(run, world_size, method, blocks=blocks, fits_plain=fits_plain) for method in methods]
+    candidates = [_evaluate(candidate, world_size) for candidate in sufficient if candidate is not None]
+    if not candidates:
+        return _evaluate(with_recomputation(run, "full", blocks), world_size)
+
+    def key(choice: RecomputationChoice) -> tuple[float, float]:
+        flops = run_recomputed_flops_per_token(run.model_copy(update={"layout": choice.layout}))
+        return inf if choice.step_seconds is None else choice.step_seconds, flops
+
+    return min(candidates, key=key)
+
+
+def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence[int]) -> RunSpec:
+    """Return the run with a method of recomputation in the first blocks of each pipeline rank.
+
+    Args:
+        run: The run.
+        method: Method of the recomputed blocks.
+        counts: Number of recomputed blocks per pipeline rank.
+    """
+    blocks = [len(layers) for layers in layers_per_rank(run)]
+    method = method if any(counts) else "none"
+    recomputed: int | tuple[int, ...] | None = tuple(counts)
+    if method == "none" or list(counts) == blocks:
+        recomputed = None
+    elif len(set(counts)) == 1:
+        recomputed = counts[0]
+    changes = {"activation_checkpointing": method, "recomputed_blocks": recomputed, "auto_checkpointing": False}
+    return run.model_copy(update={"layout": run.layout.model_copy(update=changes)})
+
+
+def _fewest_blocks(
+    run: RunSpec, world_size: int, method: CheckpointingName, blocks: Sequence[int], fits_plain: Sequence[bool]
+) -> RunSpec | None:
+    """Return the run with the fewest recomputed blocks that fit on each pipeline rank; None if all do not suffice.
+
+    The memory of a rank depends on its own blocks, so one bisection serves all ranks.
+    """
+    whole = with_recomputation(run, method, blocks)
+    if not all(_ranks_that_fit(whole, world_size)):
+        return None
+    if method == "full" and run.layout.fsdp_unit == "sublayer":  # its units would differ from block to block
+        return whole
+    low = [0 if fits else 1 for fits in fits_plain]
+    high = [0 if fits else count for fits, count in zip(fits_plain, blocks, strict=True)]
+    while low != high:
+        middle = [(fewest + most) // 2 for fewest, most in zip(low, high, strict=True)]
+        for rank, fits in enumerate(_ranks_that_fit(with_recomputation(run, method, middle), world_size)):
+            if low[rank] < high[rank] and fits:
+                high[rank] = middle[rank]
+            elif low[rank] < high[rank]:
+                low[rank] = middle[rank] + 1
+    return with_recomputation(run, method, high)
+
+
+def _ranks_that_fit(run: RunSpec, world_size: int) -> list[bool]:
+    """Return whether each pipeline rank almost certainly fits in memory."""
+    return [
+        ranks_oom_probability(run.cluster, [memory]) < SAFE_OOM_PROBABILITY
+        for memory in worker_memories(run, world_size)
+    ]
+
+
+def _evaluate(run: RunSpec, world_size: int) -> RecomputationChoice:
+    p_oom = ranks_oom_probability(run.cluster, worker_memories(run, world_size))
+    try:
+        step_seconds = evaluate(run, world_size, [candidate_from_run(run, world_size)])[0].step_seconds
+    except UserError:  # for example, the speeds of the machine are unknown
+        step_seconds = None
+    return RecomputationChoice(layout=run.layout, p_oom=p_oom, step_seconds=step_seconds)

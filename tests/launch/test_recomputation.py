@@ -1,0 +1,52 @@
+import pytest
+
+from phalanx.launch.recomputation import machine_memory_bytes, resolve_recomputation
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+
+MODEL = {"preset": "llama3-8b", "num_layers": 8}
+
+
+def make_run(cluster, **layout):
+    layout = {"activation_checkpointing": "auto", "micro_batch_size": 1, **layout}
+    return run_from_table({"model": MODEL, "training": {"seq_len": 4096}, "cluster": cluster, "layout": layout})
+
+
+def test_resolve_recomputation_prints_choice_for_memory_of_cluster(capsys):
+    run = resolve_recomputation(make_run({"preset": "h100", "memory_bytes": 56 * 10**9}), 1)
+    assert not run.layout.auto_checkpointing
+    assert run.layout.activation_checkpointing == "full"
+    assert 0 < run.layout.recomputed_blocks < 8
+    count = run.layout.recomputed_blocks
+    assert f"activation checkpointing chosen: recompute full in {count} blocks (fits" in capsys.readouterr().err
+
+
+def test_resolve_recomputation_leaves_other_runs_unchanged(capsys):
+    run = make_run({}, activation_checkpointing="full")
+    assert resolve_recomputation(run, 1) is run
+    assert capsys.readouterr().err == ""
+
+
+def test_resolve_recomputation_uses_memory_of_this_machine_for_cpus(monkeypatch):
+    run = make_run({"device": "cpu"})
+    sizes = {"nothing": 10**12, "blocks": 55 * 10**9}
+    layouts = {}
+    for name, size in sizes.items():
+        monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda size=size: size)
+        layouts[name] = resolve_recomputation(run, 1).layout
+    assert layouts["nothing"].activation_checkpointing == "none"
+    assert layouts["blocks"].activation_checkpointing != "none"
+    assert resolve_recomputation(run, 1).cluster.memory_bytes is None
+    assert machine_memory_bytes() > 10**8
+
+
+def test_resolve_recomputation_requires_memory_of_gpu():
+    run = make_run({"device": "cuda"})
+    with pytest.raises(UserError, match="requires the memory of a GPU"):
+        resolve_recomputation(run, 1)
+    assert resolve_recomputation(run, 1, gpu_memory_bytes=10**12).layout.activation_checkpointing == "none"
+
+
+def test_resolve_recomputation_rejects_number_of_blocks():
+    with pytest.raises(UserError, match='"auto", which chooses it'):
+        resolve_recomputation(make_run({"device": "cpu"}, recomputed_blocks=1), 1)
