@@ -75,26 +75,31 @@ def _parse_llama_like(model_type: str, config: Table) -> Table:
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
         "tie_embeddings": config["tie_word_embeddings"],
     }
-    window = _sliding_window(model_type, config)
-    if window is not None:
-        table["sliding_window"] = window
+    table |= _parse_window(model_type, config)
     if "num_experts" in FAMILY_DEFAULTS[model_type]:
         table["moe"] = _parse_moe(model_type, config)
     return table
 
 
-def _sliding_window(model_type: str, config: Table) -> int | None:
-    """Return the attention window in tokens of the layers that have one; None if no layer has one."""
+def _parse_window(model_type: str, config: Table) -> Table:
+    """Return the attention window and the layers without it; no fields if no layer has one."""
     has_window = "sliding_window" in FAMILY_DEFAULTS[model_type] and config.get("use_sliding_window", True)
     window: int | None = config["sliding_window"] if has_window else None
-    if model_type != "qwen3":
-        return window
-    if config["layer_types"] is None:
-        return window if config["max_window_layers"] < config["num_hidden_layers"] else None
-    for layer_type in config["layer_types"]:
-        windowed = [] if window is None else ["sliding_attention"]
+    full_layers = _full_attention_layers(config, window) if model_type == "qwen3" else []
+    if window is None or len(full_layers) == config["num_hidden_layers"]:
+        return {}
+    return {"sliding_window": window, **({"full_attention_layers": full_layers} if full_layers else {})}
+
+
+def _full_attention_layers(config: Table, window: int | None) -> list[int]:
+    """Return the layers of a Qwen3 without a window."""
+    layer_types = config["layer_types"]
+    if layer_types is None:
+        return list(range(min(config["max_window_layers"], config["num_hidden_layers"])))
+    windowed = [] if window is None else ["sliding_attention"]
+    for layer_type in layer_types:
         _require_supported("layer_types", layer_type, ["full_attention", *windowed])
-    return window if "sliding_attention" in config["layer_types"] else None
+    return [layer for layer, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
 
 
 def _parse_moe(model_type: str, config: Table) -> Table:
@@ -197,7 +202,7 @@ def hf_config(spec: ModelSpec) -> Table:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | _to_window(model_type, spec.sliding_window) | _to_moe(model_type, spec)
+    return config | _to_window(model_type, spec) | _to_moe(model_type, spec)
 
 
 def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
@@ -217,7 +222,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
 
 def _architecture(spec: ModelSpec) -> str:
     """Return the Hugging Face model type with this shape."""
-    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
+    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False, attention_sinks=False)
     if spec.moe is None:
         model_types = {"none": "llama" if spec.sliding_window is None else "mistral", "head": "qwen3"}
     else:
@@ -236,6 +241,8 @@ def _architecture(spec: ModelSpec) -> str:
         )
     if model_types[spec.qk_norm] == "olmoe":
         _require_exportable("model", spec, sliding_window=None)
+    if model_types[spec.qk_norm] != "qwen3":
+        _require_exportable("model", spec, full_attention_layers=())
     return model_types[spec.qk_norm]
 
 
@@ -248,13 +255,19 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
             raise UserError(f"{table}.{field}", actual, problem, fix=f"export a model with {table}.{field} = {value!r}")
 
 
-def _to_window(model_type: str, window: int | None) -> Table:
+def _to_window(model_type: str, spec: ModelSpec) -> Table:
+    window = spec.sliding_window
     if model_type in ("mistral", "mixtral"):
         return {"sliding_window": window}
     if window is None:
         return {}
-    layers = {"max_window_layers": 0} if model_type == "qwen3" else {}
-    return {"use_sliding_window": True, "sliding_window": window, **layers}
+    config: Table = {"use_sliding_window": True, "sliding_window": window}
+    if model_type == "qwen3":
+        config["max_window_layers"] = 0
+    if spec.full_attention_layers:
+        is_full = (spec.attention_window(layer) is None for layer in range(spec.num_layers))
+        config["layer_types"] = ["full_attention" if full else "sliding_attention" for full in is_full]
+    return config
 
 
 def _to_moe(model_type: str, spec: ModelSpec) -> Table:
@@ -299,6 +312,8 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "head_dim": spec.hidden_size // spec.num_heads,
         "moe": None,
         "qk_norm": "none",
+        "sliding_window": None,
+        "attention_sinks": False,
     }
     _require_exportable("model", spec, norm="layernorm", bias=True, **gpt2_shape)
     return {
