@@ -44,6 +44,8 @@ def test_window_blocks_contain_each_visible_pair_once() -> None:
         for block, keys in blocks:
             assert keys.stop == block.stop
             assert keys.stop - keys.start < max(window, MIN_WINDOW_BLOCK) + window
+            is_first = keys.start in (0, 1, 500)
+            assert is_first or keys.start == block.start - window + 1, "FlopCounter infers the window from the sizes"
 
 
 @pytest.mark.parametrize("changes", [{}, {"full_attention_layers": [0]}, {"attention_sinks": True}])

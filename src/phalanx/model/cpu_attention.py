@@ -41,6 +41,8 @@ def attend_on_cpu(
 def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
     """Yield consecutive queries of one document, and the keys that some of them see.
 
+    The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys.
+
     Args:
         bounds: Bounds of the documents.
         window: Keys that a query sees at most; None if it sees all of its document.
@@ -49,14 +51,15 @@ def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slic
         if window is None or end - start <= window:
             yield slice(start, end), slice(start, end)
             continue
+        yield slice(start, start + window), slice(start, start + window)
         step = max(window, MIN_WINDOW_BLOCK)
-        for first in range(start, end, step):
+        for first in range(start + window, end, step):
             last = min(first + step, end)
-            yield slice(first, last), slice(max(start, first - window + 1), last)
+            yield slice(first, last), slice(first - window + 1, last)
 
 
 def _window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
-    """Return the additive mask of a block of `_window_blocks`; None if all earlier keys are visible.
+    """Return the additive mask of a block of `_window_blocks`; None if queries see all earlier keys.
 
     Args:
         queries: Queries of the block.
@@ -64,7 +67,7 @@ def _window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) 
         window: Keys that a query sees at most; None if it sees all.
         like: Tensor of the mask's dtype.
     """
-    if window is None or (queries == keys and queries.stop - queries.start <= window):
+    if window is None or queries.stop - keys.start <= window:
         return None
     ends = (torch.arange(x.start, x.stop) for x in (queries, keys))
     distance = torch.sub(*torch.meshgrid(*ends, indexing="ij"))
