@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table
+from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table, require_supported
+from phalanx.spec.files.hf_window import parse_window, window_fields
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -35,7 +36,7 @@ def model_table(config: Table) -> Table:
         UserError: The model type, or a variant of it, is not supported.
     """
     model_type = config.get("model_type")
-    _require_supported("model_type", model_type, FAMILY_DEFAULTS)
+    require_supported("model_type", model_type, FAMILY_DEFAULTS)
     _require_values(config, **FIXED_VALUES)
     config = FAMILY_DEFAULTS[str(model_type)] | config
     return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
@@ -43,7 +44,7 @@ def model_table(config: Table) -> Table:
 
 def _parse_gpt2(config: Table) -> Table:
     activation = config["activation_function"]
-    _require_supported("activation_function", activation, GELUS)
+    require_supported("activation_function", activation, GELUS)
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["n_embd"],
@@ -75,31 +76,10 @@ def _parse_llama_like(model_type: str, config: Table) -> Table:
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
         "tie_embeddings": config["tie_word_embeddings"],
     }
-    table |= _parse_window(model_type, config)
+    table |= parse_window(model_type, config)
     if "num_experts" in FAMILY_DEFAULTS[model_type]:
         table["moe"] = _parse_moe(model_type, config)
     return table
-
-
-def _parse_window(model_type: str, config: Table) -> Table:
-    """Return the attention window and the layers without it; no fields if no layer has one."""
-    has_window = "sliding_window" in FAMILY_DEFAULTS[model_type] and config.get("use_sliding_window", True)
-    window: int | None = config["sliding_window"] if has_window else None
-    full_layers = _full_attention_layers(config, window) if model_type == "qwen3" else []
-    if window is None or len(full_layers) == config["num_hidden_layers"]:
-        return {}
-    return {"sliding_window": window, **({"full_attention_layers": full_layers} if full_layers else {})}
-
-
-def _full_attention_layers(config: Table, window: int | None) -> list[int]:
-    """Return the layers of a Qwen3 without a window."""
-    layer_types = config["layer_types"]
-    if layer_types is None:
-        return list(range(min(config["max_window_layers"], config["num_hidden_layers"])))
-    windowed = [] if window is None else ["sliding_attention"]
-    for layer_type in layer_types:
-        _require_supported("layer_types", layer_type, ["full_attention", *windowed])
-    return [layer for layer, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
 
 
 def _parse_moe(model_type: str, config: Table) -> Table:
@@ -122,7 +102,7 @@ def _parse_rope(config: Table) -> Table:
     # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling, which has precedence.
     rope_config = config["rope_scaling"] or config["rope_parameters"] or {}
     rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
-    _require_supported("rope_type", rope_type, SCALINGS)
+    require_supported("rope_type", rope_type, SCALINGS)
     _require_values(rope_config, partial_rotary_factor=1.0)
     theta = rope_config.get("rope_theta") or config["rope_theta"]
     table: Table = {"theta": float(theta), "scaling": SCALINGS[rope_type]}
@@ -147,13 +127,6 @@ def _parse_rope(config: Table) -> Table:
         if rope_config.get(field) is not None:
             table[field] = float(rope_config[field])
     return table
-
-
-def _require_supported(field: str, value: object, supported: Any) -> None:
-    if value not in supported:
-        raise UserError(
-            f"config.json {field}", value, "is not supported", fix=f"use a model with one of: {', '.join(supported)}"
-        )
 
 
 def _require_values(config: Table, **expected: object) -> None:
@@ -202,7 +175,7 @@ def hf_config(spec: ModelSpec) -> Table:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | _to_window(model_type, spec) | _to_moe(model_type, spec)
+    return config | window_fields(model_type, spec) | _to_moe(model_type, spec)
 
 
 def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
@@ -253,21 +226,6 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
         if actual != value:
             problem = "is not used by any supported Hugging Face architecture with these model settings"
             raise UserError(f"{table}.{field}", actual, problem, fix=f"export a model with {table}.{field} = {value!r}")
-
-
-def _to_window(model_type: str, spec: ModelSpec) -> Table:
-    window = spec.sliding_window
-    if model_type in ("mistral", "mixtral"):
-        return {"sliding_window": window}
-    if window is None:
-        return {}
-    config: Table = {"use_sliding_window": True, "sliding_window": window}
-    if model_type == "qwen3":
-        config["max_window_layers"] = 0
-    if spec.full_attention_layers:
-        is_full = (spec.attention_window(layer) is None for layer in range(spec.num_layers))
-        config["layer_types"] = ["full_attention" if full else "sliding_attention" for full in is_full]
-    return config
 
 
 def _to_moe(model_type: str, spec: ModelSpec) -> Table:
