@@ -48,6 +48,7 @@ ATTENTION_TOKENS = real_or_dry((2048, 2112), (128, 192))
 """Row lengths. 2112 % 128 is 64, for which cuDNN's backward pass with a mask can return NaN (pytorch issue 196678)."""
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
 MEAN_DOCUMENT = 300
+WINDOW = real_or_dry(200, 50)
 CROSS_ENTROPY_SHAPE = real_or_dry((512, 128256), (64, 1024))
 Call = Callable[..., Tensor]
 
@@ -82,6 +83,14 @@ def measure(table: Table) -> None:
         ):
             ours = partial(attend, mask if mask is None else mask.cuda())
             compare(table, f"attention, {name}, T {tokens}", dtype, ours, reference, inputs)
+        for dtype in (BF16, FP32):  # flash kernels in 16 bits, FlexAttention in fp32
+            mask = (document_bounds(starts) if dtype == BF16 else starts).cuda()
+            for window, sinks in ((WINDOW, []), (None, [random(HEADS)]), (WINDOW, [random(HEADS)])):
+                name = f"window {window}, {'sinks' if sinks else 'no sinks'}, T {tokens}"
+                reference = partial(all_scores, within_window(document_mask(starts), window))
+                compare(
+                    table, f"attention, {name}", dtype, partial(attend, mask, window=window), reference, inputs + sinks
+                )
 
 
 def compare(table: Table, name: str, dtype: torch.dtype, ours: Call, reference: Call, inputs: Sequence[Tensor]) -> None:
@@ -182,17 +191,26 @@ def shard_of_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return loss.detach().cpu(), leaf.grad.cpu()
 
 
-def attend(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(
+    mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """Compute attention as a block calls it."""
-    return Attention.attend(q, k, v, mask)
+    return Attention.attend(q, k, v, mask, window=window, sinks_H=sinks)
 
 
-def all_scores(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def within_window(mask: Tensor, window: int | None) -> Tensor:
+    """Return a mask without the keys beyond a window."""
+    return mask if window is None else mask & torch.ones_like(mask).triu(1 - window)
+
+
+def all_scores(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Compute attention with the full score matrix."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : v.shape[2]] @ v).transpose(1, 2)
 
 
 def document_starts(batch: int, tokens: int, mean: float) -> Tensor:

@@ -20,6 +20,7 @@ MOE: Table = {
 }
 TIED: Table = {**DENSE, "tie_embeddings": True}
 FEW_HEADS: Table = {**DENSE, "num_kv_heads": 2, "qk_norm": "full"}
+WINDOWS: Table = {**DENSE, "sliding_window": 40, "full_attention_layers": [0], "attention_sinks": True}
 BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
@@ -65,6 +66,8 @@ LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(4, FEW_HEADS, tp=2, data_parallel=data) for data in ("ddp", "zero3")],
     dry_run_case(8, MOE, tp=4, data_parallel="zero1"),
     *[dry_run_case(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
+    dry_run_case(2, WINDOWS, cp=2, cp_method="ulysses"),
+    dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
     dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
     dry_run_case(2, MOE, ep=2),
     dry_run_case(4, MOE, ep=4, data_parallel="zero1", **BF16),

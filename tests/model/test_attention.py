@@ -4,6 +4,7 @@ from torch import Tensor
 
 from phalanx.model import attention, transformer
 from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
+from phalanx.spec.attention_backend import AttentionBackend
 from tests.helpers.batches import locate_documents
 
 MODEL_VARIANTS = {
@@ -61,7 +62,7 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
     by_document = computed()
     calls = []
     attend = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(attention, "attends_without_mask", lambda *_: False)
+    monkeypatch.setattr(attention, "choose_backend", lambda *_, **__: AttentionBackend.SDPA_MASKED)
     monkeypatch.setattr(
         attention.F,
         "scaled_dot_product_attention",
@@ -113,7 +114,7 @@ def test_attention_by_document_equals_dense_mask_in_fp64(lengths, heads, head_di
 
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
     """Tensors without numbers stand for a GPU's: whatever would read one raises."""
-    monkeypatch.setattr(attention, "attends_without_mask", lambda *_: True)
+    monkeypatch.setattr(attention, "choose_backend", lambda *_, **__: AttentionBackend.VARLEN)
     monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")

@@ -32,6 +32,22 @@ FOUR_RANKS: dict[str, Table] = {
     "zero3": {"layout.data_parallel": "zero3", "optimizer.name": "muon"},
 }
 """Each axis on four ranks: of two, the next one is also the one before."""
+WINDOWS: Table = {"sliding_window": 7, "full_attention_layers": [1]}
+SINKS: Table = {"attention_sinks": True}
+ATTENTION_CASES: dict[str, tuple[int, Table, Table]] = {
+    "zero3": (2, WINDOWS | SINKS, {"layout.data_parallel": "zero3"}),
+    "tp-zero1": (4, WINDOWS | SINKS, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "gathered": (
+        2,
+        {**WINDOWS, **SINKS, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36},
+        {"layout.tp": 2, "layout.tp_attention": "gathered"},
+    ),
+    "ulysses-tp": (4, WINDOWS | SINKS, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.tp": 2}),
+    "ring": (2, SINKS, {"layout.cp": 2}),
+    "zb-v": (2, {**WINDOWS, **SINKS, "num_layers": 4}, {"layout.pp": 2, "layout.schedule": "zb-v"}),
+    "recompute": (1, WINDOWS | SINKS, {"layout.activation_checkpointing": "selective"}),
+}
+"""Ranks, model and layout of windows and sinks."""
 SAMPLES = 40
 """Of layouts with a pair that no valid one should have."""
 
@@ -90,6 +106,13 @@ def test_offloaded_state_is_stepped_in_the_same_pieces_on_all_ranks(
 def train_in_pieces(run: RunSpec, piece_bytes: int) -> list[tuple[float, float]]:
     with mock.patch.object(CpuOffload, "piece_bytes", piece_bytes):
         return train_and_evaluate(run)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_windows_and_sinks_equal_single_process_training(case: str, documents: Path, tmp_path: Path) -> None:
+    ranks, model, layout = ATTENTION_CASES[case]
+    micro_batch = {"layout.micro_batch_size": 1} if "layout.pp" in layout else {}
+    check_parity(ranks, {"model": {**DENSE, **model}, **layout, **micro_batch}, documents, tmp_path)
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:

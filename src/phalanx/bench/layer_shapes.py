@@ -5,6 +5,7 @@ Symbols: B batch, T tokens, H heads, K head width. A product has m rows, n outpu
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,14 +47,18 @@ class AttentionShape:
     """True if documents are masked from each other."""
     ring: bool = False
     """True for a step of ring attention, which saves its softmax denominators."""
+    window: int | None = None
+    """Keys that a query sees at most; None if it sees all earlier ones."""
 
     @property
     def flops(self) -> int:
         """FLOPs of the forward pass over all pairs of tokens, or half of them if causal: 4 B H T T K.
 
         Source: arXiv 2204.02311, appendix B. The backward pass has twice as many. A dense document mask, as on CUDA in
-        fp32, has all pairs."""
+        fp32, has all pairs. With a window, pairs beyond it do not count."""
         pairs = self.queries * self.keys // (2 if self.causal else 1)
+        if self.window is not None:
+            pairs -= (self.keys - self.window) ** 2 // 2
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
 
@@ -112,7 +117,7 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     spec = run.model
     layout = run.layout
     tokens = run.training.seq_len
-    layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.num_layers
+    layers = max(layers_per_rank(run), key=len) if layout.pp > 1 else range(spec.num_layers)
     heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.num_heads, spec.num_kv_heads))
     is_ring = layout.cp_method == "ring" and layout.cp > 1
     if is_ring:
@@ -129,10 +134,16 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         masked=run.data.mask_documents,
         ring=is_ring,
     )
-    counts = {make_shape(keys=tokens, causal=True): layers}
+    counts = Counter(make_shape(keys=tokens, causal=True, window=_effective_window(run, layer)) for layer in layers)
     if is_ring:
-        counts[make_shape(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)
+        counts[make_shape(keys=tokens // 2, causal=False)] = len(layers) * (layout.cp - 1)
     return counts
+
+
+def _effective_window(run: RunSpec, layer: int) -> int | None:
+    """Return the window of a layer; None if no sequence is longer."""
+    window = run.model.attention_window(layer)
+    return None if window is None or window >= run.training.seq_len else window
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------

@@ -78,8 +78,9 @@ def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.dev
     q = make(core.batch, core.queries, core.heads, core.head_dim)
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
     documents = Documents.whole_rows(core.batch, core.queries, device)
-    mask = attention_mask(documents, dtype, core.head_dim) if core.masked else None
-    forward = partial(Attention.attend, q, k, v, mask)
+    has_window = core.window is not None
+    mask = attention_mask(documents, dtype, core.head_dim, window=has_window) if core.masked else None
+    forward = partial(Attention.attend, q, k, v, mask, window=core.window)
     out = forward()
     gradient = torch.ones_like(out)
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}

@@ -62,14 +62,6 @@ def check_settings(run: RunSpec, world_size: int) -> None:
     check_torch_supports(run.layout)
     require_tokenizer_of_weights(run)
     check_vocab_size(run, {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0))
-    window = run.model.sliding_window
-    if window is not None and run.training.seq_len > window:
-        raise UserError(
-            "training.seq_len",
-            run.training.seq_len,
-            f"is longer than model.sliding_window = {window}, and Phalanx does not support windowed attention",
-            fix=f"set training.seq_len to at most {window}",
-        )
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
     if run.metrics.wandb is not None:

@@ -8,8 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +16,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.attention_sinks import attend_varlen_with_sinks
+from phalanx.model.cpu_attention import attend_on_cpu
+from phalanx.model.flex_attention import attend_with_flex
 from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import RotaryTable, apply_rotary
-from phalanx.spec.model import ModelSpec, is_flash_head_dim
+from phalanx.spec.attention_backend import AttentionBackend, choose_backend
+from phalanx.spec.model import ModelSpec
 
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
 
 
@@ -72,10 +72,14 @@ class Documents(NamedTuple):
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D."""
+    """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, and a projection to D.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Layers with a window see its tokens only. Sinks are logits of the softmax without a value."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
+        self.window = spec.attention_window(layer)
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.attention_sinks else None
         self.head_dim = spec.head_dim
         self.qk_norm = spec.qk_norm
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
@@ -108,7 +112,8 @@ class Attention(nn.Module):
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = self.rotate(q_BTHK, rotary), self.rotate(k_BTHK, rotary)
-        return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask).flatten(2))
+        out_BTHK = self.attend(q_BTHK, k_BTHK, v_BTHK, mask, window=self.window, sinks_H=self.sinks)
+        return self.project_out(out_BTHK.flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, with the heads concatenated."""
@@ -119,18 +124,32 @@ class Attention(nn.Module):
         return self.wo(heads_BTQ)
 
     @staticmethod
-    def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        q_BTHK: Tensor,
+        k_BTHK: Tensor,
+        v_BTHK: Tensor,
+        mask: Tensor | None,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Return each query's weighted mean of the values, [B, T, H, K], over visible earlier tokens.
 
         Args:
             q_BTHK: Queries.
             k_BTHK: Keys, of as many heads as queries or a divisor of their number.
             v_BTHK: Values, of as many heads as keys; their dtype is that of the products.
-            mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
+            mask: Result of `attention_mask`; None if every row is one document.
+            window: Keys that a query sees at most, itself included; None if it sees all.
+            sinks_H: Logit of each head in the softmax's denominator.
         """
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have cast them to fp32
+        window = None if window is None or window >= q_BTHK.shape[1] else window
+        if mask is None and (window is not None or sinks_H is not None):
+            mask = _row_bounds(q_BTHK)
         if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask)
+            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
+        if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
+            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None:
             # On CUDA flash supports no mask, and the efficient kernel no groups.
@@ -151,36 +170,52 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-def attention_mask(documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
+def attention_mask(
+    documents: Documents, dtype: torch.dtype, head_dim: int, window: bool = False, sinks: bool = False
+) -> Tensor:
     """Return the mask argument of attention.
 
-    It is the bounds of the documents if there is a kernel for them, otherwise their dense mask.
+    It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
+    FlexAttention their starts.
 
     Args:
         documents: Documents of the batch.
         dtype: Dtype in which attention computes.
         head_dim: Head width, K.
+        window: Rows are longer than the window of some layers.
+        sinks: Attention has sinks.
     """
-    if attends_without_mask(documents.bounds.device, dtype, head_dim):
-        return documents.bounds
-    return document_mask(documents.starts)
+    backend = _backend(documents.bounds.device, dtype, head_dim=head_dim, window=window, sinks=sinks)
+    if backend == AttentionBackend.FLEX:
+        return documents.starts
+    return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
+
+
+def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool) -> AttentionBackend:
+    """Return the kernel for documents, of which every row may be one."""
+    return choose_backend(
+        device.type,
+        half_precision=dtype in (torch.bfloat16, torch.float16),
+        head_dim=head_dim,
+        documents=True,
+        window=window,
+        sinks=sinks,
+    )
+
+
+def _row_bounds(q_BTHK: Tensor) -> Tensor | None:
+    """Return the bounds of rows of one document, for windows and sinks; None if their kernel is FlexAttention."""
+    backend = _backend(q_BTHK.device, q_BTHK.dtype, head_dim=q_BTHK.shape[-1], window=True, sinks=True)
+    if backend == AttentionBackend.FLEX:
+        return None
+    rows, tokens = q_BTHK.shape[:2]
+    return torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=q_BTHK.device)
 
 
 def document_mask(starts_BT: Tensor) -> Tensor:
     """Return the mask of visible tokens, [B, 1, T, T] bool: earlier ones of the same document."""
     same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
     return same.tril()
-
-
-def attends_without_mask(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention within documents has a kernel without a mask.
-
-    Args:
-        device: Device that computes.
-        dtype: Dtype in which attention computes.
-        head_dim: Head width, K.
-    """
-    return device.type == "cpu" or has_flash_kernel(device, dtype, head_dim)
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -191,11 +226,17 @@ def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         dtype: Dtype in which attention computes.
         head_dim: Head width, K.
     """
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and is_half and is_flash_head_dim(head_dim)
+    return _backend(device, dtype, head_dim=head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
 
 
-def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, bounds: Tensor) -> Tensor:
+def attend_within_documents(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHK: Tensor,
+    bounds: Tensor,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Return causal attention, [B, T, H, K], within consecutive documents.
 
     On an H100 it takes 3.5 ms where a dense mask takes 62 (16,384 tokens in rows of 8,192,
@@ -206,48 +247,15 @@ def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, boun
         k_BTHK: Keys, of as many heads as queries or a divisor of their number.
         v_BTHK: Values, of as many heads as keys.
         bounds: Bounds of the documents in the B x T tokens, as in `Documents`.
+        window: Keys that a query sees at most, itself included; None if it sees all of its document.
+        sinks_H: Logit of each head in the softmax's denominator.
     """
-    packed = [x.flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHK)]
+    packed = (q_BTHK.flatten(0, 1), k_BTHK.flatten(0, 1), v_BTHK.flatten(0, 1))
     if q_BTHK.device.type == "cpu":
-        return _attend_on_cpu(*packed, bounds).view_as(q_BTHK)
+        return attend_on_cpu(*packed, sinks_H, bounds, window).view_as(q_BTHK)
     row = q_BTHK.shape[1]  # no document is longer
-    out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(-1, 0))
+    earlier_keys = -1 if window is None else window - 1
+    if sinks_H is not None:
+        return attend_varlen_with_sinks(*packed, sinks_H, bounds, row, earlier_keys=earlier_keys).view_as(q_BTHK)
+    out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(earlier_keys, 0))
     return out.view_as(q_BTHK)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would be of one list of bounds
-def _attend_on_cpu(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, bounds: Tensor) -> Tensor:
-    return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, bounds.tolist()))
-
-
-class _AttentionByDocument(torch.autograd.Function):
-    """Causal attention within documents on a CPU, by PyTorch's flash kernel for each document."""
-
-    @staticmethod
-    def forward(ctx: Any, q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, bounds: list[int]) -> Tensor:
-        out_NHK = torch.empty_like(q_NHK)
-        lse_NH = q_NHK.new_empty(q_NHK.shape[:2], dtype=at_least_fp32(q_NHK[:0]).dtype)
-        for start, end in pairwise(bounds):
-            q, k, v = (_as_batch(x[start:end]) for x in (q_NHK, k_NHK, v_NHK))
-            out, lse = CPU_FLASH(q, k, v, is_causal=True)
-            out_NHK[start:end] = out[0].transpose(0, 1)
-            lse_NH[start:end] = lse[0].T
-        ctx.save_for_backward(q_NHK, k_NHK, v_NHK, out_NHK, lse_NH)
-        ctx.bounds = bounds
-        return out_NHK
-
-    @staticmethod
-    def backward(ctx: Any, gradient_NHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        *attention, lse_NH = ctx.saved_tensors
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in attention[:3])
-        for start, end in pairwise(ctx.bounds):
-            operands = (_as_batch(x[start:end]) for x in (gradient_NHK, *attention))
-            parts = CPU_FLASH_BACKWARD(*operands, lse_NH[start:end].T[None], 0.0, True)
-            for whole, part in zip((grad_q, grad_k, grad_v), parts, strict=True):
-                whole[start:end] = part[0].transpose(0, 1)
-        return grad_q, grad_k, grad_v, None
-
-
-def _as_batch(x_tHK: Tensor) -> Tensor:
-    """Return the tokens of a document as a batch of one, [1, H, t, K]."""
-    return x_tHK.transpose(0, 1)[None]

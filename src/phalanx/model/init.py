@@ -49,7 +49,7 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
     """Return the initial value of one parameter, fp32 on the CPU.
 
     Matrices are normal with std sqrt(2 / (5 D)) (Nguyen and Salazar, arXiv 1910.05895). Those that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases 0.
+    residual stream are divided by sqrt(2 L) (GPT-2); norms are 1, biases and sinks 0.
 
     Args:
         spec: Model of the parameter.
@@ -58,7 +58,7 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
         seed: Seed of the run.
         rows: Rows to draw; None: all. Other rows are uninitialized and use no memory.
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "sinks")):
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)

@@ -15,6 +15,7 @@ from phalanx.model.mlp import build_mlp
 from phalanx.model.moe import MoE
 from phalanx.model.norm import build_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
+from phalanx.spec.attention_backend import has_window
 from phalanx.spec.model import ModelSpec
 
 
@@ -24,7 +25,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = build_norm(spec)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, layer)
         self.mlp_norm = build_norm(spec)
         self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
 
@@ -113,7 +114,8 @@ class Transformer(nn.Module):
 
     def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
         """Return the mask argument of attention in `dtype`."""
-        return attention_mask(documents, dtype, self.spec.head_dim)
+        window = has_window(self.spec, documents.starts.shape[1])
+        return attention_mask(documents, dtype, self.spec.head_dim, window=window, sinks=self.spec.attention_sinks)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
         """Return the positions in their row of the tokens whose attention is computed on this rank, [T]."""

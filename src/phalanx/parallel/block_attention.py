@@ -15,7 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from phalanx.model.attention import CPU_FLASH, CPU_FLASH_BACKWARD, has_flash_kernel
+from phalanx.model.attention import has_flash_kernel
+from phalanx.model.cpu_attention import CPU_FLASH, CPU_FLASH_BACKWARD
 from phalanx.model.dtypes import at_least_fp32
 
 CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention

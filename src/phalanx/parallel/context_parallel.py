@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.model.attention import Attention, Documents
+from phalanx.model.attention_sinks import add_sinks, sinks_gradient
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.block_attention import Ring, find_ring_blocks
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class ContextParallelGroup:
@@ -127,7 +128,14 @@ def _count_choices(
 
 
 def _ulysses_attention(
-    attend: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    attend: Attend,
+    cp: ContextParallelGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [B, t, H, K] with some of the heads of all tokens on each rank."""
     if k.shape[2] < cp.size:
@@ -137,7 +145,8 @@ def _ulysses_attention(
     packed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], dim=3).movedim(2, 0)
     all_tokens = cast(Tensor, _AllToAll.apply(packed, cp)).movedim(0, 1).flatten(1, 2)
     q, k, v = all_tokens.split(heads, dim=2)
-    out = attend(q, k, v, mask)
+    sinks_H = None if sinks_H is None else sinks_H.chunk(cp.size)[cp.rank]
+    out = attend(q, k, v, mask, window=window, sinks_H=sinks_H)
     by_rank = out.unflatten(1, (cp.size, -1)).movedim(1, 0)
     return cast(Tensor, _AllToAll.apply(by_rank, cp)).movedim(0, 2).flatten(2, 3)
 
@@ -160,18 +169,33 @@ def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.
     return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.host_bounds)
 
 
-def _ring_attention(_: Attend, cp: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
+def _ring_attention(
+    _: Attend,
+    cp: ContextParallelGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ring: Ring | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Compute attention [B, t, H, K] of this rank's tokens.
+
+    Windows are longer than rows (`spec.tensor_sharding.check_divisibility`)."""
     ring = ring or find_ring_blocks(cp.rank, cp.size, q.shape[1] * cp.size)
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return cast(Tensor, _RingAttention.apply(q, k, v, ring, cp)).transpose(1, 2)
+    sinks = None if sinks_H is None else sinks_H[:, None]
+    return cast(Tensor, _RingAttention.apply(q, k, v, sinks, ring, cp)).transpose(1, 2)
 
 
 class _RingAttention(torch.autograd.Function):
     """Attention of q [B, H, t, K] to the keys and values of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, cp: ContextParallelGroup) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, cp: ContextParallelGroup
+    ) -> Tensor:
         out = torch.empty_like(q, dtype=at_least_fp32(q[:0]).dtype)
         lse = out.new_empty(q.shape[:3])
         local_kv = torch.stack([k, v])
@@ -182,15 +206,16 @@ class _RingAttention(torch.autograd.Function):
                 block.attend(q, kv, out, lse=lse)
             wait_next_kv()
             kv = next_kv
+        add_sinks(out, lse, sinks)
         ctx.ring = ring
         ctx.cp = cp
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, local_kv, out, lse)
+        ctx.save_for_backward(q, local_kv, out, lse, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (q, kv, out, lse) = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
         gradient = gradient.contiguous()
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         # Gradients follow their keys and values around the ring, and return to their owner one step later.
@@ -207,7 +232,7 @@ class _RingAttention(torch.autograd.Function):
             grad_kv, wait_grad_kv = ctx.cp.send_to_next(grad_kv)
         wait_grad_kv()
         grad_kv = grad_kv.to(q.dtype)
-        return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None
+        return grad_q.to(q.dtype), *grad_kv, sinks_gradient(gradient, out, lse, sinks=sinks), None, None
 
 
 def _no_wait() -> None:

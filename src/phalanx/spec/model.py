@@ -112,8 +112,11 @@ class ModelSpec(Spec):
     max_seq_len: int = Field(gt=0)
     """Maximum sequence length of the model, in tokens."""
     sliding_window: int | None = Field(None, gt=0, examples=[4096])
-    """Attention window in tokens of the layers that have one (Mistral). Windowed attention is not implemented yet:
-    longer sequences cannot be trained."""
+    """Keys that a query sees at most, itself included (Mistral); by default all earlier tokens of its document."""
+    full_attention_layers: tuple[int, ...] = Field((), strict=False, examples=[[5, 11]])
+    """Layers (from 0) without the sliding window: every second in gpt-oss, every sixth in Gemma 3."""
+    attention_sinks: bool = False
+    """A learned logit per head in the denominator of attention's softmax (gpt-oss)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization before attention, before the MLP, and before the head."""
     norm_eps: float = Field(1e-5, gt=0)
@@ -190,6 +193,21 @@ class ModelSpec(Spec):
             problem="requires experts that are initialized from a dense model",
             fix="set model.from_hf and model.moe, or remove it",
         )
+        unknown_layers = [layer for layer in self.full_attention_layers if not 0 <= layer < self.num_layers]
+        require(
+            not unknown_layers,
+            "full_attention_layers",
+            list(self.full_attention_layers),
+            problem=f"names layers that the model does not have (model.num_layers = {self.num_layers})",
+            fix=f"use numbers from 0 to {self.num_layers - 1}",
+        )
+        require(
+            not self.full_attention_layers or self.sliding_window is not None,
+            "full_attention_layers",
+            list(self.full_attention_layers),
+            problem="has no effect without a sliding window",
+            fix="set model.sliding_window, or remove it",
+        )
         if self.moe is not None:
             require(
                 self.moe.num_leading_dense_layers < self.num_layers,
@@ -206,6 +224,10 @@ class ModelSpec(Spec):
                 fix='set model.activation = "swiglu"',
             )
         return self
+
+    def attention_window(self, layer: int) -> int | None:
+        """Return the number of keys that a query of a layer (from 0) sees at most; None without a window."""
+        return None if layer in self.full_attention_layers else self.sliding_window
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer (from 0) has experts in place of an MLP."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
+from phalanx.spec.attention_backend import has_window
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -52,6 +53,8 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
         return TensorSharding(0, 1, "ep", is_partial_sum=True)
     if tp == 1:
         return TensorSharding(None, 1)
+    if leaf == "sinks":
+        return row_sharding if layout.tp_attention == "split" else TensorSharding(None, tp, is_partial_sum=True)
     if owner == "experts":
         return TensorSharding(2 if leaf == "down" else 1, 1)
     if layout.tp_attention == "gathered" and module in ("q_norm", "k_norm"):
@@ -177,6 +180,10 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
         problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
         raise UserError("layout.cp", cp, problem, fix=f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
+    if layout.cp_method == "ring" and has_window(spec, seq_len):
+        problem = f"does not support the windows of model.sliding_window ({spec.sliding_window})"
+        fix = f'use "ulysses", or training.seq_len = {spec.sliding_window} or less'
+        raise UserError("layout.cp_method", "ring", problem, fix=fix)
     heads = spec.num_heads // layout.tp
     kv = max(1, spec.num_kv_heads // layout.tp)
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):

@@ -27,10 +27,15 @@ def test_info_json_contains_parameter_flop_and_byte_counts():
     assert facts["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
 
 
-def test_info_counts_flops_within_sliding_window_by_default(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    assert info_json(tmp_path)["sequence"] == 4096
-    assert info_json(tmp_path, "--sequence", 8192)["sequence"] == 8192
+def test_info_counts_flops_within_sliding_window(tmp_path):
+    flops = {}
+    for window in (4096, None):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": window}))
+        facts = info_json(tmp_path)
+        assert facts["sequence"] == 131_072
+        flops[window] = facts["flops_per_token"]["forward_causal"]
+    keys = 4096 - 4096**2 / (2 * 131_072)
+    assert flops[None] - flops[4096] == pytest.approx(4 * 32 * 4096 * (131_072 / 2 - keys))
 
 
 def test_info_list_prints_model_and_machine_presets():

@@ -52,6 +52,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     examples = {
         "from_hf",
         "sliding_window",
+        "full_attention_layers",
         "dp_shard",
         "micro_batch_size",
         "preset",

@@ -70,6 +70,13 @@ def test_train_print_config_shows_batch_plan(run_file: Path) -> None:
     )
 
 
+def test_train_print_config_names_attention_kernel(run_file: Path) -> None:
+    settings = ("data.mask_documents=false", "model.sliding_window=16")
+    output = [print_config_output(), print_config_output(*(word for x in settings for word in ("--set", x)))]
+    kernels = [text.splitlines()[1] for text in output]
+    assert kernels == [f"# attention kernel: flash by document{window}" for window in ("", ", window 16")]
+
+
 def test_train_print_config_applies_defaults_file_environment_set_in_order(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

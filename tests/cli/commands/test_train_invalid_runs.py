@@ -272,7 +272,11 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.moe": "{num_experts = 4, top_k = 2}"}, ("model.moe.expert_ffn_size", "set expert_ffn_size")),
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
     ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
-    ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "at most 16")),
+    (
+        {"model.sliding_window": 16, "layout.cp": 2},
+        ("layout.cp_method = 'ring'", "model.sliding_window (16)", 'use "ulysses"'),
+    ),
+    ({"model.full_attention_layers": "[0]"}, ("model.full_attention_layers", "without a sliding window")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
     ({"cluster.nodes": 2}, ("--rendezvous: is not a valid rendezvous address", "docs/guides/multi-node.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),

@@ -325,6 +325,14 @@ UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
         (trainer, make_run(SMALL, gradient_compression="powersgd"), "layout.gradient_compression", "remove it")
         for trainer in TRAINERS
     ),
+    *(
+        (trainer, make_run({**SMALL, "attention_sinks": True}), "model.attention_sinks", "model")
+        for trainer in TRAINERS
+    ),
+    *(
+        (trainer, make_run({**SMALL, "sliding_window": 64}), "model.sliding_window", "64 or less")
+        for trainer in TRAINERS
+    ),
     ("megatron", make_run(pp=4, schedule="zb-v", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
     ("megatron", make_run(pp=4, schedule="gpipe", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
     ("megatron", make_run(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),

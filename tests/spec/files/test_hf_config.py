@@ -126,22 +126,24 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.mark.parametrize(
-    ("change", "window"),
+    ("change", "window", "full_layers"),
     [
-        ({"max_window_layers": 1}, 8),
-        ({"max_window_layers": 2}, None),
-        ({"max_window_layers": 0, "use_sliding_window": False}, None),
-        ({"max_window_layers": 0, "layer_types": [FULL, FULL]}, None),
-        ({"max_window_layers": 2, "layer_types": [FULL, SLIDING]}, 8),
-        ({"model_type": "qwen3_moe", "max_window_layers": 48}, 8),
-        ({"model_type": "qwen3_moe", "use_sliding_window": False}, None),
+        ({"max_window_layers": 1}, 8, [0]),
+        ({"max_window_layers": 2}, None, []),
+        ({"max_window_layers": 0, "use_sliding_window": False}, None, []),
+        ({"max_window_layers": 0, "layer_types": [FULL, FULL]}, None, []),
+        ({"max_window_layers": 2, "layer_types": [FULL, SLIDING]}, 8, [0]),
+        ({"max_window_layers": 2, "layer_types": [SLIDING, FULL]}, 8, [1]),
+        ({"model_type": "qwen3_moe", "max_window_layers": 48}, 8, []),
+        ({"model_type": "qwen3_moe", "use_sliding_window": False}, None, []),
     ],
     ids=str,
 )
-def test_model_table_reads_sliding_window_of_qwen3(change, window):
+def test_model_table_reads_sliding_window_of_qwen3(change, window, full_layers):
     transformers = pytest.importorskip("transformers")
     config = QWEN3_WINDOW | change
-    assert model_table(config).get("sliding_window") == window
+    table = model_table(config)
+    assert (table.get("sliding_window"), table.get("full_attention_layers", [])) == (window, full_layers)
     theirs = transformers.AutoConfig.for_model(**config)
     layers = getattr(theirs, "layer_types", [SLIDING])
     assert (theirs.sliding_window if SLIDING in layers else None) == window
@@ -152,6 +154,14 @@ def test_hf_config_round_trips_sliding_window(kind):
     spec = parse_table(ModelSpec, {**SHAPES[kind], "sliding_window": 16})
     config = hf_config(spec)
     assert config["model_type"] == {"llama": "mistral"}.get(kind, kind)
+    assert parse_table(ModelSpec, model_table(config)) == spec
+
+
+def test_hf_config_round_trips_layers_without_window():
+    changes = {"num_layers": 3, "sliding_window": 16, "full_attention_layers": [0, 2]}
+    spec = parse_table(ModelSpec, {**SHAPES["qwen3"], **changes})
+    config = hf_config(spec)
+    assert config["layer_types"] == [FULL, SLIDING, FULL]
     assert parse_table(ModelSpec, model_table(config)) == spec
 
 
@@ -192,6 +202,8 @@ UNEXPORTABLE_FIELDS = {
     "model.num_kv_heads": {**GPT2, "num_kv_heads": 2},
     "model.activation": {"activation": "gelu"},
     "model.sliding_window": {"sliding_window": 16, "qk_norm": "full", "moe": MOE},
+    "model.full_attention_layers": {"sliding_window": 16, "full_attention_layers": [0]},
+    "model.attention_sinks": {"attention_sinks": True},
 }
 
 

@@ -106,7 +106,7 @@ def _resolve_sequence(spec: ModelSpec, sequence: int | None) -> int:
             problem=f"is longer than the model's learned positions ({spec.max_seq_len})",
             fix=f"use at most {spec.max_seq_len}",
         )
-    return sequence or min(spec.max_seq_len, spec.sliding_window or spec.max_seq_len)
+    return sequence or spec.max_seq_len
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:

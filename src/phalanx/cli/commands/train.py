@@ -203,6 +203,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     """Return the run as TOML, after the checks before reading all text. Raises UserError if one fails."""
     from phalanx.data.source_checks import check_sources
     from phalanx.launch.process import select_nproc
+    from phalanx.spec.attention_backend import describe_attention
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
     from phalanx.train.create_run import offer_recorded_tokens
@@ -214,5 +215,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
         check_sources(run.data)
     batch_plan = plan_batch(run, ranks * run.cluster.nodes)
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
-    comment = f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"
-    return f"{comment}\n{to_toml(run)}".rstrip()
+    comments = [f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"]
+    if run.model.implementation is None:
+        comments.append(f"# attention kernel: {describe_attention(run)}")
+    return "\n".join([*comments, to_toml(run)]).rstrip()

@@ -52,6 +52,8 @@ class JobTable:
     expert_parameters: Column
     """Number of `parameters` in routed experts."""
     sequence: Column
+    attended_fraction: Column
+    """Fraction of the causal pairs of queries and keys that sliding windows leave; 1 without windows."""
     # The machine.
     peak_flops: Column
     """Peak of dense matrix products in 16 bits."""

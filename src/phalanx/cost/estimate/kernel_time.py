@@ -155,7 +155,7 @@ def _flash_attention_seconds(constants: TimeConstants, jobs: JobTable) -> Column
     )
     diagonal_factor = 1 + constants.flash_start / jobs.sequence
     narrow_head_factor = np.where(jobs.head_dim <= 64, 1.3, 1.0)
-    causal_flops = flops / 2
+    causal_flops = flops / 2 * jobs.attended_fraction
     return (
         causal_flops * diagonal_factor / (peak_fraction * jobs.peak_flops) * narrow_head_factor + constants.gap_seconds
     )

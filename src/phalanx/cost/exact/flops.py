@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from phalanx.cost.exact.attended_keys import attended_keys
 from phalanx.cost.exact.parameter_shapes import Shape, num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.pipeline_split import layers_per_rank, recomputed_layers
@@ -47,7 +48,7 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
     """Return the FLOPs of the forward pass on one token, by part.
 
     2 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1), plus attention's two products with
-    the other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B).
+    the other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B), or less with a sliding window.
 
     Args:
         spec: The model.
@@ -61,7 +62,8 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
     )
     projections = 2.0 * attention_parameters
     head = 2.0 * spec.vocab_size * spec.hidden_size
-    core_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
+    keys = sum(attended_keys(spec, layer, seq_len, causal=causal) for layer in range(spec.num_layers))
+    core_flops = 4 * spec.num_heads * spec.head_dim * keys
     return ForwardFlops(projections, core_flops, 2 * count_parameters(spec).matmul - projections - head, head=head)
 
 
@@ -150,11 +152,11 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
     layers = sorted(layers_per_rank(run)[coordinates["pp"]])
     products = _block_product_flops(run, tensors, tokens, layers=layers)
-    core = _attention_core_flops(run, len(layers), tokens)
+    core = _attention_core_flops(run, layers, tokens)
     again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
     recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
     recomputed = (
-        _attention_core_flops(run, len(again), tokens)
+        _attention_core_flops(run, again, tokens)
         + {
             "none": 0.0,
             "selective": recomputed_products.attention,
@@ -199,11 +201,12 @@ def _block_product_flops(
     return _BlockProductFlops(total, attention)
 
 
-def _attention_core_flops(run: RunSpec, num_layers: int, tokens: float) -> float:
+def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:
     """Return the FLOPs of attention's core in the forward pass of some layers on a rank's heads."""
     spec = run.model
+    keys = sum(attended_keys(spec, layer, run.training.seq_len) for layer in layers)
     heads = -(-spec.num_heads // run.layout.tp)
-    return 4 * heads * spec.head_dim * run.training.seq_len / 2 * tokens * num_layers
+    return 4 * heads * spec.head_dim * keys * tokens
 
 
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:

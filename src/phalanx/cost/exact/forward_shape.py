@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cost.precision import COMPUTE_BYTES, Precision
+from phalanx.spec.attention_backend import AttentionBackend, choose_backend, has_window
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import is_flash_head_dim
+from phalanx.spec.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,18 @@ class ForwardShape:
         """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
         return max(4, self.compute_bytes)
 
-    def attends_without_mask(self, head_dim: int) -> bool:
-        """Return whether a kernel without mask attends in documents (`model.attention.attends_without_mask`)."""
-        return not self.on_cuda or (self.compute_bytes == 2 and is_flash_head_dim(head_dim))
+    def has_dense_mask(self, spec: ModelSpec) -> bool:
+        """Return whether attention hides documents from each other by a mask of all pairs of tokens."""
+        is_ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
+        backend = choose_backend(
+            "cuda" if self.on_cuda else "cpu",
+            half_precision=self.compute_bytes <= 2,
+            head_dim=spec.head_dim,
+            documents=self.masked,
+            window=has_window(spec, self.sequence),
+            sinks=spec.attention_sinks,
+        )
+        return backend == AttentionBackend.SDPA_MASKED and not is_ring
 
     @property
     def residual_bytes(self) -> int:

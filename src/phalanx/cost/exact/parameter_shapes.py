@@ -71,7 +71,8 @@ def _attention_shapes(spec: ModelSpec) -> Shapes:
     q = spec.num_heads * spec.head_dim
     kv = spec.num_kv_heads * spec.head_dim
     rows = {"wq": q, "wk": kv, "wv": kv}
-    shapes = _prefix_names(
+    sinks: Shapes = {"sinks": (spec.num_heads,)} if spec.attention_sinks else {}
+    shapes = sinks | _prefix_names(
         **{name: _linear_shapes(count, D, spec.bias) for name, count in rows.items()},
         wo=_linear_shapes(D, q, spec.bias),
     )

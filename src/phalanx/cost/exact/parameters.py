@@ -30,7 +30,7 @@ class ParameterCount:
     embedding: int
     """Token embedding, and learned positions."""
     attention: int
-    """Query, key, value and output projections, with their biases."""
+    """Query, key, value and output projections, with their biases, and sinks."""
     mlp: int
     """Dense MLPs, with their biases."""
     experts: int
@@ -45,7 +45,7 @@ class ParameterCount:
     inactive_experts: int
     """Part of `experts` that one token does not use."""
     biases: int
-    """Biases of attention and MLPs; part of these counts."""
+    """Biases of attention and MLPs, and sinks; part of these counts."""
     tied_head: int
     """Embedding parameters that a tied head reuses in its product."""
 
@@ -83,7 +83,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     for name, shape in parameter_shapes(spec).items():
         part = next(PART_BY_MODULE[module] for module in reversed(name.split(".")) if module in PART_BY_MODULE)
         count[part] += num_elements(shape)
-        biases += num_elements(shape) if name.endswith(".bias") and part != "norms" else 0
+        biases += num_elements(shape) if name.endswith((".bias", ".sinks")) and part != "norms" else 0
     return ParameterCount(
         **{part: count[part] for part in PART_BY_MODULE.values()},
         inactive_experts=count["experts"] // spec.moe.num_experts * (spec.moe.num_experts - spec.moe.top_k)

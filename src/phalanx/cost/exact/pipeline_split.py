@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
+from phalanx.cost.exact.attended_keys import attended_keys
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.errors import UserError
@@ -72,8 +73,8 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
-    attention_flops = 12 * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
-    blocks = [attention_flops] * spec.num_layers
+    flops_per_key = 12 * spec.num_heads * spec.head_dim
+    blocks = [flops_per_key * attended_keys(spec, layer, seq_len, causal=causal) for layer in range(spec.num_layers)]
     for name, shape in parameter_shapes(spec).items():
         owner, _, rest = name.partition(".")
         if owner == "blocks" and len(shape) >= 2:

@@ -32,9 +32,8 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, recompute
     # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
-    has_mask = shape.masked and not is_ring and not shape.attends_without_mask(spec.head_dim)
     # The mask is bool, for recomputation. A ring has the bounds of documents on the host.
-    mask_bytes = shape.batch * shape.sequence**2 if has_mask and recomputes else 0
+    mask_bytes = shape.batch * shape.sequence**2 if shape.has_dense_mask(spec) and recomputes else 0
     saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
     return saved_bytes + (token_bytes if first else 0) + mask_bytes
 
@@ -79,7 +78,7 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     kv_inner = kv if cp == 1 or is_ring else max(kv_heads, cp) * K
     saved_bytes += shape.tokens * (2 * q + 2 * kv_inner + (q if cp > 1 else 0)) * shape.compute_bytes
     saved_bytes += shape.tokens * H * shape.high_precision_bytes
-    saved_bytes += 0 if cp > 1 and is_ring else _mask_bytes(spec, shape)
+    saved_bytes += _mask_bytes(spec, shape)
     return Counter(attention=saved_bytes, weight_copies=shape.weight_copies(weights))
 
 
@@ -111,8 +110,7 @@ def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counte
 
 def _mask_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of a layer's additive document mask, [B, T, T]; 0 if attention is computed by document."""
-    has_mask = shape.masked and not shape.attends_without_mask(spec.head_dim)
-    return shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
+    return shape.batch * shape.sequence**2 * shape.compute_bytes if shape.has_dense_mask(spec) else 0
 
 
 def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:

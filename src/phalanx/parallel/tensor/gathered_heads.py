@@ -57,9 +57,17 @@ def _project_in_gathered(
 
 
 def _attend_local_heads(
-    attend: Callable[..., Tensor], columns: GatheredHeads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    attend: Callable[..., Tensor],
+    columns: GatheredHeads,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
+    sinks_H = None if sinks_H is None else sinks_H[columns.heads]
+    out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask, window=window, sinks_H=sinks_H).flatten(2)
     before, after = columns.padding
     return out[..., before : out.shape[-1] - after].unsqueeze(2)
 

@@ -8,6 +8,7 @@ from functools import reduce
 from math import sqrt
 from typing import Literal
 
+from phalanx.spec.attention_backend import has_window
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import ParallelDims
@@ -98,6 +99,7 @@ UNSUPPORTED_EVERYWHERE = (
     UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
     UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
     UnsupportedOption("layout.recomputed_blocks", (), "remove it: all blocks then recompute activations"),
+    UnsupportedOption("model.attention_sinks", (True,)),
     UnsupportedOption("training.seconds", (), "set training.steps instead"),
     UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),
@@ -130,6 +132,10 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
         trainer: The trainer.
         gaps: Options that this trainer does not support.
     """
+    window = job.run.model.sliding_window
+    if has_window(job.run.model, job.run.training.seq_len):
+        fix = f"use training.seq_len = {window} or less, or another model"
+        raise unsupported_error(trainer, "model.sliding_window", window, fix=fix)
     for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:

@@ -16,6 +16,7 @@ from phalanx.cost.estimate.constants import (
 )
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.prediction_interval import log_half_width
+from phalanx.cost.exact.attended_keys import attended_fraction
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import Column, ScheduleKind
@@ -51,6 +52,7 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
         "parameters": count.total,
         "expert_parameters": count.experts,
         "sequence": sequence,
+        "attended_fraction": attended_fraction(spec, sequence),
     }
 
 

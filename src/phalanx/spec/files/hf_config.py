@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table
+from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table, require_supported
+from phalanx.spec.files.hf_window import parse_window, window_fields
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -35,7 +36,7 @@ def model_table(config: Table) -> Table:
         UserError: The model type, or a variant of it, is not supported.
     """
     model_type = config.get("model_type")
-    _require_supported("model_type", model_type, FAMILY_DEFAULTS)
+    require_supported("model_type", model_type, FAMILY_DEFAULTS)
     _require_values(config, **FIXED_VALUES)
     config = FAMILY_DEFAULTS[str(model_type)] | config
     return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
@@ -43,7 +44,7 @@ def model_table(config: Table) -> Table:
 
 def _parse_gpt2(config: Table) -> Table:
     activation = config["activation_function"]
-    _require_supported("activation_function", activation, GELUS)
+    require_supported("activation_function", activation, GELUS)
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["n_embd"],
@@ -75,26 +76,10 @@ def _parse_llama_like(model_type: str, config: Table) -> Table:
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
         "tie_embeddings": config["tie_word_embeddings"],
     }
-    window = _sliding_window(model_type, config)
-    if window is not None:
-        table["sliding_window"] = window
+    table |= parse_window(model_type, config)
     if "num_experts" in FAMILY_DEFAULTS[model_type]:
         table["moe"] = _parse_moe(model_type, config)
     return table
-
-
-def _sliding_window(model_type: str, config: Table) -> int | None:
-    """Return the attention window in tokens of the layers that have one; None if no layer has one."""
-    has_window = "sliding_window" in FAMILY_DEFAULTS[model_type] and config.get("use_sliding_window", True)
-    window: int | None = config["sliding_window"] if has_window else None
-    if model_type != "qwen3":
-        return window
-    if config["layer_types"] is None:
-        return window if config["max_window_layers"] < config["num_hidden_layers"] else None
-    for layer_type in config["layer_types"]:
-        windowed = [] if window is None else ["sliding_attention"]
-        _require_supported("layer_types", layer_type, ["full_attention", *windowed])
-    return window if "sliding_attention" in config["layer_types"] else None
 
 
 def _parse_moe(model_type: str, config: Table) -> Table:
@@ -117,7 +102,7 @@ def _parse_rope(config: Table) -> Table:
     # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling, which has precedence.
     rope_config = config["rope_scaling"] or config["rope_parameters"] or {}
     rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
-    _require_supported("rope_type", rope_type, SCALINGS)
+    require_supported("rope_type", rope_type, SCALINGS)
     _require_values(rope_config, partial_rotary_factor=1.0)
     theta = rope_config.get("rope_theta") or config["rope_theta"]
     table: Table = {"theta": float(theta), "scaling": SCALINGS[rope_type]}
@@ -142,13 +127,6 @@ def _parse_rope(config: Table) -> Table:
         if rope_config.get(field) is not None:
             table[field] = float(rope_config[field])
     return table
-
-
-def _require_supported(field: str, value: object, supported: Any) -> None:
-    if value not in supported:
-        raise UserError(
-            f"config.json {field}", value, "is not supported", fix=f"use a model with one of: {', '.join(supported)}"
-        )
 
 
 def _require_values(config: Table, **expected: object) -> None:
@@ -197,7 +175,7 @@ def hf_config(spec: ModelSpec) -> Table:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | _to_window(model_type, spec.sliding_window) | _to_moe(model_type, spec)
+    return config | window_fields(model_type, spec) | _to_moe(model_type, spec)
 
 
 def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
@@ -217,7 +195,7 @@ def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
 
 def _architecture(spec: ModelSpec) -> str:
     """Return the Hugging Face model type with this shape."""
-    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
+    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False, attention_sinks=False)
     if spec.moe is None:
         model_types = {"none": "llama" if spec.sliding_window is None else "mistral", "head": "qwen3"}
     else:
@@ -236,6 +214,8 @@ def _architecture(spec: ModelSpec) -> str:
         )
     if model_types[spec.qk_norm] == "olmoe":
         _require_exportable("model", spec, sliding_window=None)
+    if model_types[spec.qk_norm] != "qwen3":
+        _require_exportable("model", spec, full_attention_layers=())
     return model_types[spec.qk_norm]
 
 
@@ -246,15 +226,6 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
         if actual != value:
             problem = "is not used by any supported Hugging Face architecture with these model settings"
             raise UserError(f"{table}.{field}", actual, problem, fix=f"export a model with {table}.{field} = {value!r}")
-
-
-def _to_window(model_type: str, window: int | None) -> Table:
-    if model_type in ("mistral", "mixtral"):
-        return {"sliding_window": window}
-    if window is None:
-        return {}
-    layers = {"max_window_layers": 0} if model_type == "qwen3" else {}
-    return {"use_sliding_window": True, "sliding_window": window, **layers}
 
 
 def _to_moe(model_type: str, spec: ModelSpec) -> Table:
@@ -299,6 +270,8 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "head_dim": spec.hidden_size // spec.num_heads,
         "moe": None,
         "qk_norm": "none",
+        "sliding_window": None,
+        "attention_sinks": False,
     }
     _require_exportable("model", spec, norm="layernorm", bias=True, **gpt2_shape)
     return {

@@ -165,3 +165,17 @@ def require_known_fields(config: Table) -> None:
         problem = f"is not a known field of a {config['model_type']} model, and may change its results"
         fix = "remove it from config.json if it has no effect; otherwise use another model"
         raise UserError(f"config.json {field}", value, problem, fix=fix)
+
+
+def require_supported(field: str, value: object, supported: Any) -> None:
+    """Raise UserError for a value that Phalanx does not support.
+
+    Args:
+        field: Field of config.json.
+        value: Value of the field.
+        supported: Names of the supported values.
+    """
+    if value not in supported:
+        raise UserError(
+            f"config.json {field}", value, "is not supported", fix=f"use a model with one of: {', '.join(supported)}"
+        )

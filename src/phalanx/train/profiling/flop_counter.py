@@ -20,7 +20,8 @@ ATTENTION_PREFIX = "_scaled_dot_product_"
 class FlopCounter(TorchDispatchMode):
     """Counter of the FLOPs of matrix products and attention, with the rules of `cost.exact.flops`.
 
-    The two products of attention count twice in backward, and half with a causal mask. Scores that kernels recompute
+    The two products of attention count twice in backward, and half with a causal mask. Blocks of a sliding window
+    (`model.cpu_attention`) count the visible pairs. Scores that kernels recompute
     are not counted. (PyTorch's own counter supports neither causality, nor the CPU's kernels, nor grouped products.)"""
 
     def __init__(self) -> None:
@@ -38,9 +39,15 @@ class FlopCounter(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             backward = name.endswith("_backward")
-            self.flops += _attention_flops(
-                bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), backward=backward
+            pairs = _attended_pairs(
+                bound_args["query"],
+                bound_args["key"],
+                causal=bound_args.get("is_causal", False),
+                mask=bound_args.get("attn_mask"),
             )
+            query = bound_args["query"]
+            products = 2 * 2 * query.shape[0] * query.shape[1] * query.shape[3] * (2 if backward else 1)
+            self.flops += int(products * pairs)
         return out
 
 
@@ -52,7 +59,10 @@ def _grouped_mm_flops(first: Tensor, out: Tensor) -> int:
     return 2 * prod(first.shape) * out.shape[-1]
 
 
-def _attention_flops(query: Tensor, key: Tensor, causal: bool, backward: bool) -> int:
-    batch, heads, queries, width = query.shape
-    products = 2 * 2 * batch * heads * queries * key.shape[2] * width
-    return products * (2 if backward else 1) // (2 if causal else 1)
+def _attended_pairs(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> float:
+    """Return the number of pairs of a head's queries and keys, without the upper triangle and those beyond a window."""
+    queries = query.shape[2]
+    keys = key.shape[2]
+    if mask is not None and mask.ndim == 2 and keys > queries:
+        return queries * (keys - queries + 1)
+    return queries * keys / (2 if causal else 1)

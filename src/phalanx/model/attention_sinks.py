@@ -1,0 +1,88 @@
+"""Attention sinks: a learned logit per head joins the denominator of attention's softmax (gpt-oss).
+
+A sink s turns the weights e^x / sum e^x into e^x / (sum e^x + e^s). The output is therefore that without sinks, scaled
+by e^lse / (e^lse + e^s), where lse is the log-sum-exp of the scores. With the corrected output and log-sum-exp, the
+backward pass of a flash kernel (arXiv 2307.08691, algorithm 2) computes the gradients of q, k and v as they are.
+
+Shapes: N tokens, H heads, K head width."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+FLASH_FORWARD = torch.ops.aten._flash_attention_forward
+FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Correct the output and the log-sum-exp of attention in place.
+
+    No-op without sinks.
+
+    Args:
+        out: Output without sinks, [..., K].
+        lse: Log-sum-exp of the scores, at least fp32, [...].
+        sinks: Logit of each head, broadcast to `lse`.
+    """
+    if sinks is None:
+        return
+    corrected_lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+    out.mul_((lse - corrected_lse).exp_()[..., None])
+    lse.copy_(corrected_lse)
+
+
+def sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks; None without sinks.
+
+    Args:
+        gradient: Gradient of `out`.
+        out: Corrected output of attention, [..., K].
+        lse: Corrected log-sum-exp, [...].
+        sinks: Logit of each head, broadcast to `lse`.
+    """
+    if sinks is None:
+        return None
+    weight = (sinks.to(lse.dtype) - lse).exp_()
+    return -(weight * (gradient.to(lse.dtype) * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def attend_varlen_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, row: int, earlier_keys: int
+) -> Tensor:
+    """Return flash attention within documents on CUDA, [N, H, K]; `varlen_attn` has no gradients of the log-sum-exp.
+
+    Args:
+        q: Queries, [N, H, K].
+        k: Keys, of as many heads as queries or a divisor of their number.
+        v: Values, like the keys.
+        sinks: Logit of each head, [H].
+        bounds: Bounds of the documents, as in `attention.Documents`.
+        row: Maximum length of a document.
+        earlier_keys: Number of earlier keys that a query sees; -1 if it sees all.
+    """
+    return cast(Tensor, _VarlenWithSinks.apply(q, k, v, sinks, bounds, row, earlier_keys))
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Tensor, row: int, earlier_keys: int
+    ) -> Tensor:
+        ctx.documents = (row, row, 0.0, earlier_keys < 0)
+        ctx.limits = {"window_size_left": earlier_keys, "window_size_right": 0}
+        operands = (q, k, v, bounds, bounds)
+        out, lse_HN, *dropout, _ = FLASH_FORWARD(*operands, *ctx.documents, False, **ctx.limits)
+        add_sinks(out, lse_HN.T, sinks)
+        ctx.save_for_backward(q, k, v, out, lse_HN, sinks, bounds, *dropout)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *attention, lse_HN, sinks, bounds, state, unused = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        operands = (gradient, *attention, lse_HN, bounds, bounds)
+        grads = FLASH_BACKWARD(*operands, *ctx.documents, state, unused, **ctx.limits)
+        return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks=sinks), None, None, None

@@ -1,0 +1,126 @@
+"""Causal attention within documents on a CPU, with sliding windows and sinks, without masks of T x T.
+
+Shapes: N tokens of all documents, H heads, K head width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from phalanx.model.attention_sinks import add_sinks, sinks_gradient
+from phalanx.model.dtypes import at_least_fp32
+
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+MIN_WINDOW_BLOCK = 128
+"""Minimum number of queries of a window that are computed together."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would be of one list of bounds
+def attend_on_cpu(
+    q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, sinks_H: Tensor | None, bounds: Tensor, window: int | None
+) -> Tensor:
+    """Return causal attention within documents, [N, H, K].
+
+    Args:
+        q_NHK: Queries.
+        k_NHK: Keys, of as many heads as queries or a divisor of their number.
+        v_NHK: Values, of as many heads as keys.
+        sinks_H: Logit of each head in the softmax's denominator.
+        bounds: Bounds of the documents, as in `attention.Documents`.
+        window: Keys that a query sees at most, itself included; None if it sees all of its document.
+    """
+    blocks = list(_window_blocks(bounds.tolist(), window))
+    return cast(Tensor, _AttentionByDocument.apply(q_NHK, k_NHK, v_NHK, sinks_H, blocks, window))
+
+
+def _window_blocks(bounds: list[int], window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield consecutive queries of one document, and the keys that some of them see.
+
+    The first queries of a document see all earlier keys. Later blocks of n queries have n + window - 1 keys.
+
+    Args:
+        bounds: Bounds of the documents.
+        window: Keys that a query sees at most; None if it sees all of its document.
+    """
+    for start, end in pairwise(bounds):
+        if window is None or end - start <= window:
+            yield slice(start, end), slice(start, end)
+            continue
+        yield slice(start, start + window), slice(start, start + window)
+        step = max(window, MIN_WINDOW_BLOCK)
+        for first in range(start + window, end, step):
+            last = min(first + step, end)
+            yield slice(first, last), slice(first - window + 1, last)
+
+
+def _window_mask(queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor | None:
+    """Return the additive mask of a block of `_window_blocks`; None if queries see all earlier keys.
+
+    Args:
+        queries: Queries of the block.
+        keys: Keys of the block.
+        window: Keys that a query sees at most; None if it sees all.
+        like: Tensor of the mask's dtype.
+    """
+    if window is None or queries.stop - keys.start <= window:
+        return None
+    ends = (torch.arange(x.start, x.stop) for x in (queries, keys))
+    distance = torch.sub(*torch.meshgrid(*ends, indexing="ij"))
+    is_hidden = (distance < 0) | (distance >= window)
+    return like.new_zeros(distance.shape).masked_fill_(is_hidden, float("-inf"))
+
+
+class _AttentionByDocument(torch.autograd.Function):
+    """Causal attention within documents on a CPU, by PyTorch's flash kernel for each document or block of a window."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NHK: Tensor,
+        k_NHK: Tensor,
+        v_NHK: Tensor,
+        sinks_H: Tensor | None,
+        blocks: list[tuple[slice, slice]],
+        window: int | None,
+    ) -> Tensor:
+        out_NHK = torch.empty_like(q_NHK)
+        lse_NH = q_NHK.new_empty(q_NHK.shape[:2], dtype=at_least_fp32(q_NHK[:0]).dtype)
+        for queries, keys in blocks:
+            q, k, v = (_as_batch(x) for x in (q_NHK[queries], k_NHK[keys], v_NHK[keys]))
+            mask = _window_mask(queries, keys, window, like=q_NHK)
+            out, lse = CPU_FLASH(q, k, v, is_causal=mask is None, attn_mask=mask)
+            out_NHK[queries] = out[0].transpose(0, 1)
+            lse_NH[queries] = lse[0].T
+        add_sinks(out_NHK, lse_NH, sinks_H)
+        ctx.save_for_backward(q_NHK, k_NHK, v_NHK, out_NHK, lse_NH, sinks_H)
+        ctx.blocks = blocks
+        ctx.window = window
+        return out_NHK
+
+    @staticmethod
+    def backward(ctx: Any, gradient_NHK: Tensor) -> tuple[Tensor | None, ...]:
+        *attention, lse_NH, sinks_H = ctx.saved_tensors
+        grads = [torch.zeros_like(x) for x in attention[:3]]
+        for queries, keys in ctx.blocks:
+            tokens = (queries, queries, keys, keys, queries)
+            mask = _window_mask(queries, keys, ctx.window, like=gradient_NHK)
+            parts = CPU_FLASH_BACKWARD(
+                *(_as_batch(x[part]) for x, part in zip((gradient_NHK, *attention), tokens, strict=True)),
+                lse_NH[queries].T[None],
+                0.0,
+                mask is None,
+                attn_mask=mask,
+            )
+            for grad, block, part in zip(grads, tokens[1:4], parts, strict=True):
+                grad[block] += part[0].transpose(0, 1)
+        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks=sinks_H), None, None
+
+
+def _as_batch(x_tHK: Tensor) -> Tensor:
+    """Return the tokens of a document as a batch of one, [1, H, t, K]."""
+    return x_tHK.transpose(0, 1)[None]

@@ -1,0 +1,74 @@
+"""The kernel of attention's core, chosen from the device, the precision and the model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from phalanx.spec.model import ModelSpec, is_flash_head_dim
+from phalanx.spec.run import RunSpec
+
+
+class AttentionBackend(StrEnum):
+    """Kernels of causal attention."""
+
+    SDPA = "scaled_dot_product_attention"
+    """All earlier tokens of a row are visible."""
+    SDPA_MASKED = "scaled_dot_product_attention with a dense mask"
+    """The documents of a row are hidden from each other by a mask of T x T."""
+    CPU_FLASH = "flash by document"
+    """PyTorch's flash kernel of CPUs, once per document or block of a window."""
+    VARLEN = "varlen (flash)"
+    """Flash attention within documents on CUDA, `torch.nn.attention.varlen`."""
+    FLEX = "FlexAttention"
+    """Compiled FlexAttention, where CUDA has no flash kernel for windows and sinks."""
+
+
+def choose_backend(
+    device: str, *, half_precision: bool, head_dim: int, documents: bool, window: bool, sinks: bool
+) -> AttentionBackend:
+    """Return the kernel of attention's core.
+
+    Args:
+        device: Type of the device, such as "cuda".
+        half_precision: Attention computes in bf16 or fp16.
+        head_dim: Width of a head.
+        documents: Documents in a row are hidden from each other.
+        window: Rows are longer than the sliding window of some layers.
+        sinks: The model has attention sinks.
+    """
+    if not (documents or window or sinks):
+        return AttentionBackend.SDPA
+    if device == "cpu":
+        return AttentionBackend.CPU_FLASH
+    if device == "cuda" and half_precision and is_flash_head_dim(head_dim):
+        return AttentionBackend.VARLEN
+    return AttentionBackend.FLEX if window or sinks else AttentionBackend.SDPA_MASKED
+
+
+def has_window(spec: ModelSpec, seq_len: int) -> bool:
+    """Return whether some layers hide keys of a sequence of `seq_len` tokens by their window."""
+    windows = (spec.attention_window(layer) for layer in range(spec.num_layers))
+    return any(window is not None and window < seq_len for window in windows)
+
+
+def describe_attention(run: RunSpec) -> str:
+    """Return the kernel that a run's attention uses, with its window and sinks, in one line."""
+    spec = run.model
+    seq_len = run.training.seq_len
+    backend = choose_backend(
+        "cuda" if run.cluster.uses_cuda else "cpu",
+        half_precision=run.training.precision not in ("fp32", "fp64"),
+        head_dim=spec.head_dim,
+        documents=run.data.mask_documents,
+        window=has_window(spec, seq_len),
+        sinks=spec.attention_sinks,
+    )
+    is_ring = run.layout.cp > 1 and run.layout.cp_method == "ring"
+    parts = ["ring of keys and values" if is_ring else str(backend)]
+    if has_window(spec, seq_len):
+        num_windowed = spec.num_layers - len(set(spec.full_attention_layers))
+        layers = f" in {num_windowed} of {spec.num_layers} layers" if spec.full_attention_layers else ""
+        parts.append(f"window {spec.sliding_window}{layers}")
+    if spec.attention_sinks:
+        parts.append("sinks")
+    return ", ".join(parts)

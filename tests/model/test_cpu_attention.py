@@ -1,0 +1,64 @@
+"""Attention by document and block of a window equals attention from all scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.model.attention import Attention
+from phalanx.model.cpu_attention import MIN_WINDOW_BLOCK, _window_blocks
+from tests.helpers.batches import locate_documents
+from tests.helpers.reference_attention import CASES, AttentionCase, attend_to_all_scores, compute, max_relative_error
+
+
+def attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    return Attention.attend(q, k, v, locate_documents(starts).bounds, window=window, sinks_H=sinks)
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, _: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    return Attention.attend(q, k, v, None, window=window, sinks_H=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_with_windows_and_sinks_equals_all_scores_in_fp64(dtype: torch.dtype) -> None:
+    for case in CASES:
+        error = max_relative_error(compute(attend_by_document, case, dtype), compute(attend_to_all_scores, case))
+        assert error < 8 * torch.finfo(dtype).eps, case
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_without_documents_have_windows_and_sinks(window: int | None, sinks: bool) -> None:
+    case = AttentionCase("whole", window, "grouped", sinks)
+    assert max_relative_error(compute(attend_rows, case), compute(attend_to_all_scores, case)) < 1e-14
+
+
+def test_window_blocks_contain_each_visible_pair_once() -> None:
+    for window in (1, 7, MIN_WINDOW_BLOCK, 200):
+        blocks = list(_window_blocks([0, 1, 500, 520], window))
+        queries = [query for block, _ in blocks for query in range(block.start, block.stop)]
+        assert queries == list(range(520))
+        for block, keys in blocks:
+            assert keys.stop == block.stop
+            assert keys.stop - keys.start < max(window, MIN_WINDOW_BLOCK) + window
+            is_first = keys.start in (0, 1, 500)
+            assert is_first or keys.start == block.start - window + 1, "FlopCounter infers the window from the sizes"
+
+
+@pytest.mark.parametrize("changes", [{}, {"full_attention_layers": [0]}, {"attention_sinks": True}])
+def test_tokens_outside_of_window_have_no_effect(build_model, tokens, changes) -> None:
+    """Two layers of 4 keys: a token reaches 6 later ones, and with a full layer all."""
+    model = build_model(sliding_window=4, **changes)
+    changed = tokens.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % 53
+    differs = (model(changed)[0] - model(tokens)[0]).abs().amax((0, 2)) > 1e-9
+    last = tokens.shape[1] if "full_attention_layers" in changes else 2 + 2 * 3 + 1
+    assert differs.nonzero().flatten().tolist() == list(range(2, last))
+
+
+def test_window_as_long_as_the_row_changes_nothing(build_model, tokens) -> None:
+    windowed = build_model(sliding_window=tokens.shape[1])
+    assert torch.equal(windowed(tokens)[0], build_model()(tokens)[0])
