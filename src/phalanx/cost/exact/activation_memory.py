@@ -39,6 +39,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import BF16_PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ def activation_bytes(
     """
     layout = layout or Layout()
     stage = stage or StageBlocks(range(spec.num_layers), first=True, last=True)
-    autocast = autocast and precision == "bf16"
+    autocast = autocast and precision in BF16_PRECISIONS
     shape = ForwardShape(
         batch=batch,
         sequence=seq_len,

@@ -98,7 +98,7 @@ UNSUPPORTED_EVERYWHERE = (
     UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
     UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
     UnsupportedOption("training.seconds", (), "set training.steps instead"),
-    UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
+    UnsupportedOption("training.precision", ("fp8", "fp64"), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),
 )
 """Values that none of the four trainers can express."""
