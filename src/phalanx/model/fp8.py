@@ -26,12 +26,13 @@ from phalanx.model.products import Product, ProductLinear
 FP8 = torch.float8_e4m3fn
 MANTISSA_BITS = 23
 """Bits of an fp32 number below its exponent."""
+EXPONENT_MASK = 0xFF << MANTISSA_BITS
 MANTISSAS_ABOVE_448 = 0x1FFFFF
 """Number of mantissas above that of 448 = 1.75 x 2^8, the maximum of e4m3: adding it rounds the exponent up."""
-EXPONENT_SUM = 2 * 127 + 8
-"""Sum of the rounded exponent of a row's maximum and that of the factor which makes the maximum at most 448."""
+EXPONENT_SUM = 2 * 127
+"""Sum of the exponents, with their bias, of a power of two and of its inverse."""
 MIN_EXPONENT = 9
-"""Rounded exponent of rows of zeros, at which both powers are normal numbers."""
+"""Rounded exponent of rows of zeros, at which the scale and its inverse are normal numbers."""
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,11 +100,10 @@ def cast_rows(x: Tensor) -> Fp8Rows:
 
     The power is found in the bits of the maximum, where no logarithm is rounded."""
     maximum = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).float()
-    exponent = (maximum.view(torch.int32) + MANTISSAS_ABOVE_448) >> MANTISSA_BITS
-    exponent = exponent.clamp(min=MIN_EXPONENT)
-    scales = ((exponent - 8) << MANTISSA_BITS).view(torch.float32)
-    inverse = ((EXPONENT_SUM - exponent) << MANTISSA_BITS).view(torch.float32)
-    scales = scales + 0 * maximum  # NaN if the maximum is infinite, which a cast may replace by 448
+    exponent_bits = (maximum.view(torch.int32) + MANTISSAS_ABOVE_448) & EXPONENT_MASK
+    scale_bits = exponent_bits.clamp(min=MIN_EXPONENT << MANTISSA_BITS) - (8 << MANTISSA_BITS)
+    inverse = ((EXPONENT_SUM << MANTISSA_BITS) - scale_bits).view(torch.float32)
+    scales = scale_bits.view(torch.float32) + 0 * maximum  # NaN if infinite: a cast may replace infinity by 448
     return Fp8Rows((x * inverse.to(x.dtype)).to(FP8, memory_format=torch.contiguous_format), scales)
 
 

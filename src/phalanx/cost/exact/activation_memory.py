@@ -26,6 +26,7 @@ from phalanx.cost.exact.saved_tensors import (
     INDEX_BYTES,
     deferred_head_grad_bytes,
     deferred_weight_grad_bytes,
+    fp8_cast_bytes,
     mlp_backward_bytes,
     saved_by_attention,
     saved_by_experts,
@@ -257,6 +258,7 @@ def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks
     In all stages but the last, that gradient is a message.
     """
     gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
+    gradients += fp8_cast_bytes(spec, stage.layers[-1], shape)
     return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
 
 
