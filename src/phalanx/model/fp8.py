@@ -73,8 +73,8 @@ def fp8_grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> T
     return torch._scaled_grouped_mm(
         rows.numbers,
         columns.numbers.transpose(1, 2),
-        rows.scales.squeeze(-1),
-        columns.scales.squeeze(-1),
+        scale_a=rows.scales.squeeze(-1),
+        scale_b=columns.scales.squeeze(-1),
         offs=offsets_E.to(torch.int32),
         out_dtype=x_NI.dtype,
         use_fast_accum=True,

@@ -188,7 +188,13 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     """Return the temporary bytes of the casts for the input gradient of a block's last product; 0 without float8.
 
-    A CPU, which emulates the product, also has the numbers that the casts represent."""
+    A CPU, which emulates the product, also has the numbers that the casts represent.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+    """
     if shape.precision != "fp8":
         return 0
     D = spec.hidden_size
