@@ -205,6 +205,15 @@ PEAK_MEMORY_RUNS: list[tuple[int, dict[str, Any]]] = [
     (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
     *[(2, {"layout.cp": 2, "layout.cp_method": kind}) for kind in ("ring", "ulysses")],
 ]
+PEAK_MEMORY_RUNS += [
+    (world_size, {**changes, "training.precision": "fp8"})
+    for world_size, changes in (
+        (1, {}),
+        (1, {"layout.activation_checkpointing": "full"}),
+        (2, {"layout.data_parallel": "zero3"}),
+        (2, {"layout.pp": 2, "layout.schedule": "1f1b"}),
+    )
+]
 
 
 @pytest.mark.parametrize(("world_size", "changes"), PEAK_MEMORY_RUNS, ids=str)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.launch.process import select_device, set_gpu_environment, use_deterministic_kernels
+from phalanx.launch import process
+from phalanx.launch.process import select_device, select_nproc, set_gpu_environment, use_deterministic_kernels
+from phalanx.spec.errors import UserError
 from phalanx.spec.open_files import raise_open_files_limit
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -77,3 +79,30 @@ def test_gpu_environment_is_set_before_a_gpu_is_looked_for(
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     assert select_device(small_run(text, tmp_path, {"cluster.device": device})) == "cpu"
     assert seen == (["expandable_segments:True"] if device == "auto" else [])
+
+
+def fp8_run(text: Path, out: Path) -> RunSpec:
+    return small_run(text, out, {"model": {**MOE, "hidden_size": 64}, "training.precision": "fp8"})
+
+
+@pytest.mark.parametrize("capabilities", [[], ["9.0", "10.0"]])
+def test_gpus_with_float8_products_are_accepted(
+    capabilities: list[str], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(process, "query_gpus", lambda _: capabilities)
+    assert select_nproc(fp8_run(text, tmp_path)) == 2
+
+
+def test_gpu_without_float8_products_is_rejected(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(process, "query_gpus", lambda _: ["9.0", "8.6"])
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8': requires compute capability 9\.0 .* 8\.6"):
+        select_nproc(fp8_run(text, tmp_path))
+
+
+def test_gpus_of_machine_without_nvidia_smi_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert process.query_gpus("compute_cap") == []

@@ -14,8 +14,10 @@ def test_data_accepts_one_source_without_a_list() -> None:
 
 
 def test_unknown_precision_is_refused_with_all_known_ones() -> None:
-    with pytest.raises(UserError, match=r"training\.precision = 'fp8': must be 'auto', 'bf16', 'fp32' or 'fp64'"):
-        run_from_table({"training": {"precision": "fp8"}})
+    with pytest.raises(
+        UserError, match=r"training\.precision = 'fp4': must be 'auto', 'bf16', 'fp8', 'fp32' or 'fp64'"
+    ):
+        run_from_table({"training": {"precision": "fp4"}})
 
 
 def test_callbacks_are_kept_by_replace() -> None:

@@ -42,6 +42,7 @@ def test_balance_spec_ratio_rises_linearly_to_one():
     ("swarm", "other_tables", "message"),
     [
         ({"fragments": 3}, {}, r"swarm\.fragments = 3: does not divide swarm.every \(100\)"),
+        ({}, {"training": {"precision": "fp8"}}, r"training\.precision = 'fp8': is not supported in a swarm"),
         ({"delay": 100}, {}, r"swarm\.delay = 100: must be less than the 100 steps"),
         ({"delay": 50, "fragments": 2}, {}, r"swarm\.delay = 50: must be less than the 50 steps"),
         ({"mixing": 0.5}, {}, r"swarm\.mixing = 0\.5: cannot be combined with swarm.delay = 0"),

@@ -8,11 +8,11 @@ import numpy as np
 
 from phalanx.cost.kinds import Column
 
-Precision = Literal["bf16", "fp32", "fp64"]
+Precision = Literal["bf16", "fp8", "fp32", "fp64"]
 
-COMPUTE_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
-"""Bytes per number that matrix products read and write."""
-STATE_BYTES: dict[Precision, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
+COMPUTE_BYTES: dict[Precision, int] = {"bf16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
+"""Bytes per number of activations and of the weights that matrix products read. In fp8 the products cast them."""
+STATE_BYTES: dict[Precision, int] = {"bf16": 4, "fp8": 4, "fp32": 4, "fp64": 8}
 """Bytes per number of master weights, gradients and optimizer state.
 
 These are too sensitive for bf16. The bf16 copies that products read are made when needed.

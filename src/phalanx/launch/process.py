@@ -7,10 +7,11 @@ import logging
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -33,6 +34,9 @@ ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """PyTorch's variables for the settings of the GPU allocator: the current name and the previous one."""
 
 
+FP8_CAPABILITY = 9.0
+"""Minimum compute capability of `torch._scaled_mm` with a scale per row."""
+NVIDIA_SMI_SECONDS = 20.0
 LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
 """Variable with the process id of the launcher, which waits for ranks, reads failures/ and prints the first failure."""
 
@@ -62,6 +66,8 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
         UserError: There are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
+    if gpus and run.training.precision == "fp8":
+        _check_fp8_capability()
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
@@ -71,6 +77,29 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
             fix=f'use at most {gpus}, or set cluster.device = "cpu"',
         )
     return nproc
+
+
+def _check_fp8_capability() -> None:
+    """Raise LocalNodeError if a GPU of this machine has no products in float8 with a scale per row."""
+    if torch.version.hip is not None:
+        problem = "requires NVIDIA GPUs: AMD's have another float8"
+        raise LocalNodeError("training.precision", "fp8", problem, fix='set training.precision = "bf16"')
+    for capability in query_gpus("compute_cap"):
+        if float(capability) < FP8_CAPABILITY:
+            problem = (
+                f"requires compute capability {FP8_CAPABILITY} or above, and a GPU of this machine has {capability}"
+            )
+            fix = 'set training.precision = "bf16", or use H100 GPUs or later ones'
+            raise LocalNodeError("training.precision", "fp8", problem, fix=fix)
+
+
+def query_gpus(field: str) -> list[str]:
+    """Return a field of `nvidia-smi --query-gpu` per GPU, without a CUDA context in this process; [] if unknown."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+        return output.split()
+    return []
 
 
 def set_worker_environment(nproc: int) -> None:

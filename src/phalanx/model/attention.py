@@ -20,6 +20,7 @@ from phalanx.model.attention_sinks import attend_varlen_with_sinks
 from phalanx.model.cpu_attention import attend_on_cpu
 from phalanx.model.flex_attention import attend_with_flex
 from phalanx.model.norm import RMSNorm
+from phalanx.model.products import ProductLinear
 from phalanx.model.rotary import RotaryTable, apply_rotary
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend
 from phalanx.spec.model import ModelSpec
@@ -85,10 +86,10 @@ class Attention(nn.Module):
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         query = spec.num_heads * spec.head_dim
         value = spec.num_kv_heads * spec.head_dim
-        self.wq = nn.Linear(spec.hidden_size, query, bias=spec.bias)
-        self.wk = nn.Linear(spec.hidden_size, value, bias=spec.bias)
-        self.wv = nn.Linear(spec.hidden_size, value, bias=spec.bias)
-        self.wo = nn.Linear(query, spec.hidden_size, bias=spec.bias)
+        self.wq = ProductLinear(spec.hidden_size, query, bias=spec.bias)
+        self.wk = ProductLinear(spec.hidden_size, value, bias=spec.bias)
+        self.wv = ProductLinear(spec.hidden_size, value, bias=spec.bias)
+        self.wo = ProductLinear(query, spec.hidden_size, bias=spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)

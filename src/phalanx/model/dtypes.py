@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Dtypes of activations, and of the operands of matrix products; in fp8 the products of blocks cast them."""
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

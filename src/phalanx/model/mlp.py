@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from phalanx.model.products import LINEAR, SWIGLU, Activation, activated_linear, gelu
+from phalanx.model.products import SWIGLU, Activation, ProductLinear, activated_linear, gelu
 from phalanx.spec.model import ModelSpec
 
 
@@ -12,16 +12,11 @@ class MLP(nn.Module):
     """A network with an inner width: its first products, an activation, and `down`."""
 
     activation: Activation
-    down: nn.Linear
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = LINEAR
-        """The product with `down`."""
+    down: ProductLinear
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, with the shape of `x`."""
-        return activated_linear(self.down, self.product, self.activation, *self.project_in(x))
+        return activated_linear(self.down, self.activation, *self.project_in(x))
 
     def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
         """Project to the inner width: the inputs of the activation."""
@@ -35,9 +30,9 @@ class SwiGLUMLP(MLP):
 
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, ffn, bias=False)
-        self.up = nn.Linear(width, ffn, bias=False)
-        self.down = nn.Linear(ffn, width, bias=False)
+        self.gate = ProductLinear(width, ffn, bias=False)
+        self.up = ProductLinear(width, ffn, bias=False)
+        self.down = ProductLinear(ffn, width, bias=False)
 
     def project_in(self, x: Tensor) -> tuple[Tensor, ...]:
         """Project to the inner width: gate and up."""
@@ -49,8 +44,8 @@ class GELUMLP(MLP):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.up = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=spec.bias)
-        self.down = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=spec.bias)
+        self.up = ProductLinear(spec.hidden_size, spec.ffn_hidden_size, bias=spec.bias)
+        self.down = ProductLinear(spec.ffn_hidden_size, spec.hidden_size, bias=spec.bias)
         self.activation = gelu("tanh" if spec.activation == "gelu_tanh" else "none")
 
     def project_in(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.host_counts import to_host_lists
 from phalanx.model.mlp import SwiGLUMLP
-from phalanx.model.products import IDENTITY, SWIGLU, DeferOrCompute, Product, activated_product, compute_now
+from phalanx.model.products import (
+    IDENTITY,
+    SWIGLU,
+    DeferOrCompute,
+    LinearFunction,
+    Product,
+    activated_product,
+    compute_now,
+)
 from phalanx.spec.model import ModelSpec, MoESpec
 
 
@@ -145,6 +153,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
         self.defer_or_compute: DeferOrCompute = compute_now
         """Function of a weight and a function for its gradient, which a pipeline may replace to defer it."""
+        self.grouped_linear: LinearFunction = grouped_linear
+        """The product of rows and their experts' weights, which a precision may replace."""
 
     def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the output of each row's expert.
@@ -158,7 +168,7 @@ class Experts(nn.Module):
         if not supports_grouped_mm(x_ND, self.gate):  # each product needs the counts in host memory: wait once
             offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
-        product = GroupedProduct(self.defer_or_compute, offsets=offsets_E)
+        product = GroupedProduct(self.defer_or_compute, self.grouped_linear, offsets=offsets_E)
         inner = (activated_product(product, IDENTITY, weight, x_ND) for weight in (gate, up))
         return activated_product(product, self.activation, down, *inner)
 
@@ -178,11 +188,11 @@ class GroupedProduct(Product):
             weight: Weight of each expert.
             bias: None: experts have no biases.
         """
-        return grouped_linear(x, weight, self.offsets)
+        return self.linear(x, weight, self.offsets)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the rows."""
-        return grouped_linear(gradient.contiguous(), weight.transpose(1, 2), self.offsets)
+        return self.linear(gradient.contiguous(), weight.transpose(1, 2), self.offsets)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return each expert's gradient rows times its input rows, [E, O, I]."""

@@ -23,6 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 SILU_BACKWARD = torch.ops.aten.silu_backward.grad_input
 GELU_BACKWARD = torch.ops.aten.gelu_backward.grad_input
 TensorTuple = tuple[Tensor, ...]
+LinearFunction = Callable[..., Tensor]
+"""Function of rows, a weight [O, I] and perhaps a bias: rows times the transposed weight, plus the bias."""
 DeferOrCompute = Callable[[GradientEdge | None, Callable[[], Tensor]], Tensor | None]
 """Function of a weight's place in the graph and of a function for its gradient; returns it, or None if deferred."""
 
@@ -101,6 +103,8 @@ class Product:
     """x W^T and its gradients; layouts replace it by products that communicate or defer."""
 
     defer_or_compute: DeferOrCompute = compute_now
+    linear: LinearFunction = F.linear
+    """The product of rows and a weight, for the output and for the gradient of the rows."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product, [..., O].
@@ -110,7 +114,7 @@ class Product:
             weight: W, [O, I].
             bias: Added to the product, [O].
         """
-        return F.linear(x, weight, bias)
+        return self.linear(x, weight, bias)
 
     def receive_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of this rank's product from that of the output."""
@@ -118,7 +122,7 @@ class Product:
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the rows."""
-        return gradient @ weight
+        return self.linear(gradient, weight.T)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the weight.
@@ -140,6 +144,18 @@ class Product:
 LINEAR = Product()
 
 
+class ProductLinear(nn.Linear):
+    """A linear layer of a block, whose product layouts and precisions may replace."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.product = LINEAR
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output of the layer."""
+        return super().forward(input) if self.product is LINEAR else activated_linear(self, IDENTITY, input)
+
+
 def activated_product(
     product: Product, activation: Activation, weight: Tensor, *inputs: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -158,16 +174,15 @@ def activated_product(
     return cast(Tensor, _ActivatedProduct.apply(product, activation, weight, bias, *operands))
 
 
-def activated_linear(layer: nn.Linear, product: Product, activation: Activation, *inputs: Tensor) -> Tensor:
+def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tensor) -> Tensor:
     """Return the output of a linear layer whose input is activation(inputs).
 
     Args:
         layer: The layer.
-        product: Its product.
         activation: The function whose inputs are saved for the backward pass.
         inputs: Inputs of the activation, of one shape.
     """
-    return activated_product(product, activation, layer.weight, *inputs, bias=layer.bias)
+    return activated_product(layer.product, activation, layer.weight, *inputs, bias=layer.bias)
 
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:

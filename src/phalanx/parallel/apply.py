@@ -2,7 +2,7 @@
 
 1. The transformer is created on the meta device, without memory; in a pipeline, only the stages of this rank.
 2. Tensors are replaced by this rank's shards, and experts by those that are trained. Tensor parallelism replaces
-   products, expert parallelism layers of experts, context parallelism attention.
+   products, expert parallelism layers of experts, context parallelism attention. In fp8, products are replaced first.
 3. Blocks are compiled.
 4. Activation checkpointing wraps them.
 5. The data-parallel strategy is applied, and memory is allocated. ZeRO-3 (or HSDP, over two axes of the mesh) shards
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from phalanx.model.compilation import compile_blocks
+from phalanx.model.fp8 import use_fp8_products
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
@@ -50,8 +51,9 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_t
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import BF16_PRECISIONS
 
-PARAMETER_DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
+PARAMETER_DTYPES = {"bf16": torch.float32, "fp8": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def apply_layout(
@@ -171,6 +173,8 @@ def _build_sharded_module(
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers=layers)
         module.to(PARAMETER_DTYPES[precision])
+        if precision == "fp8":
+            use_fp8_products(module)
         sharding = ModelSharding(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
         if sharding is not None:
             sharding.shard_parameters(module)
@@ -274,7 +278,7 @@ def build_pipeline(
     """
     assert mesh.loss_group is not None
     # Under autocast the residual stream stays in the parameters' precision.
-    computes_in_bf16 = precision == "bf16" and not data_parallel.autocast
+    computes_in_bf16 = precision in BF16_PRECISIONS and not data_parallel.autocast
     activation_dtype = torch.bfloat16 if computes_in_bf16 else PARAMETER_DTYPES[precision]
     return PipelineStrategy(
         data_parallel,
@@ -297,6 +301,6 @@ def autocast_context(strategy: Strategy, precision: str, device: torch.device) -
         precision: The precision of the run.
         device: The device of this rank.
     """
-    if precision != "bf16" or not strategy.autocast:
+    if precision not in BF16_PRECISIONS or not strategy.autocast:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_ti
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1
@@ -289,7 +289,7 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)
     # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
-    is_in_fp32 = run_data.run is None or run_data.run.training.precision != "bf16"
+    is_in_fp32 = run_data.run is None or run_data.run.training.precision not in BF16_PRECISIONS
     has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
     lower = ", lower precision" if is_in_fp32 and has_gpu else ""
     return Bottleneck(

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from phalanx.spec.base import Spec
 
+CalibratedPrecision = Literal["bf16", "fp32", "fp64"]
 DEFAULT_DEVICES_PER_NODE = 8
 """Devices of a node if neither option nor run file sets them."""
 
@@ -17,7 +18,7 @@ class CalibrationSpec(Spec):
 
     runs: int = Field(gt=0)
     """Number of runs."""
-    precision: Literal["bf16", "fp32", "fp64"]
+    precision: CalibratedPrecision
     """Precision of the runs. The calibration applies to this precision only."""
     time_constants: dict[str, float]
     """Constants of step times (`phalanx.cost.estimate.constants`) that differ from those of published runs."""

@@ -105,6 +105,13 @@ def check_components(run: RunSpec) -> None:
             problem="is for Phalanx's own transformer only, but the run has model.implementation",
             fix=f"set layout.{field} = {default!r}, and implement it in the module",
         )
+    require(
+        run.training.precision != "fp8",
+        "training.precision",
+        "fp8",
+        problem="is for Phalanx's own transformer only, but the run has model.implementation",
+        fix='set training.precision = "bf16", and compute in float8 in the module',
+    )
     for name, value in (("moe", model.moe), ("from_hf", model.from_hf)):
         require(
             value is None,

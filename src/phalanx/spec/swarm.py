@@ -279,6 +279,13 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         fix='use "bf16" or "fp32"',
     )
     require(
+        run.training.precision != "fp8",
+        "training.precision",
+        "fp8",
+        problem="is not supported in a swarm yet",
+        fix='use "bf16" or "fp32"',
+    )
+    require(
         run.training.steps % swarm.steps_per_round == 0,
         "training.steps",
         run.training.steps,

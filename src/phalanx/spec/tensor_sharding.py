@@ -14,6 +14,9 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 
+FP8_MULTIPLE = 16
+"""Divisor of the rows and columns that products in float8 (`torch._scaled_mm`) accept."""
+
 
 @dataclass(frozen=True)
 class TensorSharding:
@@ -116,6 +119,8 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     seq_len = run.training.seq_len
     if layout.tp > 1:
         _check_tensor(spec, layout, seq_len)
+    if run.training.precision == "fp8":
+        _check_fp8(spec, layout)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
@@ -126,6 +131,35 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
         raise UserError("layout.gradient_compression", "powersgd", problem, fix="remove layout.gradient_compression")
     if layout.cp > 1:
         _check_context(spec, layout, seq_len)
+
+
+def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
+    """Check the widths of a rank's products in float8."""
+    for field, (size, ranks) in _fp8_widths(spec, layout).items():
+        if size % (FP8_MULTIPLE * ranks):
+            per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+            problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {size}"
+            smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
+            fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
+            raise UserError("training.precision", "fp8", problem, fix=fix)
+
+
+def _fp8_widths(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, int]]:
+    """Return the widths of a model's products in float8 by field, each with the number of ranks that share it."""
+    tp = layout.tp
+    kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
+    widths = {
+        "model.hidden_size": (spec.hidden_size, 1),
+        "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
+        "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
+    }
+    if any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers)):
+        widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
+    if spec.moe is not None:
+        widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
+        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
+        widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
+    return widths
 
 
 def _check_capacity(layout: Layout, capacity_factor: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.source_checks import describe_unchecked_pairs
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.launch.preflight import check_memory, check_vocab_size, preflight
-from phalanx.launch.process import select_device
+from phalanx.launch.process import query_gpus, select_device
 from phalanx.launch.recomputation import machine_memory_bytes, resolve_recomputation
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
 from phalanx.runs.create import (
@@ -38,8 +37,6 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
-
-NVIDIA_SMI_SECONDS = 20.0
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
@@ -105,10 +102,8 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
 
 def _gpu_memory_bytes() -> int | None:
     """Return the memory of the smallest GPU, without a CUDA context in this process; None if unknown."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    with suppress(OSError, ValueError, subprocess.SubprocessError):
-        output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-        return min(int(line) for line in output.splitlines()) * 2**20
+    with suppress(ValueError):
+        return min(int(size) for size in query_gpus("memory.total")) * 2**20
     return None
 
 

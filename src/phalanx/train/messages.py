@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.formatting import plural
+from phalanx.spec.run import BF16_PRECISIONS
 from phalanx.train.evaluator import evaluation_message
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.sample import sample_message
@@ -72,8 +73,10 @@ def _notes(trainer: Trainer) -> Iterator[str]:
     described = count_parameters(model).total
     if abs(trainer.num_parameters / described - 1) > MAX_SIZE_DIFFERENCE:
         yield f"[model] describes {described:,} parameters: predictions and MFU are for that size"
-    if training.precision == "bf16" and not has_fast_bf16(trainer.device):
+    if training.precision in BF16_PRECISIONS and not has_fast_bf16(trainer.device):
         yield 'this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"'
+    if training.precision == "fp8" and trainer.device.type == "cpu":
+        yield "CPUs emulate fp8: products have the rounding of float8, and take longer than in bf16"
     if trainer.batch.learning_rate_scale != 1:
         yield (
             f"learning rates x {trainer.batch.learning_rate_scale:.4g} ({training.batch_scaling}): "

@@ -235,6 +235,19 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {**NVME, "layout.offload_directory": '"/dev/shm"', "model.ffn_hidden_size": 10**12},
         ("layout.offload_directory = '/dev/shm'", "GB for optimizer state"),
     ),
+    (
+        {"training.precision": '"fp8"', "model.ffn_hidden_size": 500},
+        (
+            "training.precision = 'fp8'",
+            "multiples of 16",
+            "model.ffn_hidden_size is 500",
+            "change model.ffn_hidden_size",
+        ),
+    ),
+    (
+        {"training.precision": '"fp8"', "model.num_heads": 3, "model.head_dim": 20},
+        ("training.precision = 'fp8'", "model.num_heads x head_dim is 60", 'set training.precision = "bf16"'),
+    ),
     ({"layout.gradient_compression": '"fp8"'}, ("layout.gradient_compression = 'fp8'", "powersgd")),
     (
         {"layout.data_parallel": '"zero2"', "layout.gradient_compression": '"bf16"'},

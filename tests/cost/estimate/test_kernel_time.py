@@ -117,3 +117,16 @@ def test_memory_pass_seconds_equal_bytes_over_bandwidth():
     row = make_job_row()
     seconds = memory_pass_seconds(TIME_CONSTANTS, make_job_table(row), column(1e9))
     assert seconds == pytest.approx(1e9 / (row["hbm_bytes_per_second"] * TIME_CONSTANTS.hbm_1))
+
+
+def test_fp8_recipe_casts_operands_and_keeps_weight_gradients_in_16_bits():
+    sizes = tuple(map(column, (8192, 8192, 8192)))
+    rows = [make_job_row(), make_job_row(low_precision=1), make_job_row(low_precision=1, casts_to_fp8=1)]
+    plain, low, recipe = (linear_seconds(TIME_CONSTANTS, make_job_table(row), *sizes) for row in rows)
+    assert low[0] < recipe[0] < plain[0]
+    assert low[1] < recipe[1] < plain[1]
+    assert low[2] < recipe[2] == plain[2]
+    compiled = make_job_row(low_precision=1, casts_to_fp8=1, compiled=1)
+    eager = linear_seconds(TIME_CONSTANTS, make_job_table(rows[2]), *sizes, readers=3)
+    fused = linear_seconds(TIME_CONSTANTS, make_job_table(compiled), *sizes, readers=3)
+    assert low[0] < fused[0] < recipe[0] < eager[0]

@@ -130,6 +130,11 @@ def test_calibrate_rejects_mixed_precisions():
         calibrate([CALIBRATION_RUNS[0], other], MACHINE)
 
 
+def test_calibrate_rejects_runs_in_fp8():
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8': is not supported by calibrations"):
+        calibrate([replace(CALIBRATION_RUNS[0], run=make_run(1, precision="fp8"))], MACHINE)
+
+
 def test_calibrate_rejects_runs_from_another_device_type():
     with pytest.raises(UserError, match=r'ran on device "cpu", but the machine .* has device "cuda"'):
         calibrate([replace(CALIBRATION_RUNS[0], device="cpu")], load_machine("h100"))

@@ -429,3 +429,20 @@ def test_enumerate_layouts_uses_ulysses_when_cp_divides_heads():
     jobs = candidate_jobs(described, 8, [found[4], found[8]])
     assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING_PLAIN]
     assert list(jobs.ulysses) == [1, 0]
+
+
+def test_fp8_is_faster_than_bf16_and_needs_memory_for_casts():
+    layout = {"data_parallel": "zero3", "micro_batch_size": 2}
+    found = {}
+    for precision in ("bf16", "fp8"):
+        run = make_run(sequence=8192, layout=layout, training={"precision": precision, "compile": True})
+        found[precision] = evaluate_layout(run, 8, run.layout)
+    assert 0.6 < found["fp8"].step_seconds / found["bf16"].step_seconds < 0.95
+    assert found["bf16"].memory_bytes <= found["fp8"].memory_bytes < 1.02 * found["bf16"].memory_bytes
+
+
+@pytest.mark.parametrize("machine", ["a100", "l4", "mi300x", "cpu"])
+def test_fp8_is_rejected_on_machine_without_known_speed(machine):
+    run = make_run(machine=machine, training={"precision": "fp8"})
+    with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*\n.*cluster\.matmul_flops_8bit"):
+        search_layouts(run, 8)

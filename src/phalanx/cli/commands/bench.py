@@ -147,6 +147,9 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
     if known_nproc is not None:
         check_layout(run, known_nproc)  # before the import of torch, which takes a second
     check_torch_supports(run.layout)
+    if run.training.precision == "fp8":
+        problem = "is not measured: calibrations do not support it"
+        raise UserError("training.precision", "fp8", problem, fix="add --set training.precision=bf16")
     from phalanx.bench.ranks import launch_benchmarks
     from phalanx.launch.process import select_device, select_nproc
 

@@ -22,6 +22,10 @@ from phalanx.cost.estimate.sublayer_time import (
 from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, Column
 
+ATTENTION_PRODUCTS = 4
+CAST_OPERATIONS = 12
+"""Operations of a cast to float8 that is not compiled (`model.fp8.cast_rows`)."""
+
 
 def _no_seconds() -> Column:
     return np.zeros(1)
@@ -136,7 +140,9 @@ def _block_time(
 def _count_operations(constants: TimeConstants, jobs: JobTable) -> Column:
     """Return the operations of a block's forward pass: fewer in fused kernels, and more with communication."""
     fusion_factor = np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
-    return constants.operations * fusion_factor + 4 * (jobs.tp > 1)
+    num_casts = 2 * (ATTENTION_PRODUCTS + jobs.mlp_matrices) * (jobs.casts_to_fp8 > 0) * (jobs.compiled == 0)
+    num_operations: Column = constants.operations * fusion_factor + 4 * (jobs.tp > 1) + CAST_OPERATIONS * num_casts
+    return num_operations
 
 
 def _device_seconds(

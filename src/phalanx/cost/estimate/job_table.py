@@ -103,6 +103,8 @@ class JobTable:
     attention: Column
     low_precision: Column
     """Flag: linear layers run in 8 bits."""
+    casts_to_fp8: Column
+    """Flag: as in Phalanx, operands are cast before each product in 8 bits, and weight gradients are in 16 bits."""
     compute_dtype_bytes: Column
     """Bytes per number for compute and for model-parallel communication."""
     parameter_bytes: Column

@@ -7,6 +7,7 @@ write. All functions compute columns of many jobs at once (`cost.estimate.job_ta
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
@@ -14,6 +15,12 @@ from phalanx.cost.kinds import AttentionKernel, Column
 
 TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 64, 3))
 """Rows and columns of the tiles of matrix-product libraries, and size steps below the largest."""
+
+
+CAST_BYTES = 9
+"""Bytes that a cast of a bf16 number to float8 reads and writes: its maximum, its product with the scale, the cast."""
+COMPILED_CAST_BYTES = 5
+"""Bytes of a cast whose product with the scale is fused."""
 
 
 def by_generation(jobs: JobTable, first: float, second: float, third: float) -> Column:
@@ -48,7 +55,7 @@ def matmul_seconds(
     n: Column,
     k: Column,
     batch: Column | float = 1.0,
-    linear: bool = True,
+    linear: bool | NDArray[np.bool_] = True,
 ) -> Column:
     """Return the seconds of `batch` products of [m, k] with [k, n].
 
@@ -93,7 +100,13 @@ def matmul_seconds(
 
 
 def linear_seconds(
-    constants: TimeConstants, jobs: JobTable, m: Column, n: Column, k: Column, batch: Column | float = 1.0
+    constants: TimeConstants,
+    jobs: JobTable,
+    m: Column,
+    n: Column,
+    k: Column,
+    batch: Column | float = 1.0,
+    readers: Column | float = 1.0,
 ) -> tuple[Column, Column, Column]:
     """Return the seconds of a linear layer [n, k] on m tokens: forward, input gradient, weight gradient.
 
@@ -106,14 +119,23 @@ def linear_seconds(
         n: Output width.
         k: Input width.
         batch: Number of layers.
+        readers: Layers that n belongs to together; each casts the tokens to float8, unless compiled.
     """
+    casts = np.where(jobs.compiled > 0, 1.0, readers)
     later_fraction = 1 - 1 / jobs.micro_batches
     accumulate_seconds = later_fraction * memory_pass_seconds(constants, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
-        matmul_seconds(constants, jobs, m, n=n, k=k, batch=batch),
-        matmul_seconds(constants, jobs, m, n=k, k=n, batch=batch),
-        matmul_seconds(constants, jobs, k, n=n, k=m, batch=batch) + accumulate_seconds,
+        matmul_seconds(constants, jobs, m, n=n, k=k, batch=batch)
+        + _cast_seconds(constants, jobs, batch * (casts * m + n) * k),
+        matmul_seconds(constants, jobs, m, n=k, k=n, batch=batch) + _cast_seconds(constants, jobs, batch * (m + k) * n),
+        matmul_seconds(constants, jobs, k, n=n, k=m, batch=batch, linear=jobs.casts_to_fp8 == 0) + accumulate_seconds,
     )
+
+
+def _cast_seconds(constants: TimeConstants, jobs: JobTable, count: Column) -> Column:
+    """Return the seconds in which a job casts `count` numbers to float8, if it does."""
+    cast_bytes = np.where(jobs.compiled > 0, COMPILED_CAST_BYTES, CAST_BYTES) * (jobs.casts_to_fp8 > 0)
+    return memory_pass_seconds(constants, jobs, cast_bytes * count)
 
 
 def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:

@@ -41,7 +41,7 @@ def attention_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     D = jobs.width
     inner_width = jobs.heads * jobs.value_dim / jobs.tp
     input_width = np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64)
-    input_projection = linear_seconds(constants, jobs, jobs.tokens, n=input_width, k=D)
+    input_projection = linear_seconds(constants, jobs, jobs.tokens, n=input_width, k=D, readers=3)
     output_projection = linear_seconds(constants, jobs, jobs.tokens, n=D, k=inner_width)
     forward, input_grad, weight_grad = (a + b for a, b in zip(input_projection, output_projection, strict=True))
     return SublayerTimes(
@@ -73,7 +73,8 @@ def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
 
 def mlp_times(constants: TimeConstants, jobs: JobTable) -> SublayerTimes:
     """Return the times of a dense MLP."""
-    up = linear_seconds(constants, jobs, jobs.tokens, n=jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, k=jobs.width)
+    num_up = jobs.mlp_matrices - 1
+    up = linear_seconds(constants, jobs, jobs.tokens, n=jobs.ffn * num_up / jobs.tp, k=jobs.width, readers=num_up)
     down = linear_seconds(constants, jobs, jobs.tokens, n=jobs.width, k=jobs.ffn / jobs.tp)
     compile_factor = _compile_factor(constants, jobs)
     inner_passes = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * constants.inner_passes * compile_factor
@@ -110,7 +111,7 @@ def _routed_expert_seconds(constants: TimeConstants, jobs: JobTable) -> Iterator
     local_experts = num_experts / jobs.ep
     tokens_per_expert = _token_copies(jobs) * jobs.ep / num_experts
     ffn = np.maximum(jobs.expert_ffn, 1)
-    up = linear_seconds(constants, jobs, tokens_per_expert, n=2 * ffn, k=jobs.width, batch=local_experts)
+    up = linear_seconds(constants, jobs, tokens_per_expert, n=2 * ffn, k=jobs.width, batch=local_experts, readers=2)
     down = linear_seconds(constants, jobs, tokens_per_expert, n=jobs.width, k=ffn, batch=local_experts)
     return (np.where(jobs.experts > 0, a + b, 0.0) for a, b in zip(up, down, strict=True))
 
@@ -118,7 +119,7 @@ def _routed_expert_seconds(constants: TimeConstants, jobs: JobTable) -> Iterator
 def _shared_expert_seconds(constants: TimeConstants, jobs: JobTable) -> Iterator[Column]:
     """Yield the seconds of the shared experts as `linear_seconds` returns them; each rank has a shard of them."""
     shared_ffn = np.maximum(jobs.shared_ffn, 1) / jobs.tp
-    up = linear_seconds(constants, jobs, jobs.tokens, n=2 * shared_ffn, k=jobs.width)
+    up = linear_seconds(constants, jobs, jobs.tokens, n=2 * shared_ffn, k=jobs.width, readers=2)
     down = linear_seconds(constants, jobs, jobs.tokens, n=jobs.width, k=shared_ffn)
     return (np.where(jobs.shared_ffn > 0, a + b, 0.0) for a, b in zip(up, down, strict=True))
 

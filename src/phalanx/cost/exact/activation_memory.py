@@ -26,6 +26,7 @@ from phalanx.cost.exact.saved_tensors import (
     INDEX_BYTES,
     deferred_head_grad_bytes,
     deferred_weight_grad_bytes,
+    fp8_cast_bytes,
     mlp_backward_bytes,
     saved_by_attention,
     saved_by_experts,
@@ -39,6 +40,7 @@ from phalanx.schedule.schedule import Schedule
 from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import BF16_PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ def activation_bytes(
     """
     layout = layout or Layout()
     stage = stage or full_model_stage(spec.num_layers, layout)
-    autocast = autocast and precision == "bf16"
+    autocast = autocast and precision in BF16_PRECISIONS
     shape = ForwardShape(
         batch=batch,
         sequence=seq_len,
@@ -282,6 +284,7 @@ def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks
     In all stages but the last, that gradient is a message.
     """
     gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
+    gradients += fp8_cast_bytes(spec, stage.layers[-1], shape)
     return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
 
 

@@ -9,7 +9,7 @@ from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
 """Memory of an idle process whose kernels are loaded at first use.
@@ -89,7 +89,7 @@ def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
     layout = run.layout
     domain = run.cluster.fast_link_domain_size
     in_stage = _stage_ranks_in_domain(dims, domain)
-    is_bf16 = run.training.precision == "bf16"
+    is_bf16 = run.training.precision in BF16_PRECISIONS
     has_muon = run.optimizer.name == "muon"
     reduces_bf16 = is_bf16 and layout.data_parallel in ("zero1", "zero2")
     data_dims = dims.with_cp_as_data_parallel(layout)

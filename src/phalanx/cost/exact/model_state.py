@@ -9,7 +9,7 @@ from phalanx.cost.exact.parameters import ParameterCount, count_parameters
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
 from phalanx.spec.layout import MAX_BF16_SUMS
-from phalanx.spec.run import OptimizerSpec, RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, OptimizerSpec, RunSpec
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
@@ -124,7 +124,7 @@ def sharded_state_bytes(
     compute_size = COMPUTE_BYTES[precision]
     state_size = STATE_BYTES[precision]
     gradient_size = state_size if micro_batches > MAX_BF16_SUMS else compute_size
-    master_row_bytes = state_size * owned if precision == "bf16" else 0
+    master_row_bytes = state_size * owned if precision in BF16_PRECISIONS else 0
     match strategy:
         case "zero1":
             return StateBytes(compute_size * total, gradient_size * total, master_row_bytes + state_size * states)

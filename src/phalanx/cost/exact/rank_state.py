@@ -14,7 +14,7 @@ from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import Layout
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 
 
 def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:
@@ -61,7 +61,7 @@ def resident_and_offloaded(
     if layout.offload == "none":
         return state, 0, 0
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
-    row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
+    row_bytes = 0 if run.training.precision in BF16_PRECISIONS else STATE_BYTES[run.training.precision] * owned
     resident, offloaded = _split_offloaded(strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; Phalanx can store only the optimizer state in files.
     on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded

@@ -183,6 +183,27 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(vocab * spec.hidden_size))
 
 
+def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
+    """Return the temporary bytes of the casts for the input gradient of a block's last product; 0 without float8.
+
+    A CPU, which emulates the product, also has the numbers that the casts represent.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+    """
+    if shape.precision != "fp8":
+        return 0
+    D = spec.hidden_size
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        count = (shape.tokens + shape.max_local_count(spec.ffn_hidden_size)) * D
+    else:
+        rows, F = _expert_rows(spec.moe, shape)
+        count = (rows + spec.moe.num_experts // shape.layout.ep * F) * D
+    return count * (1 if shape.on_cuda else 1 + shape.compute_bytes)
+
+
 def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_backward: bool) -> int:
     """Return the peak temporary bytes of a block's MLP or experts in backward, beyond freed bytes.
 

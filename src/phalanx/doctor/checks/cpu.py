@@ -8,6 +8,7 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import pci
+from phalanx.spec.run import BF16_PRECISIONS
 
 CPUS = "/sys/devices/system/cpu"
 GOVERNOR = CheckRule(
@@ -72,7 +73,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _check_bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
-    if expected.precision != "bf16" or not pci.runs_on_cpu(machine, expected):
+    if expected.precision not in BF16_PRECISIONS or not pci.runs_on_cpu(machine, expected):
         return BF16.skip("no run for CPUs in bf16")
     match = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
     if match is None:

@@ -21,6 +21,7 @@ from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.run import BF16_PRECISIONS
 from phalanx.spec.torch_compat import check_torch_supports
 
 
@@ -94,7 +95,7 @@ def apply_data_parallelism(
     """
     check_torch_supports(layout)
     check_shardable_module(module, layout, blocks)
-    compute_dtype = torch.bfloat16 if precision == "bf16" else None
+    compute_dtype = torch.bfloat16 if precision in BF16_PRECISIONS else None
     shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
     offload = build_offload(layout)
     expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()

@@ -61,6 +61,7 @@ class PartiallyTrainedExperts(Experts):
         """
         nn.Module.__init__(self)
         self.defer_or_compute = experts.defer_or_compute
+        self.grouped_linear = experts.grouped_linear
         self.experts_on_rank = local_experts
         self.all_trained_experts = trained_experts.experts
         self.model_sharding = sharding
@@ -96,7 +97,10 @@ class PartiallyTrainedExperts(Experts):
 
     def _apply_frozen_experts(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         gate, up, down = (
-            FrozenProduct(weights=cast(FrozenExpertWeights, self.frozen[kind]), offsets=offsets_E) for kind in KINDS
+            FrozenProduct(
+                linear=self.grouped_linear, weights=cast(FrozenExpertWeights, self.frozen[kind]), offsets=offsets_E
+            )
+            for kind in KINDS
         )
         no_weight = x_ND.new_empty(0)  # products have their own
         inner = (activated_product(product, IDENTITY, no_weight, x_ND) for product in (gate, up))

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from phalanx.model.mlp import MLP
 from phalanx.model.moe import Experts
-from phalanx.model.products import IDENTITY, LINEAR, Product, activated_linear, activated_product
+from phalanx.model.products import IDENTITY, Product, ProductLinear, activated_product
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[GradientEdge, Callable[[], Tensor]]
@@ -71,9 +71,13 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
     if "logits" not in vars(module):
         module.logits = lambda x_BTD, weight_VD: activated_product(product, IDENTITY, weight_VD, x_BTD)  # type: ignore[method-assign]
     for part in module.modules():
-        if isinstance(part, nn.Linear):
-            part.forward = partial(activated_linear, part, product, IDENTITY)  # type: ignore[method-assign]
-        elif isinstance(part, MLP) and part.product is LINEAR:
-            part.product = product
+        if isinstance(part, ProductLinear):
+            part.product = replace(part.product, defer_or_compute=deferred_grads.defer_or_compute)
+        elif isinstance(part, nn.Linear):
+            part.forward = partial(_linear, part, product)  # type: ignore[method-assign]
         elif isinstance(part, Experts):
             part.defer_or_compute = deferred_grads.defer_or_compute
+
+
+def _linear(layer: nn.Linear, product: Product, x: Tensor) -> Tensor:
+    return activated_product(product, IDENTITY, layer.weight, x, bias=layer.bias)

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from phalanx.model.products import Product, TensorTuple, autocast_operands
+from phalanx.model.products import LinearFunction, Product, ProductLinear, TensorTuple, autocast_operands
 
 if TYPE_CHECKING:
     from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 
 
-def column_parallel(x: Tensor, tp: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
+def column_parallel(x: Tensor, tp: TensorParallelGroup, *layers: ProductLinear) -> TensorTuple:
     """Return this rank's columns of the products of `x` with each layer's matrix."""
-    products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), tp)
+    operands = autocast_operands(x, *(layer.weight for layer in layers))
+    products = ColumnParallelLinear.apply(*operands, tp, layers[0].product.linear)
     return tuple(add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
 
 
@@ -34,7 +35,7 @@ class RowParallelProduct(Product):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the reduced product, plus the full bias."""
-        return add_bias(self.tp.reduce_tokens(F.linear(x, weight)), bias)
+        return add_bias(self.tp.reduce_tokens(self.linear(x, weight)), bias)
 
     def receive_gradient(self, gradient: Tensor) -> Tensor:
         """Return the gradient of all tokens."""
@@ -52,14 +53,15 @@ class ColumnParallelLinear(torch.autograd.Function):
     The input is saved with the tokens of the residual stream, and gathered again for the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_tp: Any) -> TensorTuple:
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> TensorTuple:
         """Gather the tokens, and return their product with each weight."""
-        *weights, tp = weights_and_tp
+        *weights, tp, linear = arguments
         ctx.save_for_backward(x, *weights)
         ctx.weight_edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         ctx.tp = tp
+        ctx.linear = linear
         gathered = tp.gather_tokens(x)
-        return tuple(F.linear(gathered, weight) for weight in weights)
+        return tuple(linear(gathered, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -67,20 +69,29 @@ class ColumnParallelLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         tp = ctx.tp
         # A deferred weight gradient gathers its input when it is computed.
-        gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-1])
+        gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-2])
         finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x)
-        grad_x = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        grad_x = _input_gradient(ctx.linear, gradients, weights)
         finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
         weight_grads = [
             tp.deferred_grads.defer_or_compute(edge, partial(_weight_gradient, gradient, get_gathered_x))
             if needed
             else None
-            for gradient, edge, needed in zip(gradients, ctx.weight_edges, ctx.needs_input_grad[1:-1], strict=True)
+            for gradient, edge, needed in zip(gradients, ctx.weight_edges, ctx.needs_input_grad[1:-2], strict=True)
         ]
-        return finish_reduce(), *weight_grads, None
+        return finish_reduce(), *weight_grads, None, None
+
+
+def _input_gradient(linear: LinearFunction, gradients: TensorTuple, weights: list[Tensor]) -> Tensor:
+    """Return the gradient of the rows that all products read."""
+    grad_x = linear(gradients[0], weights[0].T)
+    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+        if linear is F.linear:
+            grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        else:
+            grad_x += linear(gradient, weight.T)
+    return grad_x
 
 
 def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:

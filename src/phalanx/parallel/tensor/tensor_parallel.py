@@ -31,7 +31,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.mlp import MLP, SwiGLUMLP
 from phalanx.model.moe import MoE, Router
 from phalanx.model.norm import RMSNorm
-from phalanx.model.products import IDENTITY, activated_linear, autocast_operands
+from phalanx.model.products import ProductLinear, autocast_operands
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -162,14 +162,12 @@ def apply_tensor_parallel(
 
 def _parallelize_part(part: nn.Module, tp: TensorParallelGroup) -> None:
     """Make a pair of products, or the experts, compute with the shards of all ranks."""
-    product = RowParallelProduct(tp.deferred_grads.defer_or_compute, tp=tp)
     if isinstance(part, Attention):
         _shard_first_products(part, tp, ("wq", "wk", "wv"))
-        # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
-        part.project_out = lambda heads_BTQ: activated_linear(part.wo, product, IDENTITY, heads_BTQ)  # type: ignore[method-assign]
+        _shard_last_product(part.wo, tp)
     elif isinstance(part, MLP):
         _shard_first_products(part, tp, ("gate", "up") if isinstance(part, SwiGLUMLP) else ("up",))
-        part.product = product
+        _shard_last_product(part.down, tp)
     elif isinstance(part, MoE):
         part.apply_experts = partial(_apply_expert_shards, part.apply_experts, tp)  # type: ignore[method-assign]
 
@@ -187,12 +185,17 @@ def _apply_sequence_parallel(model: Transformer, tp: TensorParallelGroup) -> Non
 
 
 def _shard_first_products(part: Any, tp: TensorParallelGroup, layers: tuple[str, ...]) -> None:
+    # Looked up at every call: wrappers of the layers (ZeRO-3, recomputation) may replace them.
     part.project_in = lambda x: column_parallel(x, tp, *(getattr(part, name) for name in layers))
+
+
+def _shard_last_product(layer: ProductLinear, tp: TensorParallelGroup) -> None:
+    layer.product = RowParallelProduct(tp.deferred_grads.defer_or_compute, layer.product.linear, tp=tp)
 
 
 def _local_logits(tp: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return this rank's columns of the logits, [B, T, V / ranks]."""
-    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), tp)
+    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), tp, F.linear)
     return cast(Tensor, logits)
 
 

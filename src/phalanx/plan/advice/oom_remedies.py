@@ -29,7 +29,7 @@ from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layout
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 MAX_DEVICE_MULTIPLE = 64
@@ -82,7 +82,7 @@ def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
 
 
 def _use_bf16(run: RunSpec) -> Iterator[RunSpec]:
-    if run.training.precision != "bf16":
+    if run.training.precision not in BF16_PRECISIONS:
         yield run.model_copy(update={"training": run.training.model_copy(update={"precision": "bf16"})})
 
 

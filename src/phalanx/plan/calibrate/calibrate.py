@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from phalanx.cost.estimate.constants import TimeConstants, time_constants
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.cost.precision import Precision
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
 from phalanx.plan.calibrate.microbenchmarks import (
@@ -41,7 +40,7 @@ from phalanx.plan.calibrate.posterior import (
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.tables.job_columns import JobRow, interval_half_width, time_constants_for
-from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
+from phalanx.spec.cluster import CalibratedPrecision, CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
 from phalanx.spec.formatting import WRITTEN_BY
@@ -143,17 +142,21 @@ def _predict_steps(constants: TimeConstants, jobs: JobTable, num_runs: int) -> A
     return np.broadcast_to(step_seconds(constants, jobs).total, num_runs)
 
 
-def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> Precision:
-    """Return the precision of the runs and benchmarks, which must be one."""
+def _common_precision(runs: Sequence[MeasuredRun], sweeps: Sequence[BenchmarkFile]) -> CalibratedPrecision:
+    """Return the precision of the runs and benchmarks, which must be one, and not fp8."""
     precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
     if len(precisions) > 1:
         problem = "differs between the runs"
         fix = "calibrate with runs of one precision"
         raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix=fix)
-    return precisions.pop()
+    (precision,) = precisions
+    if precision == "fp8":
+        problem = "is not supported by calibrations, whose speeds are those of one dtype"
+        raise UserError("training.precision", precision, problem, fix="calibrate with runs in bf16")
+    return precision
 
 
-def _start_of_fit(runs: Sequence[MeasuredRun], machine: ClusterSpec, precision: Precision) -> CalibrationSpec:
+def _start_of_fit(runs: Sequence[MeasuredRun], machine: ClusterSpec, precision: CalibratedPrecision) -> CalibrationSpec:
     """Return the constants from which the fit starts: those of an earlier calibration of the machine, if any."""
     return CalibrationSpec(
         runs=len(runs),

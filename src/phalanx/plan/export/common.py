@@ -101,7 +101,7 @@ UNSUPPORTED_EVERYWHERE = (
     UnsupportedOption("layout.recomputed_blocks", (), "remove it: all blocks then recompute activations"),
     UnsupportedOption("model.attention_sinks", (True,)),
     UnsupportedOption("training.seconds", (), "set training.steps instead"),
-    UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
+    UnsupportedOption("training.precision", ("fp8", "fp64"), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),
 )
 """Values that none of the four trainers can express."""

@@ -58,7 +58,8 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
     return {
         **model_columns(run.model, run.training.seq_len),
         **machine_columns(run.cluster, world_size),
-        "low_precision": 0,
+        "low_precision": float(run.training.precision == "fp8"),
+        "casts_to_fp8": float(run.training.precision == "fp8"),
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "compiled": float(run.training.compile),
         "fused_elementwise": 0,

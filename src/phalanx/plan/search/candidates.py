@@ -172,21 +172,25 @@ def check_precision(run: RunSpec) -> None:
     known = known_precisions(run.cluster)
     # Nothing is known about an unnamed machine, but fp32 is known on a CPU.
     machine = "set the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
+    calibrate = f"calibrate with runs in {precision} (`phalanx calibrate`)"
+    if precision == "fp8":
+        calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
     require(
         precision in known,
         "training.precision",
         precision,
         problem=f"{NOT_PREDICTED} on this machine",
-        fix=f'{machine}set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx '
-        f"calibrate`)",
+        fix=f'{machine}set training.precision = "{known[0]}", or {calibrate}',
     )
 
 
 def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:
     """Return the precisions that can be predicted on a cluster.
 
-    They are that of the calibration runs; else bf16, as in published runs, and on a CPU also fp32, which it multiplies
-    at its peak (see `describe_assumptions`)."""
+    They are that of the calibration runs; else bf16, as in published runs, on a CPU also fp32, which it multiplies at
+    its peak (see `describe_assumptions`), and on GPUs with a known 8-bit speed fp8."""
     if cluster.calibration is not None:
         return (cluster.calibration.precision,)
-    return ("bf16", "fp32") if cluster.uses_cpu else ("bf16",)
+    if cluster.uses_cpu:
+        return "bf16", "fp32"
+    return ("bf16", "fp8") if cluster.uses_cuda and cluster.matmul_flops_8bit is not None else ("bf16",)

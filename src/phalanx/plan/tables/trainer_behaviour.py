@@ -101,6 +101,7 @@ def _state_columns(trainer: _Trainer) -> JobRow:
     return {
         "compute_dtype_bytes": 2,
         "low_precision": float(is_low_precision(trainer.precision)),
+        "casts_to_fp8": 0,
         "parameter_bytes": parameters,
         "gradient_bytes": gradients,
         "gradient_wire_bytes": 2 if trainer.is_sharded or gradients == 2 else 4,

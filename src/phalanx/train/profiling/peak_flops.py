@@ -9,7 +9,7 @@ import torch
 
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.files.load import load_machine, preset_names
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 
 FIRST_SIZE = 128
 ENOUGH_SECONDS = 0.001
@@ -79,8 +79,9 @@ def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
 def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
     """Return the peak FLOP/s of one rank; None if unknown.
 
-    It is the value of the run file, that of the GPU's preset, or a measurement on a CPU."""
-    bf16 = run.training.precision == "bf16"
+    It is the value of the run file, that of the GPU's preset, or a measurement on a CPU. For fp8, it is the peak of
+    bf16, which is that of attention, of weight gradients and of the head."""
+    bf16 = run.training.precision in BF16_PRECISIONS
     on_cpu = device.type == "cpu"
     cluster = run.cluster
     if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
