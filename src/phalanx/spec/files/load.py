@@ -123,8 +123,8 @@ def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
         if field in unchanged_fields and layout.get(axis, 1) == 1 and file_layout.get(axis, 1) != 1:
             layout.pop(field, None)
     method = layout.get("activation_checkpointing", "none")
-    is_changed = method != file_layout.get("activation_checkpointing", "none")
-    if method in ("none", "auto") and is_changed and "recomputed_blocks" in unchanged_fields:
+    is_unneeded = method in ("none", "auto") and method != file_layout.get("activation_checkpointing", "none")
+    if is_unneeded and "recomputed_blocks" in unchanged_fields:
         layout.pop("recomputed_blocks")
     if layout.get("offload") != file_layout.get("offload") and "offload_directory" in unchanged_fields:
         layout.pop("offload_directory")
@@ -151,16 +151,12 @@ def run_from_table(table: Table) -> RunSpec:
     table = dict(table)
     if table.get("layout") == "auto":
         table |= {"layout": {}, "auto_layout": True}
-    training = table.get("training")
-    if isinstance(training, dict) and training.get("precision") == "auto":
-        others = {key: value for key, value in training.items() if key != "precision"}
-        table["training"] = {**others, "auto_precision": True}
-    elif isinstance(training, dict) and isinstance(training.get("precision"), str):
+    for section, field in ("training", "precision"), ("layout", "activation_checkpointing"):  # flags replace "auto"
+        if isinstance(part := table.get(section), dict) and part.get(field) == "auto":
+            others = {key: value for key, value in part.items() if key != field}
+            table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
+    if isinstance(training := table.get("training"), dict) and isinstance(training.get("precision"), str):
         _check_precision(training["precision"])
-    layout = table.get("layout")
-    if isinstance(layout, dict) and layout.get("activation_checkpointing") == "auto":
-        others = {key: value for key, value in layout.items() if key != "activation_checkpointing"}
-        table["layout"] = {**others, "auto_checkpointing": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))
