@@ -57,7 +57,7 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 
 
 def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """Return cosine and sine, [..., T, 1, K] each.
+    """Return the cosine of each channel's angle, and the sine that multiplies its partner, [..., T, 1, K] each.
 
     Angles are computed in fp64: in fp32 a position of 100,000 has an error of a hundredth of a radian.
 
@@ -68,7 +68,7 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
         dtype: Dtype of the result.
     """
     angle = positions[..., None].double() * frequencies(rope, head_dim, positions.device)
-    angle = torch.cat((angle, angle), dim=-1)[..., None, :]
+    angle = torch.cat((-angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
     scale = 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
@@ -77,6 +77,5 @@ def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.
 def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
     """Rotate channel j with channel j + K/2 by the position's angle (convention of Llama's HF weights)."""
     cos, sin = table
-    first, second = x_BTHK.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (x_BTHK * cos + rotated * sin).to(x_BTHK.dtype)
+    partner_BTHK = x_BTHK.roll(x_BTHK.shape[-1] // 2, dims=-1)
+    return (x_BTHK * cos + partner_BTHK * sin).to(x_BTHK.dtype)
