@@ -25,7 +25,8 @@ def layout_id(changes: dict[str, Any]) -> str:
 def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
     place that computes most."""
-    run = small_run(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
+    without = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
+    run = small_run(TEXT, tmp_path, changes | without)
     forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
     forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
     measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps

@@ -150,7 +150,6 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         },
         ("model.moe.capacity_factor = 1.5", "layout.cp", "remove model.moe.capacity_factor or layout.cp"),
     ),
-    ({"layout.tp": 2, "training.compile": "true"}, ("training.compile = True", "layout.tp = 2", "false")),
     (
         {"layout.tp": 2, "layout.data_parallel": "parameter_server"},
         ("layout.data_parallel = 'parameter_server'", "layout.tp", "zero1"),
@@ -555,7 +554,7 @@ def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
 
 
 def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 24 * 2**30)
+    monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 24 * 2**30)
     long_sequences = ["training.seq_len=10000000", "training.tokens_per_step=20000000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
@@ -593,7 +592,7 @@ def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any
 
 def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkeypatch: Any) -> None:
     """What is wrong with one node is no mistake in the run file: launch scripts go on to `phalanx doctor`."""
-    monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 2**20)
+    monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
     with pytest.raises(SystemExit) as ended:
         main()
