@@ -14,12 +14,18 @@ from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, 
 from tests.null_gpu.layouts import BF16, PIPELINES, SINGLE_AXES, Case
 
 RECOMPUTE = "layout.activation_checkpointing"
+FP8 = {"training.precision": "fp8"}  # widths of multiples of 16
 CASES: dict[str, Case] = {
     **{name: SINGLE_AXES[name] for name in ("single", "zero3", "zero3-sublayer", "tp", "ring", "ulysses-zero3", "moe")},
     **{name: SINGLE_AXES[name] for name in ("moe-ep-zero3", "moe-ep-tp-zero1", "moe-ep-zero3-full")},
     **{name: PIPELINES[name] for name in ("1f1b-pp2-alone", "zb-v-pp2-alone", "interleaved-pp2-zero1")},
     "full": (1, {RECOMPUTE: "full"}),
     "selective": (1, {RECOMPUTE: "selective"}),
+    "recomputed-block": (1, {RECOMPUTE: "full", "layout.recomputed_blocks": 1}),
+    "window": (1, {"model.sliding_window": 8}),
+    "sinks": (1, {"model.attention_sinks": True}),
+    "fp8": (1, FP8),
+    "fp8-full": (1, {**FP8, RECOMPUTE: "full"}),
     "experts-full": (1, {"model": MOE, RECOMPUTE: "full"}),
 }
 

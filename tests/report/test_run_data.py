@@ -84,7 +84,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
     "another format": (_set_other_trace_format, f"has format 0; this version reads {FORMAT}"),
     "an unknown field": (_add_unknown_field, "run.toml is not valid in this version"),
-    "run.toml is cut": (lambda run: _truncate_file(run / "run.toml", 0.005), "run.toml is not valid in this version"),
+    "run.toml is cut": (
+        lambda run: (run / "run.toml").write_text('name = "cu'),
+        "run.toml is not valid in this version",
+    ),
 }
 
 

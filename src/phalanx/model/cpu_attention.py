@@ -105,7 +105,9 @@ class _AttentionByDocument(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_NHK: Tensor) -> tuple[Tensor | None, ...]:
         *attention, lse_NH, sinks_H = ctx.saved_tensors
-        grads = [torch.zeros_like(x) for x in attention[:3]]
+        # Blocks of a window share keys, whose gradients add up.
+        allocate = torch.empty_like if ctx.window is None else torch.zeros_like
+        grads = [allocate(x) for x in attention[:3]]
         for queries, keys in ctx.blocks:
             tokens = (queries, queries, keys, keys, queries)
             mask = _window_mask(queries, keys, ctx.window, like=gradient_NHK)
@@ -117,7 +119,10 @@ class _AttentionByDocument(torch.autograd.Function):
                 attn_mask=mask,
             )
             for grad, block, part in zip(grads, tokens[1:4], parts, strict=True):
-                grad[block] += part[0].transpose(0, 1)
+                if ctx.window is None:
+                    grad[block] = part[0].transpose(0, 1)
+                else:
+                    grad[block] += part[0].transpose(0, 1)
         return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks=sinks_H), None, None
 
 

@@ -49,7 +49,7 @@ from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
 from phalanx.schedule.registry import layout_schedule, representative_schedule
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, compiles_whole_blocks
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import BF16_PRECISIONS
 
@@ -90,7 +90,10 @@ def apply_layout(
     groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
     # Steps 3 and 4: its blocks.
     if compile:  # inside the wrappers, whose recomputation then runs compiled code too
-        compile_blocks(module.blocks.children(), whole=not _interrupts_blocks(layout))
+        splits_backward = representative_schedule(layout).splits_backward
+        degree = layout.tp * layout.cp * layout.ep
+        whole = compiles_whole_blocks(degree, splits_backward, layout.fsdp_unit)
+        compile_blocks(module.blocks.children(), whole)
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
     apply_activation_checkpointing(module, layout.activation_checkpointing, recomputed, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
@@ -133,12 +136,6 @@ def apply_layout_to_network(
     for part in (blocks or [network]) if compile else ():
         part.compile()
     return apply_data_parallelism(network, layout, mesh, device=device, blocks=blocks, precision=precision)
-
-
-def _interrupts_blocks(layout: Layout) -> bool:
-    """Return whether ranks communicate inside blocks, or their backward passes are split."""
-    splits_backward = layout.pp > 1 and representative_schedule(layout).splits_backward
-    return layout.tp * layout.cp * layout.ep > 1 or layout.fsdp_unit == "sublayer" or splits_backward
 
 
 @dataclass(frozen=True)

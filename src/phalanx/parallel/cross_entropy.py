@@ -66,7 +66,7 @@ def replace_to_compile(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scal
 
 
 KNOWN_VALUE = "known_value"
-"""Attribute of a tensor of one value."""
+"""Attribute of a tensor with its value, which the host then need not read from the device."""
 
 
 class Kernels(NamedTuple):
@@ -84,7 +84,8 @@ EAGER = Kernels()
 @cache
 def compiled_kernels() -> Kernels:
     """Return the functions compiled: each is one kernel on a GPU."""
-    return Kernels(torch.compile(log_sum_exp_to_compile), torch.compile(replace_to_compile), False)
+    log_sum_exp, replace_by_gradient = torch.compile(log_sum_exp_to_compile), torch.compile(replace_to_compile)
+    return Kernels(log_sum_exp, replace_by_gradient, allocates_probabilities=False)
 
 
 def run_scaled_backward(loss: Tensor, scale: float) -> None:

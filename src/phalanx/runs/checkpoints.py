@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 
 CHECKPOINTS_DIR = "checkpoints"
@@ -49,6 +50,7 @@ SHAPE_FIELDS = (
     "bias",
     "qk_norm",
     "tie_embeddings",
+    "attention_sinks",
 )
 EXPERT_SHAPE_FIELDS = (
     "num_experts",
@@ -280,7 +282,9 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     current_model = run.model.model_dump(mode="json")
     saved_moe = saved_model["moe"] or {}
     current_moe = current_model["moe"] or {}
-    pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
+    # Older checkpoints lack fields that came later.
+    saved_values = {name: saved_model.get(name, ModelSpec.model_fields[name].default) for name in SHAPE_FIELDS}
+    pairs = [(f"model.{name}", value, current_model[name]) for name, value in saved_values.items()]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     saved_implementations = manifest.get("implementations", {})

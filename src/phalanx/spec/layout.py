@@ -158,6 +158,17 @@ class Layout(Spec):
         return num_blocks if limit is None else min(limit, num_blocks)
 
 
+def compiles_whole_blocks(degree: int, splits_backward: bool, fsdp_unit: str = "block") -> bool:
+    """Return whether a block is compiled to one graph, which communication or split backward passes would break.
+
+    Args:
+        degree: Ranks that communicate inside a block: the product of `tp`, `cp` and `ep`.
+        splits_backward: Whether the pipeline's schedule splits backward passes.
+        fsdp_unit: Modules that ZeRO-3 gathers at a time.
+    """
+    return degree == 1 and not splits_backward and fsdp_unit != "sublayer"
+
+
 def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
     """Map each parameter to its server: largest first, each to the server with the least so far."""
     load = [0] * num_servers

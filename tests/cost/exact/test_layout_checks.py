@@ -44,3 +44,10 @@ def test_check_layout_rejects_unresolved_activation_checkpointing():
     with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto': is chosen by the planner"):
         check_layout(run, 1)
     check_layout(assume_no_recomputation(run), 1)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "schedule": "zb-v"}, {"cp": 2}])
+def test_check_layout_accepts_compilation_of_every_layout(layout):
+    run = make_run(**layout)
+    run = run.model_copy(update={"training": run.training.model_copy(update={"compile": True})})
+    check_layout(run, 2)

@@ -75,3 +75,15 @@ def test_parse_layout_reads_number_of_recomputed_blocks_per_pipeline_rank():
     layout = parse_layout("pp=2, activation_checkpointing=full, recomputed_blocks=[2, 0], tp=2")
     assert (layout.pp, layout.recomputed_blocks, layout.tp) == (2, (2, 0), 2)
     assert parse_layout(layout_to_text(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "is_faster"),
+    [("data_parallel=zero3", True), ("data_parallel=zero3,tp=2", False), ("pp=4,schedule=zb-h1", False)],
+)
+def test_compilation_speeds_up_layouts_whose_blocks_are_one_graph(text, is_faster):
+    eager, compiled = (
+        evaluate_layout(make_run(training={"compile": compile}), 8, parse_layout(text)).step_seconds
+        for compile in (False, True)
+    )
+    assert compiled < eager if is_faster else compiled == eager

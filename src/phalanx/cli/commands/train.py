@@ -20,6 +20,7 @@ from phalanx.cli.commands.train_start import (
     run_on_one_machine,
 )
 from phalanx.launch.jobs.job import parse_nodes
+from phalanx.launch.process import select_device
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -217,5 +218,5 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comments = [f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"]
     if run.model.implementation is None:
-        comments.append(f"# attention kernel: {describe_attention(run)}")
+        comments.append(f"# attention kernel: {describe_attention(run.on_device(select_device(run)))}")
     return "\n".join([*comments, to_toml(run)]).rstrip()

@@ -105,10 +105,3 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             fix='use layout.schedule = "zb-v" or "dualpipe-v", which have both on one rank, or layout.data_parallel = '
             '"zero1"',
         )
-    if run.training.compile and schedule.splits_backward:
-        raise UserError(
-            "training.compile",
-            True,
-            f'does not support the split backward passes of schedule "{name}"',
-            fix='set training.compile = false, or use layout.schedule = "1f1b" without layout.schedule_file',
-        )

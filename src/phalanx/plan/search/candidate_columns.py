@@ -18,6 +18,7 @@ from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, Candidat
 from phalanx.plan.tables.job_columns import JobRow, model_columns
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.layout import compiles_whole_blocks
 from phalanx.spec.run import RunSpec
 
 OFFLOAD_TARGETS = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
@@ -39,6 +40,8 @@ class _StageBlocks:
     """Fraction of the blocks that recompute activations, if any do."""
     mean_recomputed: float
     """The same of all blocks of the model."""
+    splits_backward: bool
+    """Whether the schedule splits backward passes."""
 
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
@@ -61,7 +64,6 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
         "low_precision": float(run.training.precision == "fp8"),
         "casts_to_fp8": float(run.training.precision == "fp8"),
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
-        "compiled": float(run.training.compile),
         "fused_elementwise": 0,
         "lean_activations": 1,
         "overlap_grad_reduce": 1,
@@ -121,6 +123,10 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
             f"{position}_recomputed": [stage_blocks.recomputed[index] for stage_blocks in blocks]
             for index, position in enumerate(STAGE_POSITIONS)
         },
+        "compiled": [
+            float(run.training.compile and compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward))
+            for c, stage_blocks in zip(layouts, blocks, strict=True)
+        ],
         "mean_recomputed": [stage_blocks.mean_recomputed for stage_blocks in blocks],
         "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
         "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
@@ -136,7 +142,8 @@ def _pipeline(candidate: CandidateLayout) -> Hashable:
 def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks:
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
     ranks = layers_per_rank(candidate_run)
-    (first, last) = representative_schedule(candidate_run.layout).end_ranks
+    schedule = representative_schedule(candidate_run.layout)
+    first, last = schedule.end_ranks
     costs = layer_flops(run.model, run.training.seq_len)[1:-1]
     again = _recomputed_counts(candidate, [len(layers) for layers in ranks])
 
@@ -152,11 +159,12 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> _StageBlocks
         moe_counts=[sum(map(run.model.is_moe_layer, ranks[rank])) for rank in positions],
         recomputed=[again[rank] / len(ranks[rank]) for rank in positions],
         mean_recomputed=sum(again) / run.model.num_layers,
+        splits_backward=schedule.splits_backward,
     )
 
 
 def _recomputed_counts(candidate: CandidateLayout, blocks: list[int]) -> list[int]:
-    """Return the number of recomputed blocks per rank; all of them if `recompute` says that nothing is recomputed."""
+    """Return the number of recomputed blocks per rank; all without `recomputed_blocks`, whatever the method."""
     limits = candidate.recomputed_blocks
     if limits is None:
         return blocks
