@@ -12,8 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-MATMUL_OPS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
+MATMUL_OPS = {
+    "mm": aten.mm,
+    "addmm": aten.addmm,
+    "bmm": aten.bmm,
+    "baddbmm": aten.baddbmm,
+    "_scaled_mm": aten._scaled_mm,
+}
 """Matrix products; in-place variants have the same name and a final underscore."""
+GROUPED_MATMUL_OPS = ("_grouped_mm", "_scaled_grouped_mm")
 ATTENTION_PREFIX = "_scaled_dot_product_"
 
 
@@ -33,7 +40,7 @@ class FlopCounter(TorchDispatchMode):
         name = func._overloadpacket.__name__ if func.namespace == "aten" else ""
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
-        elif name == "_grouped_mm":
+        elif name in GROUPED_MATMUL_OPS:
             self.flops += _grouped_mm_flops(args[0], out)
         elif name.startswith(ATTENTION_PREFIX):
             names = [argument.name for argument in func._schema.arguments]
@@ -63,6 +70,6 @@ def _attended_pairs(query: Tensor, key: Tensor, causal: bool, mask: Tensor | Non
     """Return the number of pairs of a head's queries and keys, without the upper triangle and those beyond a window."""
     queries = query.shape[2]
     keys = key.shape[2]
-    if mask is not None and mask.ndim == 2 and keys > queries:
+    if mask is not None and mask.ndim == 2 and keys >= queries:
         return queries * (keys - queries + 1)
     return queries * keys / (2 if causal else 1)
