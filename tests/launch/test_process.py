@@ -85,9 +85,9 @@ def fp8_run(text: Path, out: Path) -> RunSpec:
     return small_run(text, out, {"model": {**MOE, "hidden_size": 64}, "training.precision": "fp8"})
 
 
-@pytest.mark.parametrize("capabilities", [[], ["9.0", "10.0"]])
+@pytest.mark.parametrize("capabilities", [[], [9.0, 10.0]])
 def test_gpus_with_float8_products_are_accepted(
-    capabilities: list[str], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capabilities: list[float], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -98,9 +98,42 @@ def test_gpus_with_float8_products_are_accepted(
 def test_gpu_without_float8_products_is_rejected(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(process, "query_gpus", lambda _: ["9.0", "8.6"])
+    monkeypatch.setattr(process, "query_gpus", lambda _: [9.0, 8.6])
     with pytest.raises(UserError, match=r"training\.precision = 'fp8': requires compute capability 9\.0 .* 8\.6"):
         select_nproc(fp8_run(text, tmp_path))
+
+
+def write_nvidia_smi(folder: Path, output: str) -> None:
+    """A program that prints `output`, and leaves its arguments in the file "arguments"."""
+    script = folder / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho \"$@\" > {folder}/arguments\nprintf '{output}'\n")
+    script.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [("9.0\\n8.6\\n", [9.0, 8.6]), ("[N/A]\\n9.0\\n", [9.0]), ("[Not Supported]\\n", []), ("", [])],
+)
+def test_values_of_gpus_that_are_not_numbers_are_skipped(
+    output: str, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nvidia_smi(tmp_path, output)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert process.query_gpus("compute_cap") == expected
+
+
+@pytest.mark.parametrize(("visible", "option"), [(None, ""), ("", ""), ("1, 3", " --id=1,3")])
+def test_only_visible_gpus_are_queried(
+    visible: str | None, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nvidia_smi(tmp_path, "9.0\\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert process.query_gpus("compute_cap") == [9.0]
+    arguments = (tmp_path / "arguments").read_text().rstrip()
+    assert arguments == f"--query-gpu=compute_cap --format=csv,noheader,nounits{option}"
 
 
 def test_gpus_of_machine_without_nvidia_smi_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,7 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
         UserError: There are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
-    if gpus and run.training.precision == "fp8":
-        _check_fp8_capability()
+    check_fp8_capability(run)
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
@@ -79,13 +78,15 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     return nproc
 
 
-def _check_fp8_capability() -> None:
-    """Raise LocalNodeError if a GPU of this machine has no products in float8 with a scale per row."""
+def check_fp8_capability(run: RunSpec) -> None:
+    """Raise LocalNodeError if a run in fp8 uses a GPU without products in float8 with a scale per row."""
+    if run.training.precision != "fp8" or select_device(run) != "cuda":
+        return
     if torch.version.hip is not None:
         problem = "requires NVIDIA GPUs: AMD's have another float8"
         raise LocalNodeError("training.precision", "fp8", problem, fix='set training.precision = "bf16"')
     for capability in query_gpus("compute_cap"):
-        if float(capability) < FP8_CAPABILITY:
+        if capability < FP8_CAPABILITY:
             problem = (
                 f"requires compute capability {FP8_CAPABILITY} or above, and a GPU of this machine has {capability}"
             )
@@ -93,13 +94,23 @@ def _check_fp8_capability() -> None:
             raise LocalNodeError("training.precision", "fp8", problem, fix=fix)
 
 
-def query_gpus(field: str) -> list[str]:
-    """Return a field of `nvidia-smi --query-gpu` per GPU, without a CUDA context in this process; [] if unknown."""
+def query_gpus(field: str) -> list[float]:
+    """Return a number of `nvidia-smi --query-gpu` per visible GPU, without a CUDA context in this process.
+
+    GPUs without a number, such as "[N/A]", are skipped. Indices in CUDA_VISIBLE_DEVICES are taken as those of
+    nvidia-smi, which CUDA_DEVICE_ORDER=PCI_BUS_ID guarantees on machines with unequal GPUs."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", ""):
+        command.append(f"--id={visible}")
+    lines: list[str] = []
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
-        return output.split()
-    return []
+        lines = output.splitlines()
+    numbers: list[float] = []
+    for line in lines:
+        with suppress(ValueError):
+            numbers.append(float(line))
+    return numbers
 
 
 def set_worker_environment(nproc: int) -> None:

@@ -102,9 +102,8 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
 
 def _gpu_memory_bytes() -> int | None:
     """Return the memory of the smallest GPU, without a CUDA context in this process; None if unknown."""
-    with suppress(ValueError):
-        return min(int(size) for size in query_gpus("memory.total")) * 2**20
-    return None
+    sizes_mib = query_gpus("memory.total")
+    return int(min(sizes_mib)) * 2**20 if sizes_mib else None
 
 
 def check_and_prepare(

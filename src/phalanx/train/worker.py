@@ -19,6 +19,7 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.launch.failures import as_user_error, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
+    check_fp8_capability,
     env_rank,
     handling_signals,
     init_distributed,
@@ -306,6 +307,7 @@ def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
 
 
 def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Path:
+    check_fp8_capability(run)
     if run.layout.auto_checkpointing:
         run = decide_recomputation(decide_choices(run, resume), world_size)
     if not force:
