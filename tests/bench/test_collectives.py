@@ -71,6 +71,16 @@ def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[st
         assert len(roles) > 1 or sent <= most + rounding
 
 
+@pytest.mark.parametrize("layout", [{}, {"layout.data_parallel": "zero2"}, {"layout.tp": 2}])
+def test_fp8_run_sends_what_a_bf16_run_sends(layout: dict[str, Any], tmp_path: Path) -> None:
+    model = {**DENSE, "hidden_size": 64, "ffn_hidden_size": 96}
+    kinds = []
+    for precision in ("bf16", "fp8"):
+        run = make_run(tmp_path, {"model": model, **layout, "training.precision": precision})
+        kinds.append(collective_kinds_of_run(run, traffic_by_group(run, 4)))
+    assert kinds[0] == kinds[1]
+
+
 def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
     way = CollectiveKind("all_gather", "data", "bf16")
     rows = [

@@ -111,7 +111,7 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
 
     Gradients are reduced in the precision of the optimizer, unless the layout sets another.
     """
-    precision = run.training.precision
+    precision = "bf16" if run.training.precision == "fp8" else run.training.precision
     layout = run.layout
     narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
     wide = (
