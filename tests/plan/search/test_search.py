@@ -27,6 +27,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
 from tests.helpers.planned_runs import make_run
+from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -446,3 +447,11 @@ def test_fp8_is_rejected_on_machine_without_known_speed(machine):
     run = make_run(machine=machine, training={"precision": "fp8"})
     with pytest.raises(UserError, match=r"training\.precision = 'fp8'.*\n.*cluster\.matmul_flops_8bit"):
         search_layouts(run, 8)
+
+
+def test_fp8_on_calibrated_machine_is_rejected_with_remedy_that_works():
+    run = make_run(training={"precision": "fp8"})
+    calibrated = run.cluster.model_copy(update={"calibration": SYNTHETIC_MACHINE.calibration})
+    with pytest.raises(UserError, match=r"without cluster\.calibration") as error:
+        search_layouts(run.model_copy(update={"cluster": calibrated}), 8)
+    assert "--machine" not in str(error.value)

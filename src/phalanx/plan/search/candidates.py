@@ -173,7 +173,10 @@ def check_precision(run: RunSpec) -> None:
     # Nothing is known about an unnamed machine, but fp32 is known on a CPU.
     machine = "set the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     calibrate = f"calibrate with runs in {precision} (`phalanx calibrate`)"
-    if precision == "fp8":
+    if precision == "fp8" and run.cluster.calibration is not None:
+        machine = ""
+        calibrate = "plan for GPUs with cluster.matmul_flops_8bit and without cluster.calibration, which excludes fp8"
+    elif precision == "fp8":
         calibrate = "plan for GPUs with cluster.matmul_flops_8bit, such as --machine h100"
     require(
         precision in known,
