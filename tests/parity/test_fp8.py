@@ -7,13 +7,20 @@ by the order of sums."""
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from phalanx.model import fp8
+from phalanx.model.products import LinearFunction
+from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, MOE, Table, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, MOE, Table, make_trainer, small_run, train_and_evaluate, train_until
 
 WIDTHS: Table = {"hidden_size": 64, "ffn_hidden_size": 96}
 MODELS: dict[str, Table] = {
@@ -30,6 +37,30 @@ LAYOUTS: dict[str, Table] = {
     "cp2": {"layout.cp": 2},
 }
 SETTINGS: Table = {"training.precision": "fp8", "training.steps": 5}
+PRODUCTS = {"dense": {"fp8_linear": 7}, "moe": {"fp8_linear": 7, "fp8_grouped_linear": 3}}
+"""Products of a block: four of attention, three of the MLP or the shared expert, and three of the routed experts."""
+LAYOUTS_WITH_ALL_BLOCKS_AND_ROWS = ("tp2", "cp2")
+"""Layouts whose ranks compute each block for each micro-batch; others halve the blocks or the micro-batches."""
+Calls = Counter[tuple[str, bool]]
+"""Number of calls of each function of `model.fp8`, in the forward pass or the backward pass (True)."""
+
+
+def count_call(calls: Calls, product: LinearFunction, *operands: Tensor) -> Tensor:
+    in_backward = torch._C._current_graph_task_id() != -1
+    calls[product.__name__, in_backward] += 1
+    return product(*operands)
+
+
+def train_and_count_products(run: RunSpec) -> tuple[list[tuple[float, float]], Calls]:
+    calls: Calls = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for product in (fp8.fp8_linear, fp8.fp8_grouped_linear):
+            patch.setattr(fp8, product.__name__, partial(count_call, calls, product))
+        trainer = make_trainer(run)
+    result = train_until(trainer, run.training.steps)
+    training_calls = calls.copy()
+    evaluation = trainer.evaluate()
+    return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])], training_calls
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +80,15 @@ def test_layout_in_fp8_is_close_to_single_process(
     layout: str, model: str, reference: dict[str, Any], documents: Path, tmp_path: Path
 ) -> None:
     changes = {"model": MODELS[model], "layout.micro_batch_size": 4, **LAYOUTS[layout], **SETTINGS}
-    result = rank_pool(2).run(train_and_evaluate, small_run(documents, tmp_path, changes))[0]
+    results = rank_pool(2).run(train_and_count_products, small_run(documents, tmp_path, changes))
+    blocks_per_step = 4 if layout in LAYOUTS_WITH_ALL_BLOCKS_AND_ROWS else 2  # two blocks, two micro-batches
+    for _, calls in results:
+        assert calls == {
+            (name, in_backward): SETTINGS["training.steps"] * blocks_per_step * count
+            for name, count in PRODUCTS[model].items()
+            for in_backward in (False, True)
+        }
+    result = results[0][0]
     expected = reference[model]
     assert result[0][0] == pytest.approx(expected[0][0], rel=5e-4)  # loss and gradient norm of the first step
     assert result[0][1] == pytest.approx(expected[0][1], rel=1e-2)
