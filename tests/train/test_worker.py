@@ -1,0 +1,31 @@
+"""Start of a rank from a run file, as under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
+from phalanx.train import create_run, worker
+from tests.helpers.small_runs import small_run
+
+
+def test_rank_chooses_recomputation_once_for_ranks_of_its_machine(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = {"activation_checkpointing": "auto", "micro_batch_size": 1}
+    run_file = tmp_path / "file.toml"
+    changes = {"layout": layout, "training.steps": 1, "optimizer.warmup_steps": 0, "cluster": {"device": "cpu"}}
+    run_file.write_text(to_toml(small_run(text, tmp_path, changes)))
+    resolve, local_ranks = create_run.resolve_recomputation, []
+
+    def record(run: RunSpec, world_size: int, gpu_memory_bytes: int | None, nproc: int | None = None) -> RunSpec:
+        local_ranks.append(nproc)
+        return resolve(run, world_size, gpu_memory_bytes, nproc)
+
+    monkeypatch.setattr(create_run, "resolve_recomputation", record)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert worker.run_rank(run_file, [], resume=False) == 0
+    assert local_ranks == [3]
