@@ -47,6 +47,24 @@ def test_resolve_recomputation_requires_memory_of_gpu():
     assert resolve_recomputation(run, 1, gpu_memory_bytes=10**12).layout.activation_checkpointing == "none"
 
 
+def test_resolve_recomputation_uses_actual_memory_if_cluster_describes_more(monkeypatch):
+    run = make_run({"preset": "h100"})
+    monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda: 55 * 10**9)
+    for device, gpu_memory_bytes in (("cpu", None), ("cuda", 56 * 10**9)):
+        layout = resolve_recomputation(run.on_device(device), 1, gpu_memory_bytes).layout
+        assert layout.activation_checkpointing != "none"
+    assert resolve_recomputation(run, 1, gpu_memory_bytes=10**12).layout.activation_checkpointing == "none"
+
+
+def test_resolve_recomputation_divides_memory_of_machine_by_its_own_ranks(monkeypatch):
+    run = make_run({"device": "cpu"})
+    monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda: 2 * 10**11)
+    assert resolve_recomputation(run, 4).layout.activation_checkpointing != "none"
+    resolved = resolve_recomputation(run, 4, nproc=1)
+    assert resolved.layout.activation_checkpointing == "none"
+    assert resolved.cluster == run.cluster
+
+
 def test_resolve_recomputation_rejects_number_of_blocks():
     with pytest.raises(UserError, match='"auto", which chooses it'):
         resolve_recomputation(make_run({"device": "cpu"}, recomputed_blocks=1), 1)

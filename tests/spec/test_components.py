@@ -43,6 +43,7 @@ def test_components_survive_run_file() -> None:
     [
         ({"layout": {"tp": 2}}, "layout.tp = 2: is for Phalanx's own transformer only"),
         ({"layout": {"activation_checkpointing": "full"}}, "layout.activation_checkpointing = 'full': is for"),
+        ({"layout": {"activation_checkpointing": "auto"}}, "layout.activation_checkpointing = 'auto': is for"),
         ({"model": {**PARTS["model"], "moe": MOE}}, "model.moe: is for"),
         ({"training": {"precision": "fp8"}}, "training.precision = 'fp8': is for Phalanx's own transformer only"),
         ({"model": {"preset": "tiny"}, "training": {"loss": "a:f"}, "layout": {"tp": 2}}, "splits the logits"),

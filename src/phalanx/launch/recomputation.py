@@ -14,15 +14,18 @@ from phalanx.spec.layout import check_inapplicable_options, describe_recomputati
 from phalanx.spec.run import RunSpec
 
 
-def resolve_recomputation(run: RunSpec, world_size: int, gpu_memory_bytes: int | None = None) -> RunSpec:
+def resolve_recomputation(
+    run: RunSpec, world_size: int, gpu_memory_bytes: int | None = None, nproc: int | None = None
+) -> RunSpec:
     """Return the run with its recomputation chosen if it is "auto", and print the choice to stderr.
 
-    The memory is that of the run's cluster. If it is unknown, ranks on CPUs share the memory of this machine.
+    The memory is the smaller of the cluster's and this machine's. Ranks on CPUs share it.
 
     Args:
         run: The run.
         world_size: Number of ranks.
         gpu_memory_bytes: Memory of this machine's GPUs, if it is known.
+        nproc: Number of ranks on this machine; by default equally many on each node of the cluster.
 
     Raises:
         UserError: The memory is unknown, or the layout cannot run.
@@ -30,16 +33,16 @@ def resolve_recomputation(run: RunSpec, world_size: int, gpu_memory_bytes: int |
     if not run.layout.auto_checkpointing:
         return run
     check_inapplicable_options(run.layout)
-    nproc = -(-world_size // run.cluster.nodes)
-    planned = run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": nproc})})
-    if run.cluster.rank_memory_bytes is None:
-        device = "cpu" if run.cluster.uses_cpu else "cuda"
-        memory_bytes = machine_memory_bytes() if run.cluster.uses_cpu else gpu_memory_bytes
-        if memory_bytes is None:
-            problem = "requires the memory of a GPU, which is unknown"
-            fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
-            raise UserError("layout.activation_checkpointing", "auto", problem, fix=fix)
-        planned = on_machine(planned, nproc, memory_bytes, device=device)
+    nproc = nproc or -(-world_size // run.cluster.nodes)
+    cluster = run.cluster.model_copy(update={"nodes": -(-world_size // nproc)})
+    actual_bytes = machine_memory_bytes() if cluster.uses_cpu else gpu_memory_bytes
+    known_bytes = [size for size in (cluster.memory_bytes, actual_bytes) if size is not None]
+    if not known_bytes:
+        problem = "requires the memory of a GPU, which is unknown"
+        fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
+        raise UserError("layout.activation_checkpointing", "auto", problem, fix=fix)
+    device = "cpu" if cluster.uses_cpu else "cuda"
+    planned = on_machine(run.model_copy(update={"cluster": cluster}), nproc, min(known_bytes), device=device)
     choice = choose_recomputation(planned, world_size)
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -60,19 +61,31 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
         # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
         return spec_class.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise UserErrorGroup(
-            [_validation_error(spec_class, table, path_prefix, item=dict(item)) for item in error.errors()]
-        ) from None
+        items = _one_per_value([dict(item) for item in error.errors()])
+        raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item=item) for item in items]) from None
 
 
-PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal["
+PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal[", "tuple["
 """Prefixes of the location parts that pydantic adds inside a field."""
+
+
+def _one_per_value(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the errors without those of other types of a union: the first of a value, or those inside it."""
+    items_of_path: dict[tuple[str, ...], dict[str, Any]] = {}
+    for item in items:
+        items_of_path.setdefault(tuple(_field_path(item)), item)
+    outer_paths = {path[:length] for path in items_of_path for length in range(len(path))}
+    return [item for path, item in items_of_path.items() if path not in outer_paths]
+
+
+def _field_path(item: dict[str, Any]) -> list[str]:
+    return [str(part) for part in item["loc"] if not str(part).startswith(PYDANTIC_INNER_PREFIXES)]
 
 
 def _validation_error(
     spec_class: type[Spec], table: dict[str, Any], path_prefix: str, item: dict[str, Any]
 ) -> UserError:
-    path = [str(part) for part in item["loc"] if not str(part).startswith(PYDANTIC_INNER_PREFIXES)]
+    path = _field_path(item)
     field = ".".join([path_prefix, *path] if path_prefix else path) or path_prefix or spec_class.__name__
     context = item.get("ctx", {})
     cause = context.get("error")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
 from phalanx.spec.base import Spec, require
-from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.errors import UserError
+from phalanx.spec.parallel_dims import transformer_only_options
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -96,15 +97,10 @@ def check_components(run: RunSpec) -> None:
     )
     if model.implementation is None:
         return
-    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing", "auto_checkpointing"):
-        default = type(run.layout).model_fields[field].default
-        require(
-            getattr(run.layout, field) == default,
-            f"layout.{field}",
-            getattr(run.layout, field),
-            problem="is for Phalanx's own transformer only, but the run has model.implementation",
-            fix=f"set layout.{field} = {default!r}, and implement it in the module",
-        )
+    for field, value, default in transformer_only_options(run.layout):
+        problem = "is for Phalanx's own transformer only, but the run has model.implementation"
+        fix = f"set layout.{field} = {default!r}, and implement it in the module"
+        raise UserError(f"layout.{field}", value, problem, fix=fix)
     require(
         run.training.precision != "fp8",
         "training.precision",

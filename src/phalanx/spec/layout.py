@@ -9,6 +9,7 @@ from pydantic import Field
 
 from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
@@ -185,8 +186,10 @@ def describe_recomputation(layout: Layout) -> str:
     counts = layout.recomputed_blocks
     if counts is None:
         return text
-    blocks = "/".join(map(str, counts)) if isinstance(counts, tuple) else counts
-    return f"{text} in {blocks} {'blocks a stage' if layout.pp > 1 else 'blocks'}"
+    if isinstance(counts, int):
+        counts = (counts,)
+    blocks = plural(counts[0], "block") if len(counts) == 1 else f"{'/'.join(map(str, counts))} blocks"
+    return f"{text} in {blocks}{' a rank' if layout.pp > 1 else ''}"
 
 
 def check_inapplicable_options(layout: Layout) -> None:

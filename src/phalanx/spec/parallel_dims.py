@@ -5,6 +5,7 @@ Why: `docs/design/decisions/rank-order.md`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -153,6 +154,16 @@ MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
 def uses_model_parallelism(layout: Layout) -> bool:
     """Return whether ranks share a model or a sequence."""
     return any(getattr(layout, axis) > 1 for axis in MODEL_PARALLEL_AXES)
+
+
+def transformer_only_options(layout: Layout) -> Iterator[tuple[str, object, object]]:
+    """Yield the name, value and default of each changed option that only Phalanx's transformer supports."""
+    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
+        is_auto = field == "activation_checkpointing" and layout.auto_checkpointing
+        value = "auto" if is_auto else getattr(layout, field)
+        default = Layout.model_fields[field].default
+        if value != default:
+            yield field, value, default
 
 
 def process_groups(dims: ParallelDims, *axes: str) -> list[tuple[int, ...]]:

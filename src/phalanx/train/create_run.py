@@ -80,13 +80,19 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     return run.model_copy(update={"training": training})
 
 
-def decide_recomputation(run: RunSpec, world_size: int) -> RunSpec:
-    """Return a run with the recomputation that fits this machine if the run file leaves it open."""
+def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None) -> RunSpec:
+    """Return a run with the recomputation that fits this machine if the run file leaves it open.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        nproc: Number of ranks on this machine; by default equally many on each node of the run's cluster.
+    """
     if not run.layout.auto_checkpointing:
         return run
     device = select_device(run)
     gpu_memory_bytes = _gpu_memory_bytes() if device == "cuda" else None
-    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes)
+    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc=nproc)
     return run.model_copy(update={"layout": resolved.layout})
 
 

@@ -28,7 +28,7 @@ from phalanx.launch.process import (
 )
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
-from phalanx.runs.create import is_run_directory, read_run_directory
+from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
@@ -37,7 +37,7 @@ from phalanx.spec.files.load import load_run, write_effective_layout
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
-from phalanx.train.create_run import check_machine_memory, create_run, decide_choices, decide_recomputation
+from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
@@ -308,8 +308,8 @@ def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
 
 def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Path:
     check_fp8_capability(run)
-    if run.layout.auto_checkpointing:
-        run = decide_recomputation(decide_choices(run, resume), world_size)
+    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    run = decide_recomputation(decide_choices(run, resume), world_size, nproc)
     if not force:
-        check_machine_memory(run, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return create_run(run, world_size, resume)
+        check_machine_memory(run, nproc)
+    return write_run_directory(run, check_and_prepare(run, world_size, resume))

@@ -126,6 +126,17 @@ def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Pat
     assert replan_layout(run, 1, 1) == run.layout
 
 
+def test_replan_layout_is_equal_on_nodes_that_chose_other_recomputation(tmp_path: Path) -> None:
+    table = {"output_dir": str(tmp_path), "model": {"preset": "tiny"}}
+    recorded, other = (
+        run_from_table({**table, "layout": {"activation_checkpointing": "full", "recomputed_blocks": count}})
+        for count in (1, 2)
+    )
+    (tmp_path / recorded.name).mkdir()
+    (tmp_path / recorded.name / "run.toml").write_text(to_toml(recorded))
+    assert replan_layout(other, 1, 2) == recorded.layout
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

@@ -253,6 +253,11 @@ def test_distribute_rejects_what_only_the_transformer_can_have(changes: dict[str
         distribute(nn.Linear(2, 2), Layout(**changes), mesh, CPU)
 
 
+def test_distribute_rejects_automatic_activation_checkpointing() -> None:
+    with pytest.raises(UserError, match=r"layout\.activation_checkpointing = 'auto': is supported"):
+        distribute(nn.Linear(2, 2), Layout(auto_checkpointing=True), build_cpu_mesh(Layout()), CPU)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters)),

@@ -62,6 +62,9 @@ INVALID_RUNS = [
     ("[cluster]\noversubscription = 0.5", "cluster.oversubscription", "0.5", "increase oversubscription"),
     ('[layout]\ndata_parallel = "fsdp"', "layout.data_parallel", "'fsdp'", "use one of these values"),
     ("[layout]\ntp = 0", "layout.tp", "0", "increase tp"),
+    ("[layout]\nrecomputed_blocks = 0", "layout.recomputed_blocks", "0", "increase recomputed_blocks"),
+    ('[layout]\nrecomputed_blocks = "all"', "layout.recomputed_blocks", "'all'", "write a whole number"),
+    ("[layout]\nrecomputed_blocks = [1, -1]", "layout.recomputed_blocks[1]", "-1", "increase recomputed_blocks[1]"),
     ('name = "a/b"', "name", "'a/b'", "use letters, digits"),
 ]
 
@@ -73,6 +76,13 @@ def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text,
     message = str(error.value)
     assert any(line.startswith(f"{field} = {value}: " if value else f"{field}: ") for line in message.splitlines())
     assert fix in message
+    assert "tuple[" not in message  # a type that a union also allows
+
+
+def test_load_run_lists_auto_among_methods_of_activation_checkpointing(tmp_path):
+    path = write_run_file(tmp_path, '[layout]\nactivation_checkpointing = "some"')
+    with pytest.raises(UserError, match="must be 'auto', 'none', 'selective' or 'full'"):
+        load_run(path, [], {})
 
 
 def test_load_run_reports_all_invalid_settings_together(tmp_path):

@@ -47,8 +47,8 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     """Return the planner's layout for other ranks than the run file's.
 
-    For a machine without a description the planner uses the run's measurements; before there are any, the run's own
-    layout stays.
+    For a machine without a description the planner uses the run's measurements; before there are any, the layout of
+    the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then hang.
 
     Args:
         run: Run to plan.
@@ -61,10 +61,13 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.plan.search.candidates import known_precisions
     from phalanx.report.run_data import read_run
-    from phalanx.runs.create import run_directory
+    from phalanx.runs.create import RUN_FILE, run_directory
+    from phalanx.spec.files.load import load_run
 
     per_node = nproc or ranks
-    recorded_run = read_run(run_directory(run)).run
+    directory = run_directory(run)
+    recorded_run = read_run(directory).run
+    run = load_run(directory / RUN_FILE, environment={})
     cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
     speeds = [cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second]
     if ranks > cluster.fast_link_domain_size:

@@ -20,7 +20,7 @@ from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
+from phalanx.spec.parallel_dims import transformer_only_options
 from phalanx.spec.run import BF16_PRECISIONS
 from phalanx.spec.torch_compat import check_torch_supports
 
@@ -59,15 +59,12 @@ def distribute(
         Traceback (most recent call last):
         phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
     """
-    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing", "auto_checkpointing"):
-        value = getattr(layout, field)
-        default = Layout.model_fields[field].default
-        if value != default:
-            problem = (
-                f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
-                "data parallelism"
-            )
-            raise UserError(f"layout.{field}", value, problem, fix=f"use {default!r}, and implement it in the module")
+    for field, value, default in transformer_only_options(layout):
+        problem = (
+            f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
+            "data parallelism"
+        )
+        raise UserError(f"layout.{field}", value, problem, fix=f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device
     return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)

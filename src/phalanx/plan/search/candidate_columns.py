@@ -41,7 +41,7 @@ class _StageBlocks:
     mean_recomputed: float
     """The same of all blocks of the model."""
     splits_backward: bool
-    """Whether the schedule splits backward passes."""
+    """True if the schedule splits backward passes."""
 
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:

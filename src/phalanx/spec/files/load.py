@@ -151,12 +151,13 @@ def run_from_table(table: Table) -> RunSpec:
     table = dict(table)
     if table.get("layout") == "auto":
         table |= {"layout": {}, "auto_layout": True}
-    for section, field in ("training", "precision"), ("layout", "activation_checkpointing"):  # flags replace "auto"
-        if isinstance(part := table.get(section), dict) and part.get(field) == "auto":
-            others = {key: value for key, value in part.items() if key != field}
-            table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
-    if isinstance(training := table.get("training"), dict) and isinstance(training.get("precision"), str):
-        _check_precision(training["precision"])
+    for spec_class, path in (TrainingSpec, "training.precision"), (Layout, "layout.activation_checkpointing"):
+        section, field = path.split(".")
+        if isinstance(part := table.get(section), dict) and isinstance(part.get(field), str):
+            _check_choice(path, part[field], get_args(spec_class.model_fields[field].annotation))
+            if part[field] == "auto":  # a flag replaces it
+                others = {key: value for key, value in part.items() if key != field}
+                table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))
@@ -307,13 +308,12 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
-def _check_precision(precision: str) -> None:
-    """Raise UserError for an unknown precision, with "auto" among the known ones."""
-    known = ["auto", *get_args(TrainingSpec.model_fields["precision"].annotation)]
-    if precision not in known:
+def _check_choice(field: str, value: str, choices: Sequence[str]) -> None:
+    """Raise UserError for a value that is neither "auto" nor one of the choices."""
+    known = ["auto", *choices]
+    if value not in known:
         problem = f"must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-        fix = did_you_mean(precision, known, fallback="use one of these values")
-        raise UserError("training.precision", precision, problem, fix=fix)
+        raise UserError(field, value, problem, fix=did_you_mean(value, known, fallback="use one of these values"))
 
 
 def preset_names(folder: str) -> list[str]:
