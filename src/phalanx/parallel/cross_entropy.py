@@ -84,8 +84,9 @@ EAGER = Kernels()
 @cache
 def compiled_kernels() -> Kernels:
     """Return the functions compiled: each is one kernel on a GPU."""
-    compiled = (torch.compile(function) for function in (log_sum_exp_to_compile, replace_to_compile))
-    return Kernels(*compiled, allocates_probabilities=False)
+    return Kernels(
+        torch.compile(log_sum_exp_to_compile), torch.compile(replace_to_compile), allocates_probabilities=False
+    )
 
 
 def run_scaled_backward(loss: Tensor, scale: float) -> None:
