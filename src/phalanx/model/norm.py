@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.model import ModelSpec
 
-CHUNK_ELEMENTS = 2**16
+CHUNK_ELEMENTS = 2**15
 """Elements that are in fp32 at one time."""
 
 
