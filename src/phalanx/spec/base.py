@@ -61,7 +61,7 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
         # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
         return spec_class.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        items = _one_per_value([dict(item) for item in error.errors()])
+        items = _of_fitting_types([dict(item) for item in error.errors()])
         raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item=item) for item in items]) from None
 
 
@@ -69,13 +69,16 @@ PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal[", "tuple["
 """Prefixes of the location parts that pydantic adds inside a field."""
 
 
-def _one_per_value(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the errors without those of other types of a union: the first of a value, or those inside it."""
-    items_of_path: dict[tuple[str, ...], dict[str, Any]] = {}
-    for item in items:
-        items_of_path.setdefault(tuple(_field_path(item)), item)
-    outer_paths = {path[:length] for path in items_of_path for length in range(len(path))}
-    return [item for path, item in items_of_path.items() if path not in outer_paths]
+def _of_fitting_types(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the errors without those of the other type where a field is a list or a single value."""
+    paths = [tuple(_field_path(item)) for item in items]
+
+    def is_of_other_type(item: dict[str, Any], path: tuple[str, ...]) -> bool:
+        if isinstance(item["input"], list):
+            return any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+        return item["type"] == "tuple_type" and paths.count(path) > 1
+
+    return [item for item, path in zip(items, paths, strict=True) if not is_of_other_type(item, path)]
 
 
 def _field_path(item: dict[str, Any]) -> list[str]:

@@ -211,10 +211,6 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("layout.virtual_stages = 1", "cannot be combined with", "at least 2"),
     ),
     (
-        {"layout.pp": 2, "layout.schedule": "zb-h1", "training.compile": "true"},
-        ("training.compile = True", "zb-h1", "1f1b"),
-    ),
-    (
         {"layout.offload": '"cpu"'},
         ("layout.offload = 'cpu'", 'cannot be combined with layout.data_parallel = "ddp"', "zero1"),
     ),
