@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,12 +70,10 @@ def phalanx_step(
     shape: Shape,
     dataset: IndexedDataset,
     folder: Path,
-    compile: bool,
-    documents: bool = False,
-    data_parallel: str = "ddp",
+    **variant: Any,
 ) -> Step:
     """Return a step of Phalanx's trainer."""
-    run = shape.run(compile, documents, data_parallel)
+    run = shape.run(**variant)
     corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, folder, torch.device("cuda", 0), peak_flops=1e15)
     batches = prefetch(trainer.loader, 0, run.training.steps)

@@ -28,7 +28,9 @@ class Shape:
         """Tokens per step."""
         return self.seq_len * self.micro_batch * self.accumulation
 
-    def run(self, compile: bool, documents: bool = False, data_parallel: str = "ddp") -> RunSpec:
+    def run(
+        self, compile: bool, documents: bool = False, data_parallel: str = "ddp", precision: str = "bf16"
+    ) -> RunSpec:
         """Return the run of these steps; `documents` masks the documents of a row."""
         return RunSpec(
             model=self.model,
@@ -37,7 +39,7 @@ class Shape:
                 steps=WARM_UP + STEPS,
                 seq_len=self.seq_len,
                 tokens_per_step=self.tokens,
-                precision="bf16",
+                precision=precision,
                 compile=compile,
                 seed=SEED,
             ),

@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Phalanx, zero1, compiled": {"compile": True, "data_parallel": "zero1"},
     "Phalanx, documents": {"compile": False, "documents": True},
     "Phalanx, zero1, compiled, documents": {"compile": True, "data_parallel": "zero1", "documents": True},
+    "Phalanx, fp8, compiled": {"compile": True, "precision": "fp8"},
 }
 
 
