@@ -84,7 +84,7 @@ def all_rows() -> Iterator[Row]:
     for model, layers, name, world_size, words in (*runs, *OTHER_RUNS):
         tokens = 8192 if model.startswith("llama") else 4096
         settings = [f"model.preset={model}", f"model.num_layers={layers}", f"training.seq_len={tokens}"]
-        settings += [f"data.mask_documents={str(NONE not in words).lower()}"]
+        settings += ["training.compile=false", f"data.mask_documents={str(NONE not in words).lower()}"]
         row = Row(model, name, world_size, 0, settings + [f"layout.{word}" for word in words.split()])
         stages = pipeline_stage_groups(parallel_dims(described_run(row).layout, world_size))
         for stage in sorted({0, len(stages) - 1}):

@@ -53,14 +53,15 @@ MODEL = {
     "max_seq_len": 2048,
 }
 EXPERTS = {**MODEL, "num_layers": real_or_dry(4, 2), "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 1024}}
+EAGER = {"training.compile": False}
 COMPILED = {"training.compile": True}
 RECOMPUTED = {**COMPILED, "layout.activation_checkpointing": "full"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eager": {},
+    "eager": EAGER,
     "compile": COMPILED,
     "zero1, compile": {**COMPILED, "layout.data_parallel": "zero1"},
     "full recomputation, compile": RECOMPUTED,
-    "experts": {"model": EXPERTS},
+    "experts": {**EAGER, "model": EXPERTS},
     "experts, full recomputation, compile": {**RECOMPUTED, "model": EXPERTS},
 }
 NOTES = f"""

@@ -26,11 +26,15 @@ from phalanx.data.packing import Batch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
+from phalanx.train.step_runner import ReadRecord
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
 MEAN_DOCUMENT = 700
-Step = Callable[[], float]
+CONSECUTIVE_STEPS = 4
+"""Steps between two waits for the GPU."""
+Step = Callable[[], float | torch.Tensor | None]
+"""Function that runs a step without waiting for the GPU, and returns a loss if there is one."""
 
 
 def main(shape_name: str, variant_name: str) -> None:
@@ -45,15 +49,22 @@ def main(shape_name: str, variant_name: str) -> None:
         losses = [step()]
         torch.cuda.synchronize()
         first = time.perf_counter() - started_at
+        losses += [step() for _ in range(WARM_UP - 1)]
         seconds = []
-        for _ in range(WARM_UP - 1 + STEPS):
+        for _ in range(STEPS // CONSECUTIVE_STEPS):
             torch.cuda.synchronize()
             started_at = time.perf_counter()
-            losses.append(step())
+            losses += [step() for _ in range(CONSECUTIVE_STEPS)]
             torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started_at)
+            seconds.append((time.perf_counter() - started_at) / CONSECUTIVE_STEPS)
     peak = torch.cuda.max_memory_allocated()
-    print(json.dumps({"seconds": median(seconds[-STEPS:]), "first": first, "peak_bytes": peak, "losses": losses}))
+    result = {
+        "seconds": median(seconds),
+        "first": first,
+        "peak_bytes": peak,
+        "losses": [float(loss) for loss in losses if loss is not None],
+    }
+    print(json.dumps(result))
 
 
 def random_documents(folder: Path, shape: Shape) -> IndexedDataset:
@@ -77,7 +88,13 @@ def phalanx_step(
     corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, folder, torch.device("cuda", 0), peak_flops=1e15)
     batches = prefetch(trainer.loader, 0, run.training.steps)
-    return lambda: float(trainer.train_step(batches)["loss"])
+    reads: list[ReadRecord] = []
+
+    def step() -> float | None:
+        reads.append(trainer.launch_step(batches))
+        return reads.pop(0)()["loss"] if len(reads) > 1 else None  # one step late, as `Trainer.train`
+
+    return step
 
 
 def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: bool) -> Step:
@@ -103,7 +120,7 @@ def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: boo
         WARM_UP + STEPS,
     )
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         total = torch.zeros((), device="cuda")
         for tokens, targets in micro_batches(next(batches), shape.micro_batch):
             with torch.autocast("cuda", torch.bfloat16):
@@ -114,7 +131,7 @@ def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: boo
         nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return total.item()
+        return total
 
     return step
 

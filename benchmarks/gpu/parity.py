@@ -19,10 +19,12 @@ from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate, 
 
 TITLE = "Layouts on NCCL compared with one process on a CPU"
 COLUMNS = ("layout", "ranks", "precision", "difference", "limit", "passed", "seconds")
-LIMIT_SECONDS, STEPS = 30.0, 2
+LIMIT_SECONDS, STEPS = 90.0, 2
 DEEP = {"model": {**DENSE, "num_layers": 4}}
 PIPELINE = {**DEEP, "layout.pp": 2, "layout.micro_batch_size": 1}
 BF16 = {"training.precision": "bf16"}
+COMPILED = {"training.compile": True}
+WINDOWS = {"model": {**DENSE, "sliding_window": 9, "full_attention_layers": [1], "attention_sinks": True}}
 Trajectory = Sequence[tuple[float, float]]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -52,6 +54,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 4, 1f1b": (4, {**PIPELINE, "layout.pp": 4}),
     "zero3 x tp 2": (4, {"layout.data_parallel": "zero3", "layout.tp": 2}),
     "pp 2 x zero1, zb-h1": (4, {**PIPELINE, "layout.schedule": "zb-h1", "layout.data_parallel": "zero1"}),
+    "windows and sinks": (1, WINDOWS),
+    "windows and sinks, bf16": (1, {**WINDOWS, **BF16}),
+    "one rank, compiled": (1, COMPILED),
+    "one rank, bf16, compiled": (1, {**COMPILED, **BF16}),
+    "zero3, recompute, compiled": (
+        2,
+        {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full", **COMPILED},
+    ),
+    "tp 2, compiled": (2, {"layout.tp": 2, **COMPILED}),
+    "pp 2, zb-v, compiled": (2, {**PIPELINE, "layout.schedule": "zb-v", **COMPILED}),
+    "ep 2, bf16, compiled": (2, {"model": MOE, "layout.ep": 2, **BF16, **COMPILED}),
 }
 LIMITS = {"fp64": 1e-10, "bf16": 2e-2}
 NOTES = f"""
@@ -74,7 +87,7 @@ def measure(table: Table) -> None:
 
 def compare(table: Table, name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Sequence[object]:
     """Train a layout on the GPU, and one process on this CPU in fp64."""
-    changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
+    changes = {"training.compile": False, **changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
     alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = train_and_evaluate(small_run(text, folder / "alone", {**alone, "training.precision": "fp64"}))
     run = small_run(text, folder / "gpu", changes)

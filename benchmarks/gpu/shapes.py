@@ -10,7 +10,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import DataSpec, RunSpec, TrainingSpec
 
-WARM_UP, STEPS = 4, 8
+WARM_UP, STEPS = 4, 12
 """Number of warm-up steps and of timed steps."""
 
 

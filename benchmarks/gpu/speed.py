@@ -22,11 +22,11 @@ COLUMNS = (
     "first step, s",
 )
 NOTES = """
-Medians of 8 steps after 4 warm-up steps. All trainers use bf16 with fp32 master weights, fused AdamW, gradient clipping
-and causal attention. bf16 comes from autocast, except for zero1, which has bf16 parameters. "Documents" are rows of
-masked documents with a mean length of 700 tokens; the plain loop masks no documents. The plain loop compiles each
-block, as torchtitan does, and the loss. MFU is relative to 989 TFLOP/s, for the model's operations without
-recomputation.
+Medians of three times four consecutive steps, after four warm-up steps. Between the four steps no trainer waits for the
+GPU. All trainers use bf16 with fp32 master weights, fused AdamW, gradient clipping and causal attention. bf16 comes
+from autocast, except for zero1, which has bf16 parameters. "Documents" are rows of masked documents with a mean length
+of 700 tokens; the plain loop masks no documents. The plain loop compiles each block, as torchtitan does, and the loss.
+MFU is relative to 989 TFLOP/s, for the model's operations without recomputation.
 
 1.1B: 16 layers, width 2,048, twice 4 rows of 4,096 tokens per step. 124M: 12 layers, width 768, vocabulary 50,304,
 twice 32 rows of 1,024 tokens per step.

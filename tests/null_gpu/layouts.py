@@ -10,7 +10,12 @@ from tests.parity.covering_set import FILE, run_changes, world_size
 
 Case = tuple[int, Table]
 
-BF16: Table = {"training.precision": "bf16", "optimizer.warmup_steps": 1, "cluster.device": "cuda"}
+BF16: Table = {
+    "training.precision": "bf16",
+    "training.compile": False,
+    "optimizer.warmup_steps": 1,
+    "cluster.device": "cuda",
+}
 """What all of them change."""
 DEEP: Table = {**DENSE, "num_layers": 8}
 SCHEDULES: dict[str, Table] = {

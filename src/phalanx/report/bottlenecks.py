@@ -288,23 +288,25 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)
-    # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
-    is_in_fp32 = run_data.run is None or run_data.run.training.precision not in BF16_PRECISIONS
-    has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
-    lower = ", lower precision" if is_in_fp32 and has_gpu else ""
     return Bottleneck(
         kind="compute",
         share=times.share(seconds),
         evidence=f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks"
         f"{mfu_note}",
-        suggestion=f"use {_larger_micro_batches(run_data)}training.compile{lower}; otherwise more or faster devices",
+        suggestion=_describe_faster_compute(run_data),
     )
 
 
-def _larger_micro_batches(run_data: RunData) -> str:
-    """Return the advice of larger micro-batches, if a step has several."""
+def _describe_faster_compute(run_data: RunData) -> str:
+    """Return the settings that may shorten the passes, and otherwise the devices that would."""
     run = run_data.run
-    if run is None:
-        return ""
-    is_accumulated = plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1
-    return "larger micro-batches, " if is_accumulated else ""
+    has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
+    settings = {
+        "larger micro-batches": run is not None
+        and plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1,
+        "training.compile": run is None or not run.on_device("cuda" if has_gpu else "cpu").compiles,
+        # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
+        "lower precision": has_gpu and (run is None or run.training.precision not in BF16_PRECISIONS),
+    }
+    usable = [name for name, is_usable in settings.items() if is_usable]
+    return f"use {', '.join(usable)}; otherwise more or faster devices" if usable else "use more or faster devices"

@@ -99,9 +99,10 @@ class TrainingSpec(Spec):
     """Select the precision with a measurement, as `precision = "auto"` requests."""
     seed: int = Field(1234, ge=0)
     """Seed of the initial weights and the order of the text. The same seed gives the same run in every layout."""
-    compile: bool = False
-    """Compile blocks with torch.compile, and the loss on GPUs. Where ranks communicate inside a block, or its backward
-    pass is split, only its elementwise functions are compiled."""
+    compile: bool | None = None
+    """Compile blocks with torch.compile, and the loss on GPUs. By default on GPUs, unless the network is the user's.
+    Where ranks communicate inside a block, or its backward pass is split, only its elementwise functions are compiled.
+    """
     deterministic: bool = False
     """Use only kernels with bitwise reproducible results, so that a restarted run on GPUs gives the same result to the
     bit. Slower on GPUs. CPUs are reproducible anyway."""
@@ -265,6 +266,12 @@ class RunSpec(Spec):
     def on_device(self, device: str) -> RunSpec:
         """Return this run with `cluster.device` set, because "auto" does not name the device in use."""
         return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})
+
+    @property
+    def compiles(self) -> bool:
+        """True if `training.compile` is set, or left open and the devices are GPUs."""
+        by_default = self.cluster.uses_cuda and self.model.implementation is None
+        return by_default if self.training.compile is None else self.training.compile
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,7 +57,7 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
 
 
 def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
-    """Return a run with the faster precision if the run file leaves it open.
+    """Return a run with the faster precision, and without compilation if it cannot work, where the file leaves it open.
 
     A resumed run keeps the choices of its first start: its precision, and the steps of `training.seconds`."""
     file = run_directory(run) / RUN_FILE
@@ -70,6 +72,9 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
             file=sys.stderr,
         )
         run = with_decided_steps(run, steps)
+    if run.training.compile is None and run.on_device(select_device(run)).compiles and not find_c_compiler():
+        print("phalanx: blocks are not compiled, which needs a C compiler: install gcc or clang", file=sys.stderr)
+        run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
     if not run.training.auto_precision:
         return run
     if decided is not None:
@@ -78,6 +83,12 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
         precision = fastest_precision(torch.device(select_device(run)))
     training = run.training.model_copy(update={"precision": precision, "auto_precision": False})
     return run.model_copy(update={"training": training})
+
+
+def find_c_compiler() -> str | None:
+    """Return the C compiler that Triton uses for kernels on GPUs, or None."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None) -> RunSpec:

@@ -71,6 +71,8 @@ class Learner:
         self.run = run
         self.mesh = mesh
         self.device = device
+        self.compiles = run.on_device(device.type).compiles
+        """True if blocks are compiled."""
         self.batch = plan_batch(run, mesh.dims.world_size)
         self.num_parameters = count_parameters(run.model).total
         """Number of parameters of the full model."""
@@ -109,7 +111,7 @@ class Learner:
                 self.mesh,
                 device=self.device,
                 precision=training.precision,
-                compile=training.compile,
+                compile=self.compiles,
             )
         return apply_layout(
             run.model,
@@ -118,7 +120,7 @@ class Learner:
             device=self.device,
             weights=weights or DrawnWeights(run.model, training.seed),
             precision=training.precision,
-            compile=training.compile,
+            compile=self.compiles,
             layers=layers_per_stage(run) if run.layout.pp > 1 else (),
             trained_experts=trained_experts,
         )
@@ -148,14 +150,13 @@ class Learner:
     @property
     def _always_has_documents(self) -> bool:
         """True if rows of one document are treated like others: compiled blocks then have one graph."""
-        run = self.run
-        return run.training.compile and run.data.mask_documents and self.device.type == "cuda"
+        return self.compiles and self.run.data.mask_documents and self.device.type == "cuda"
 
     def _documents(self, document_starts: np.ndarray) -> Documents:
         """Return the documents of a micro-batch, on the device."""
         host_bounds = document_bounds(document_starts)
         starts, bounds = (self._to_device(x) for x in (document_starts, host_bounds))
-        if self.run.training.compile:  # blocks are compiled once, not for each number of documents
+        if self.compiles:  # blocks are compiled once, not for each number of documents
             torch._dynamo.maybe_mark_dynamic(bounds, 0)
         return Documents(starts, bounds, host_bounds.tolist())
 

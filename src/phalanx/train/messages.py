@@ -24,7 +24,8 @@ def start_message(trainer: Trainer, resumed: int) -> str:
 
     `resumed` is the number of ranks that wrote the checkpoint to resume from; 0 without one."""
     lines = [
-        f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {trainer.run.training.precision}",
+        f"{trainer.num_parameters:,} parameters on {_describe_layout(trainer)}, {trainer.run.training.precision}"
+        f"{', compiled' if trainer.compiles else ''}",
         _describe_batch(trainer),
         *_notes(trainer),
     ]

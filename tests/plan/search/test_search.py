@@ -131,7 +131,7 @@ def test_search_offers_offload_when_nothing_else_fits():
     assert in_files[0].candidate.layout().offload_directory == "/local"
 
 
-@pytest.mark.parametrize(("gib", "expected"), [(36, "none"), (26, "full")])
+@pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (26, "full")])
 def test_search_recomputes_only_when_memory_is_tight(gib, expected):
     """Of 8 billion parameters with long sequences."""
     run = make_run(sequence=8192, sequences=16, cluster={"memory_bytes": gib * 2**30})

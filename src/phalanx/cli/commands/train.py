@@ -218,5 +218,8 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comments = [f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"]
     if run.model.implementation is None:
-        comments.append(f"# attention kernel: {describe_attention(run.on_device(select_device(run)))}")
+        device_run = run.on_device(select_device(run))
+        comments.append(f"# attention kernel: {describe_attention(device_run)}")
+        if device_run.compiles:
+            comments.append("# compiled: blocks, and the loss on GPUs")
     return "\n".join([*comments, to_toml(run)]).rstrip()

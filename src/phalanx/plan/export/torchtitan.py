@@ -118,7 +118,7 @@ def _trainer_config(job: ExportJob) -> PythonSource:
         training=_training(job),
         parallelism=_parallelism(job),
         activation_checkpoint=python_call("FullAC.Config") if full else None,
-        compile=python_call("CompileConfig", enable=run.training.compile),
+        compile=python_call("CompileConfig", enable=run.compiles),
         optimizer=_optimizer(job),
         lr_scheduler=_lr_scheduler(job),
         debug=python_call("DebugConfig", seed=run.training.seed),

@@ -124,7 +124,7 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
             for index, position in enumerate(STAGE_POSITIONS)
         },
         "compiled": [
-            float(run.training.compile and compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward))
+            float(run.compiles and compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward))
             for c, stage_blocks in zip(layouts, blocks, strict=True)
         ],
         "mean_recomputed": [stage_blocks.mean_recomputed for stage_blocks in blocks],
