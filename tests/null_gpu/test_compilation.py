@@ -11,7 +11,7 @@ import pytest
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, write_documents
-from tests.null_gpu.layouts import BF16, PIPELINES, SINGLE_AXES, Case
+from tests.null_gpu.layouts import BF16, COVERING, PIPELINES, SINGLE_AXES, Case
 
 RECOMPUTE = "layout.activation_checkpointing"
 FP8 = {"training.precision": "fp8"}  # widths of multiples of 16
@@ -27,6 +27,7 @@ CASES: dict[str, Case] = {
     "fp8": (1, FP8),
     "fp8-full": (1, {**FP8, RECOMPUTE: "full"}),
     "experts-full": (1, {"model": MOE, RECOMPUTE: "full"}),
+    **{f"covering-{name}": case for name, case in COVERING.items()},
 }
 
 

@@ -78,6 +78,8 @@ def _notes(trainer: Trainer) -> Iterator[str]:
         yield 'this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"'
     if training.precision == "fp8" and trainer.device.type == "cpu":
         yield "CPUs emulate fp8: products have the rounding of float8, and take longer than in bf16"
+    if training.compile is None and trainer.compiles:
+        yield "blocks are compiled in the first step, which takes longer: training.compile = false prevents it"
     if trainer.batch.learning_rate_scale != 1:
         yield (
             f"learning rates x {trainer.batch.learning_rate_scale:.4g} ({training.batch_scaling}): "
