@@ -110,3 +110,6 @@ def test_format_oom_report_lists_bytes_by_part() -> None:
     )
     assert oom.format_oom_report({**found, "wanted_bytes": None}).startswith("out of memory: allocated 3.10 GB: ")
     assert oom.format_oom_report({}) == ""
+    recorded = oom.format_oom_report({**found, "snapshot": "runs/a/failures/rank-00000.pickle"})
+    assert recorded.endswith("open runs/a/failures/rank-00000.pickle at https://pytorch.org/memory_viz")
+    assert oom.format_oom_report({**found, "snapshot": None}).endswith("--set metrics.allocation_history=true")

@@ -262,6 +262,17 @@ def test_find_bottlenecks_identifies_injected_cause(name: str, seed: int) -> Non
     assert named[0].kind == "compute" or named[0].share >= MIN_SHARE
 
 
+def test_straggler_with_lower_clock_is_explained_by_it() -> None:
+    of = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
+    for rank, record in of.ranks.items():
+        for line in record.steps:
+            line["gpu_sample"] = {"clock_mhz": 1100 if rank == 2 else 1755, "throttle_reasons": []}
+    found = step_times(of)
+    assert found is not None
+    evidence = find_bottlenecks(of, found)[0].evidence
+    assert "; its GPU: SM clock of 1,100 MHz (median of the other ranks: 1,755 MHz)" in evidence
+
+
 def test_bottleneck_share_equals_step_time_saved_without_straggler() -> None:
     slow, well = (
         find_simulated_bottlenecks(DDP4, 4, wrong, seed=0)[0] for wrong in (Fault(slowdown_by_rank={2: 1.6}), Fault())

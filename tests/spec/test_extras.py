@@ -12,7 +12,12 @@ import pytest
 from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-DISTRIBUTIONS = {"grpc": "grpcio", "mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk"}
+DISTRIBUTIONS = {
+    "grpc": "grpcio",
+    "mlflow": "mlflow-skinny",
+    "opentelemetry": "opentelemetry-sdk",
+    "pynvml": "nvidia-ml-py",
+}
 """Where the package that is imported has another name than what is installed."""
 
 

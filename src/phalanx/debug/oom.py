@@ -53,7 +53,15 @@ def format_oom_report(record: Mapping[str, Any]) -> str:
     reserved_text = f", {format_gb_or_mb(allocated['reserved'])} reserved" if "reserved" in allocated else ""
     limit_text = f" (limit {format_gb_or_mb(limit_bytes)})" if limit_bytes else ""
     total_text = f"{format_gb_or_mb(allocated['total'])}{' allocated' if requested_bytes else ''}"
-    return f"out of memory: {request_text} {total_text}{limit_text}: {parts}{reserved_text}"
+    snapshot_text = _describe_snapshot(record["snapshot"]) if "snapshot" in record else ""
+    return f"out of memory: {request_text} {total_text}{limit_text}: {parts}{reserved_text}{snapshot_text}"
+
+
+def _describe_snapshot(file: str | None) -> str:
+    """Return how to read the snapshot of a GPU's allocations, or how to record one."""
+    if file is None:
+        return "; for a history of allocations, train with --set metrics.allocation_history=true"
+    return f"; allocations and the lines that made them: open {file} at https://pytorch.org/memory_viz"
 
 
 def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int = 0) -> str:

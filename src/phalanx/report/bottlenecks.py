@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from phalanx.cost.exact.flops import run_recomputed_flops_per_token, training_flops_per_token
+from phalanx.report.gpu_samples import describe_slow_clock
 from phalanx.report.run_data import RunData
 from phalanx.report.slowdowns import (
     IMBALANCE_RATIO,
@@ -144,7 +145,7 @@ def _straggler_bottleneck(run_data: RunData, times: StepTimes, slowdown: Slowdow
         kind="straggler",
         share=_lost_share(times, slowdown),
         evidence=f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown.factor:.2f} times as long as other "
-        f"ranks for equal work, since step {step}",
+        f"ranks for equal work, since step {step}{describe_slow_clock(run_data, rank)}",
         suggestion="check the device: other processes, clock and temperature; exclude the host if the rank stays slow",
         rank=rank,
         since=step,

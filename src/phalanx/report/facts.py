@@ -24,6 +24,7 @@ from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.formatting import format_problem
 from phalanx.report.gpu_profile.facts import gpu_facts
+from phalanx.report.gpu_samples import gpu_sample_facts
 from phalanx.report.measured_machine import measured_peak
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData
@@ -72,6 +73,8 @@ class ReportFacts:
     """Bytes by part over a profiled step."""
     gpu: Facts | None
     """Figures of each GPU in a profiled step."""
+    gpu_samples: Facts | None
+    """Clocks, power, temperature and ECC errors of the GPUs during the run."""
     traffic: Facts | None
     """Bytes from each rank to each."""
     experts: Facts | None
@@ -126,6 +129,7 @@ def collect_facts(run_data: RunData) -> ReportFacts:
         timeline=profiled_steps.pass_timeline(run_data, prediction.timeline, can_simulate),
         memory=profiled_steps.memory_timeline(run_data),
         gpu=gpu_facts(run_data),
+        gpu_samples=gpu_sample_facts(run_data),
         traffic=profiled_steps.traffic_matrix(run_data),
         experts=profiled_steps.expert_loads(run_data),
         problems=[format_problem(problem) for problem in problems],

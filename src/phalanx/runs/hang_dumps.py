@@ -4,6 +4,7 @@ RUN_DIR/hangs/rank-00000.json       stack and last collectives of a rank that co
 RUN_DIR/hangs/rank-00000.fault      stack of a rank that a signal killed (SIGABRT, SIGSEGV, ...), by faulthandler
 RUN_DIR/hangs/rank-00000.calls      every collective call of a rank, with PHALANX_CHECK_COLLECTIVES
 RUN_DIR/failures/rank-00000.json    why a rank failed
+RUN_DIR/failures/rank-00000.pickle  GPU allocations of a rank that ran out of memory, for pytorch.org/memory_viz
 RUN_DIR/failures/earlier/           failure records of earlier starts, with the time in the name
 """
 
@@ -129,6 +130,11 @@ def describe_fault(directory: Path, rank: int) -> str | None:
 def failure_file(directory: Path, rank: int) -> Path:
     """Return the path of a rank's failure record, which the rank or its launcher writes."""
     return directory / FAILURES_DIR / f"rank-{rank:05d}.json"
+
+
+def memory_snapshot_file(directory: Path, rank: int) -> Path:
+    """Return the path of the GPU allocations of a rank that ran out of memory (`metrics.allocation_history`)."""
+    return failure_file(directory, rank).with_suffix(".pickle")
 
 
 def write_dump(directory: Path, dump: HangDump) -> None:

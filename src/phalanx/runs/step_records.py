@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from phalanx.runs.gpu_profile import GpuProfile
+from phalanx.runs.gpu_sample import GpuSample
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
@@ -84,6 +85,8 @@ class StepRecord(TypedDict):
     """Tokens of each layer and expert, over all ranks."""
     gpu: NotRequired[GpuProfile]
     """Figures of the GPU's trace. A step with them has no collectives of its own."""
+    gpu_sample: NotRequired[GpuSample]
+    """Values of the GPU's sensors after the step, about once a second."""
 
 
 class CollectiveSpan(TypedDict):

@@ -14,6 +14,7 @@ EXTRA_OF_PACKAGE = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "opentelemetry": "opentelemetry",
+    "pynvml": "gpu",
     "matplotlib": "draw",
     "grpc": "swarm",
     "cryptography": "swarm",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.debug.oom import format_oom_report
 from phalanx.launch.failures import as_user_error, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
@@ -40,6 +41,7 @@ from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_chec
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
+from phalanx.train.guards.memory_snapshot import record_allocations, snapshot_entry
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
 from phalanx.train.profiling.memory_report import remove_measured
@@ -122,6 +124,8 @@ class RankSession:
         self.directory = source
         self.trainer: Trainer | None = None
         self.signals: list[int] = []
+        self.records_allocations = False
+        """True if PyTorch keeps the history of allocations on this rank's GPU."""
 
     def on_signal(self, number: int) -> None:
         """Record a signal; from the first step on, all ranks agree on the step to stop after."""
@@ -173,9 +177,13 @@ class RankSession:
             use_deterministic_kernels()
         reduced = self.options.reduced
         timeout_seconds = run.training.collective_timeout_seconds
-        return init_distributed(
+        device = init_distributed(
             self.options.device or select_device(run), timeout_seconds, reduced.ranks if reduced else None
         )
+        if run.metrics.allocation_history and device.type == "cuda":
+            record_allocations()
+            self.records_allocations = True
+        return device
 
     def _lock_directory(self, run: RunSpec) -> IO[str] | None:
         """Lock the run directory on rank 0.
@@ -249,13 +257,14 @@ def _record_failure(session: RankSession, error: BaseException) -> int:
     trainer = session.trainer
     error = as_user_error(error, session.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
+    memory = oom_report(error, trainer)
     if is_run_directory(session.directory):
-        memory = oom_report(error, trainer)
+        memory |= snapshot_entry(error, session.directory, rank, is_recorded=session.records_allocations)
         final = isinstance(error, DivergenceError | CallbackError)
         write_failure(session.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:
         is_user_error = isinstance(error, UserError | DivergenceError)
-        print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
+        print(f"phalanx: rank {rank} failed after step {step}: {format_oom_report(memory) or error}", file=sys.stderr)
         if not is_user_error:
             traceback.print_exc()
     return 2 if isinstance(error, UserError) else 1

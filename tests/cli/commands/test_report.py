@@ -15,6 +15,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_ratio
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.gpu_samples import USUAL
 from tests.helpers.gpu_traces import step_events
 from tests.helpers.trained_runs import hybrid_run, two_rank_run
 
@@ -49,6 +50,25 @@ def test_report_prints_table_of_gpus_from_step_records(tmp_path):
     assert f"times of the GPUs in step {last_step['step']}" in printed
     assert "exposed communication of mesh_tp 50.0 µs 5.0 %" in printed
     assert "times of the GPUs" not in command_output("report", two_rank_run())
+
+
+def test_report_prints_sensors_of_gpus_from_step_records(tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(two_rank_run(), directory)
+    for rank, clock in enumerate((1755, 1200)):
+        file = rank_record_file(directory, rank)
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            if "stages" in line:
+                line["gpu_sample"] = {**USUAL, "clock_mhz": clock}
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    printed = [" ".join(line.split()) for line in command_output("report", directory, width=160).splitlines()]
+    assert "SM clock, median 1,755 MHz 1,200 MHz" in printed
+    assert any("SM clock of 1,200 MHz (median of the other ranks: 1,755 MHz)" in line for line in printed)
+    assert any(line.startswith("mean power 600 W per GPU, maximum temperature 60 °C, ") for line in printed)
+    facts = command_json("report", directory)["runs"][0]["gpu_samples"]
+    assert [rank["clock_mhz"] for rank in facts["ranks"]] == [1755, 1200]
+    assert facts["joules_per_token"] > 0
 
 
 def test_report_prints_no_ansi_colors_when_not_on_terminal():

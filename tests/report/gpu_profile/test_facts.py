@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from phalanx.report.gpu_profile.facts import MAX_RANKS_SHOWN, gpu_facts, table_rows, table_title
 from phalanx.report.gpu_profile.step import profile_gpu_step
 from phalanx.report.gpu_profile.trace import parse_gpu_trace
-from phalanx.report.run_data import RunData
-from phalanx.runs.step_records import RankRecord
+from tests.helpers.gpu_samples import gpu_run
 from tests.helpers.gpu_traces import step_events
-
-
-def run_data(steps_by_rank: dict[int, list[dict[str, Any]]]) -> RunData:
-    """Return a run of these step records."""
-    ranks = {
-        rank: RankRecord(
-            rank=rank,
-            host="node0",
-            device="cuda",
-            offset_seconds=0.0,
-            error_seconds=0.0,
-            memory_bytes=80 * 10**9,
-            cores=None,
-            steps=steps,
-        )
-        for rank, steps in steps_by_rank.items()
-    }
-    return RunData(directory=Path("run"), run=None, world_size=len(ranks), ranks=ranks)
 
 
 def gpu_line(step: int) -> dict[str, Any]:
@@ -38,15 +18,15 @@ def gpu_line(step: int) -> dict[str, Any]:
 
 
 def test_gpu_facts_are_those_of_last_traced_step() -> None:
-    facts = gpu_facts(run_data({1: [gpu_line(4), gpu_line(6), {"step": 7}], 0: [gpu_line(6)]}))
+    facts = gpu_facts(gpu_run({1: [gpu_line(4), gpu_line(6), {"step": 7}], 0: [gpu_line(6)]}))
     assert facts is not None
     assert facts["step"] == 6
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 1]
-    assert gpu_facts(run_data({0: [{"step": 1}]})) is None
+    assert gpu_facts(gpu_run({0: [{"step": 1}]})) is None
 
 
 def test_gpu_table_has_times_groups_and_families() -> None:
-    facts = gpu_facts(run_data({0: [gpu_line(6)], 1: [gpu_line(6)]}))
+    facts = gpu_facts(gpu_run({0: [gpu_line(6)], 1: [gpu_line(6)]}))
     assert facts is not None
     header, *rows = table_rows(facts)
     assert header == ["", "rank 0", "rank 1"]
@@ -74,7 +54,7 @@ def test_gpu_table_names_groups_without_description_and_marks_absent_ones() -> N
     first, second = gpu_line(6), gpu_line(6)
     first["gpu"]["groups"][0]["description"] = "undefined"
     second["gpu"]["groups"] = []
-    facts = gpu_facts(run_data({0: [first], 1: [second]}))
+    facts = gpu_facts(gpu_run({0: [first], 1: [second]}))
     assert facts is not None
     rows = {row[0]: row[1:] for row in table_rows(facts)}
     assert rows["exposed communication of group 3"] == ["150 µs  15.0 %", "-"]
@@ -83,7 +63,7 @@ def test_gpu_table_names_groups_without_description_and_marks_absent_ones() -> N
 def test_gpu_table_shows_ranks_that_compute_longest() -> None:
     lines = {rank: [gpu_line(6)] for rank in range(MAX_RANKS_SHOWN + 1)}
     lines[0][0]["gpu"]["compute_seconds"] = 0.0
-    facts = gpu_facts(run_data(lines))
+    facts = gpu_facts(gpu_run(lines))
     assert facts is not None
     assert table_rows(facts)[0] == ["", *(f"rank {rank}" for rank in range(1, MAX_RANKS_SHOWN + 1))]
     assert table_title(facts).endswith(", the 8 of 9 that compute longest")

@@ -16,9 +16,11 @@ from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
 from phalanx.report.gpu_profile.step import profile_gpu_step
 from phalanx.report.gpu_profile.trace import parse_gpu_trace
+from phalanx.report.gpu_samples import gpu_sample_facts
 from phalanx.report.html import page as page_module
 from phalanx.report.html.page import main, page
 from phalanx.report.run_data import read_run
+from tests.helpers.gpu_samples import gpu_run, sampled_lines
 from tests.helpers.gpu_traces import step_events
 from tests.helpers.report_page import parse_embedded_json
 from tests.helpers.trained_runs import hybrid_run, two_rank_run
@@ -129,3 +131,14 @@ def test_report_page_has_table_of_gpus_if_a_run_has_their_figures(two_run_report
     text = main(report)
     assert "<td>exposed communication of mesh_tp</td><td>50.0 µs  5.0 %</td>" in text
     assert "No step was profiled on a GPU" in text  # of the second run
+
+
+def test_report_page_has_sensors_of_gpus_if_a_run_recorded_them(two_run_report):
+    assert "GPUs during the run" not in main(two_run_report)
+    report = copy.deepcopy(two_run_report)
+    slow = sampled_lines(clock_mhz=1200)
+    report["runs"][0]["gpu_samples"] = gpu_sample_facts(gpu_run({0: sampled_lines(), 1: slow}))
+    text = main(report)
+    assert "<td>SM clock, median</td><td>1,755 MHz</td><td>1,200 MHz</td>" in text
+    assert "<p>Rank 1 on node0: SM clock of 1,200 MHz" in text
+    assert "No sensors were recorded" in text  # of the second run

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.report import formatting
+from phalanx.report import formatting, gpu_samples
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.spec.formatting import format_ratio, format_seconds
 
@@ -110,8 +110,11 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
         yield rank_time_table(facts["ranks"])
         yield Text(formatting.TABLE_NOTE, "dim")
     if facts["gpu"]:
-        yield gpu_table(facts["gpu"])
+        yield gpu_table(gpu_profile.table_title(facts["gpu"]), gpu_profile.table_rows(facts["gpu"]))
         yield Text(gpu_profile.TABLE_NOTE, "dim")
+    if facts["gpu_samples"]:
+        yield gpu_table(gpu_samples.table_title(facts["gpu_samples"]), gpu_samples.table_rows(facts["gpu_samples"]))
+        yield Text("\n".join(gpu_samples.summary_lines(facts["gpu_samples"])))
     if "swarm" in facts:
         yield Group(format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-MAX_ROUNDS_SHOWN:]))
         if facts["swarm"]["rounds"]:
@@ -165,13 +168,12 @@ def rank_time_table(ranks: Sequence[Facts]) -> Group:
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
 
 
-def gpu_table(gpu: Facts) -> Group:
-    """Return the table of the GPUs' times in a profiled step."""
-    header, *rows = gpu_profile.table_rows(gpu)
-    table = _table(*header)
-    for row in rows:
+def gpu_table(title: str, rows: Sequence[Sequence[str]]) -> Group:
+    """Return a table with a column per GPU; the first row is the header."""
+    table = _table(*rows[0])
+    for row in rows[1:]:
         table.add_row(*row)
-    return Group(Text(gpu_profile.table_title(gpu), "bold"), table)
+    return Group(Text(title, "bold"), table)
 
 
 def _comparison(comparison: Facts) -> Iterator[RenderableType]:

@@ -6,10 +6,12 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
 from phalanx.doctor.machine import COMMAND_SECONDS, CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci
+from phalanx.runs.gpu_sample import HARDWARE_SLOWDOWNS
 from phalanx.spec.formatting import MIB
 
 BUSY_MIB = 2048
 """Primus: HBM in use of 2 GiB and more before a run."""
+SLOWDOWN_FIELDS = tuple(f"clocks_throttle_reasons.{reason}" for reason in HARDWARE_SLOWDOWNS)
 IDENTITY_FIELDS = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
 STATE_FIELDS = (
     "index",
@@ -18,8 +20,7 @@ STATE_FIELDS = (
     "compute_mode",
     "power.limit",
     "power.default_limit",
-    "clocks_throttle_reasons.hw_thermal_slowdown",
-    "clocks_throttle_reasons.hw_power_brake_slowdown",
+    *SLOWDOWN_FIELDS,
 )
 ANSWERS = CheckRule(
     id="gpu.answers",
@@ -132,7 +133,6 @@ INFOROM = CheckRule(
     command="nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
 )
 RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
-SLOWDOWN_FIELDS = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from phalanx.report import formatting
+from phalanx.report import formatting, gpu_samples
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
@@ -69,7 +69,9 @@ def main(report: Facts) -> str:
     parts.append(_section("Predicted and measured", names, [_table(facts) for facts in runs]))
     parts += [_figure_section(section, runs, names, figures_by_id=figures_by_id) for section in ("ranks", "timeline")]
     if any(facts["gpu"] for facts in runs):
-        parts.append(_section("Step on the GPU", names, [_gpu_table(facts["gpu"]) for facts in runs]))
+        parts.append(_section("Step on the GPU", names, [_gpu_step(facts["gpu"]) for facts in runs]))
+    if any(facts["gpu_samples"] for facts in runs):
+        parts.append(_section("GPUs during the run", names, [_gpu_samples(facts["gpu_samples"]) for facts in runs]))
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
@@ -251,16 +253,28 @@ def _row(row: Mapping[str, Any]) -> str:
     )
 
 
-def _gpu_table(gpu: Facts | None) -> str:
+def _gpu_step(gpu: Facts | None) -> str:
     """Return the table of the GPUs' times in a profiled step."""
     if gpu is None:
         return f'<p class="quiet">No step was profiled on a GPU: {PROFILE_HINT}.</p>'
-    header, *rows = gpu_profile.table_rows(gpu)
+    note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
+    return f'<p class="quiet">{note}</p>{_gpu_table(gpu_profile.table_rows(gpu))}'
+
+
+def _gpu_samples(samples: Facts | None) -> str:
+    """Return what the sensors of the GPUs showed during the run."""
+    if samples is None:
+        return '<p class="quiet">No sensors were recorded.</p>'
+    lines = "".join(f"<p>{escape(formatting.as_sentence(line))}</p>" for line in gpu_samples.summary_lines(samples))
+    title = escape(formatting.as_sentence(gpu_samples.table_title(samples)))
+    return f'{lines}<p class="quiet">{title}</p>{_gpu_table(gpu_samples.table_rows(samples))}'
+
+
+def _gpu_table(rows: Sequence[Sequence[str]]) -> str:
+    header, *rows = rows
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    note = escape(f"{formatting.as_sentence(gpu_profile.table_title(gpu))} {gpu_profile.TABLE_NOTE}")
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<p class="quiet">{note}</p><div class="comparison">{table}</div>'
+    return f'<div class="comparison"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _comparison(comparison: Facts) -> str:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
+from phalanx.spec.errors import UserError
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.loggers import JsonLinesLogger, Logger
 from phalanx.train.profiling.clock_sync import measure_clock_offset
+from phalanx.train.profiling.gpu_sensors import GpuSensors, open_gpu_sensors
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
@@ -24,14 +26,22 @@ class RankRecords(Callback):
     """Writes the record of each step of this rank, and of the pauses between steps."""
 
     reads_weights = False
+    gpu_sensors: GpuSensors | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Open the file."""
+        """Open the file, and the sensors of a GPU."""
         trainer.rank_log = open_step_records(trainer)
+        try:
+            self.gpu_sensors = open_gpu_sensors(trainer.device)
+        except UserError as error:  # training needs no sensors
+            trainer.progress.log(str(error))
 
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
-        """Write the record of the step."""
+        """Write the record of the step, with a sample of the sensors if one is due."""
         if trainer.rank_log is not None and trainer.step_record is not None:
+            sample = self.gpu_sensors.sample_if_due() if self.gpu_sensors is not None else None
+            if sample is not None:
+                trainer.step_record["gpu_sample"] = sample
             trainer.rank_log.write(dict(trainer.step_record))
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
