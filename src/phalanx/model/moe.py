@@ -217,8 +217,10 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch has a grouped matrix product for this dtype and device.
 
-    It supports bf16 on all devices, fp32 on the CPU; its kernels require rows of a multiple of 16 bytes."""
-    dtypes = (torch.bfloat16, torch.float32) if x.device.type == "cpu" else (torch.bfloat16,)
+    It supports bf16 on all devices, and fp32 on the CPU unless compiled. Its kernels require rows of a multiple of 16
+    bytes."""
+    has_fp32 = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    dtypes = (torch.bfloat16, torch.float32) if has_fp32 else (torch.bfloat16,)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
 
