@@ -88,7 +88,8 @@ def measure(table: Table) -> None:
 def compare(table: Table, name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Sequence[object]:
     """Train a layout on the GPU, and one process on this CPU in fp64."""
     changes = {"training.compile": False, **changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
-    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")} | {"training.compile": False}
+    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    alone["training.compile"] = False
     expected = train_and_evaluate(small_run(text, folder / "alone", {**alone, "training.precision": "fp64"}))
     run = small_run(text, folder / "gpu", changes)
     started_at = time.monotonic()
