@@ -110,6 +110,7 @@ PIPELINE_RUNS = [
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
     for choices in ({}, {"layout.activation_checkpointing": "full"})
 ]
+PIPELINE_RUNS += [(2, {"layout.schedule": "1f1b", "layout.activation_checkpointing": "offload"})]
 PIPELINE_RUNS += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
 PIPELINE_RUNS += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
 MODEL_PARALLEL_RUNS = [
@@ -193,6 +194,7 @@ REALISTIC_MODEL = {
 PEAK_MEMORY_RUNS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"layout.activation_checkpointing": "full"}),
+    (1, {"layout.activation_checkpointing": "offload"}),
     (1, {"layout.activation_checkpointing": "selective"}),
     *[(1, {"layout.activation_checkpointing": "full", "optimizer.name": name}) for name in ("muon", "sgd")],
     *[(n, {"layout.data_parallel": data}) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
