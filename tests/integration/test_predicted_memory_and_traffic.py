@@ -110,7 +110,6 @@ PIPELINE_RUNS = [
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
     for choices in ({}, {"layout.activation_checkpointing": "full"})
 ]
-PIPELINE_RUNS += [(2, {"layout.schedule": "1f1b", "layout.activation_checkpointing": "offload"})]
 PIPELINE_RUNS += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
 PIPELINE_RUNS += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
 MODEL_PARALLEL_RUNS = [
