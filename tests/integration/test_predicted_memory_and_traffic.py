@@ -193,6 +193,7 @@ REALISTIC_MODEL = {
 PEAK_MEMORY_RUNS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"layout.activation_checkpointing": "full"}),
+    (1, {"layout.activation_checkpointing": "offload"}),
     (1, {"layout.activation_checkpointing": "selective"}),
     *[(1, {"layout.activation_checkpointing": "full", "optimizer.name": name}) for name in ("muon", "sgd")],
     *[(n, {"layout.data_parallel": data}) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],

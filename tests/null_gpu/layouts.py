@@ -58,6 +58,11 @@ SINGLE_AXES: dict[str, Case] = {
     "sgd-zero3": (2, {"optimizer.name": "sgd", "layout.data_parallel": "zero3"}),
     "fp32-zero3": (2, {"training.precision": "fp32", "layout.data_parallel": "zero3"}),
     "fp64": (1, {"training.precision": "fp64"}),
+    "zero1-recompute-offload": (2, {"layout.data_parallel": "zero1", "layout.activation_checkpointing": "offload"}),
+    "zero3-tp-recompute-offload": (
+        4,
+        {"layout.data_parallel": "zero3", "layout.tp": 2, "layout.activation_checkpointing": "offload"},
+    ),
     "zero1-offload": (2, {"layout.data_parallel": "zero1", "layout.offload": "cpu"}),
     "moe-fp32": (1, {"model": MOE, "training.precision": "fp32"}),
     "moe-ep-zero3-full": (

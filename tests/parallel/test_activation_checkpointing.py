@@ -17,7 +17,7 @@ def test_activation_checkpointing_gradients_are_bitwise_identical(build_model, t
         return {name: parameter.grad for name, parameter in named_parameters(model)}
 
     expected = gradients("none")
-    for mode in ("selective", "full"):
+    for mode in ("selective", "full", "offload"):
         found = gradients(mode)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

@@ -203,6 +203,19 @@ LAYOUT_CASES += [
     for recompute in ("full", "selective")
 ]
 LAYOUT_CASES += [tensor_parallel_case(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+OFFLOADED_INPUTS = {"layout__activation_checkpointing": "offload"}
+LAYOUT_CASES += [
+    LayoutCase("ddp-recompute-offload", 2, {"layout.activation_checkpointing": "offload"}, 2),
+    LayoutCase(
+        "zero3-recompute-offload", 2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "offload"}
+    ),
+    tensor_parallel_case(2, 2, **OFFLOADED_INPUTS),
+    tensor_parallel_case(2, 4, layout__data_parallel="zero3", **OFFLOADED_INPUTS),
+    pipeline_case("1f1b", 2, 2, layout__recomputed_blocks=[1, 2], **OFFLOADED_INPUTS),
+    pipeline_case("zb-v", 2, 2, **OFFLOADED_INPUTS),
+    pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero3", **OFFLOADED_INPUTS),
+    pipeline_case("interleaved", 2, 2, layout__virtual_stages=2, **OFFLOADED_INPUTS),
+]
 LAYOUT_CASES += [tensor_parallel_case(4, 8, ("dense",), layout__data_parallel="zero1")]
 LAYOUT_CASES += [
     tensor_parallel_case(2, 4, ("moe",), layout__data_parallel=data, optimizer__name="muon")
@@ -279,7 +292,8 @@ LAYOUT_CASES += [
     tensor_parallel_case(2, 2, ("capacity",), **WITHOUT_SEQUENCE_PARALLEL),
 ]
 LAYOUT_CASES += [
-    expert_parallel_case(2, 4, ("capacity",), layout__data_parallel="zero3", layout__activation_checkpointing="full")
+    expert_parallel_case(2, 4, ("capacity",), layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
+    for recompute in ("full", "offload")
 ]
 LAYOUT_CASES += [
     tensor_parallel_case(tp, tp, ("three-heads",), layout__tp_attention="gathered", **choices)

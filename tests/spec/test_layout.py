@@ -20,4 +20,6 @@ from phalanx.spec.layout import Layout, describe_recomputation
 )
 def test_describe_recomputation_counts_blocks_of_rank(pp: int, counts: int | tuple[int, ...] | None, text: str) -> None:
     layout = Layout(pp=pp, activation_checkpointing="full", recomputed_blocks=counts)
+    offloading = layout.replace(activation_checkpointing="offload")
+    assert describe_recomputation(offloading) == f"{describe_recomputation(layout)}, offload inputs"
     assert describe_recomputation(layout) == text

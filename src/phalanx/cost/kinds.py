@@ -40,6 +40,7 @@ class ActivationCheckpointing(IntEnum):
     (torchtitan's selective).
     - FULL: full blocks.
     - ATTENTION: attention with its projections (Phalanx's own selective).
+    - OFFLOAD: full blocks, whose inputs are in CPU memory between the passes.
     """
 
     NONE = 0
@@ -47,12 +48,14 @@ class ActivationCheckpointing(IntEnum):
     OPERATIONS = 2
     FULL = 3
     ATTENTION = 4
+    OFFLOAD = 5
 
 
 PHALANX_CHECKPOINTING: dict[CheckpointingName, ActivationCheckpointing] = {
     "none": ActivationCheckpointing.NONE,
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,
+    "offload": ActivationCheckpointing.OFFLOAD,
 }
 """Map from `layout.activation_checkpointing` to its method.
 

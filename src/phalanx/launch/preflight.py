@@ -68,6 +68,8 @@ def check_settings(run: RunSpec, world_size: int) -> None:
         check_wandb(run.metrics.wandb)
     for field, component in named_components(run):
         check_component(field, component)
+    if run.layout.activation_checkpointing == "offload":
+        _check_activation_offload(run, world_size)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
 
@@ -109,6 +111,19 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
     if needed > memory:
         raise_error(
             f"needs {needed / 1e9:.1f} GB for {copies} copies of each state; this machine has {memory / 1e9:.1f} GB"
+        )
+
+
+def _check_activation_offload(run: RunSpec, world_size: int) -> None:
+    """Raise LocalNodeError if the ranks' bytes in CPU memory exceed this machine's memory."""
+    needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory_bytes:
+        raise LocalNodeError(
+            "layout.activation_checkpointing",
+            "offload",
+            f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}",
+            fix='lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"',
         )
 
 

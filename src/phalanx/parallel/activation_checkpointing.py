@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.activation_offload import BlockOffload, HostCopier
+from phalanx.parallel.pipeline.stage_module import StageModule
+
+CPU = torch.device("cpu")
 
 
 def apply_activation_checkpointing(
-    module: Transformer, mode: str, num_blocks: int | None = None, saves_counts: bool = False
+    module: Transformer,
+    mode: str,
+    num_blocks: int | None = None,
+    saves_counts: bool = False,
+    device: torch.device = CPU,
 ) -> None:
     """Wrap blocks so that their activations are recomputed in the backward pass.
 
@@ -21,16 +33,43 @@ def apply_activation_checkpointing(
 
     Args:
         module: Model whose blocks are wrapped in place.
-        mode: "full" for whole blocks (arXiv 1604.06174), "selective" for attention (arXiv 2205.05198), or "none".
+        mode: "full" for whole blocks (arXiv 1604.06174), "offload" for whole blocks whose inputs are in CPU memory,
+            "selective" for attention (arXiv 2205.05198), or "none".
         num_blocks: Number of blocks that are wrapped, the first ones; None for all.
         saves_counts: True if blocks read their counts of tokens on the host once (`checkpoint_with_saved_counts`).
+        device: Device that computes.
     """
-    for name, block in list(module.blocks.named_children())[:num_blocks]:
-        if mode == "full":
+    blocks = dict(list(module.blocks.named_children())[:num_blocks])
+    if mode == "selective":
+        for block in blocks.values():
+            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
+    elif mode != "none":
+        recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
+        functions = dict.fromkeys(blocks, recompute)
+        if mode == "offload":
+            functions |= _offloads(module, list(blocks), recompute, device=device)
+        for name, block in blocks.items():
             for router in block.modules():
                 if isinstance(router, Router):
                     router.forward_passes = 2
-            kind = {"checkpoint_fn": checkpoint_with_saved_counts} if saves_counts else {"preserve_rng_state": False}
-            setattr(module.blocks, name, checkpoint_wrapper(block, **kind))
-        elif mode == "selective":
-            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
+            setattr(module.blocks, name, checkpoint_wrapper(block, checkpoint_fn=functions[name]))
+
+
+_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def _offloads(
+    module: Transformer, names: list[str], recompute: Callable[..., Any], device: torch.device
+) -> dict[str, BlockOffload]:
+    """Return the offload of each block by name, except blocks whose input another stage of a pipeline has sent.
+
+    The pipeline keeps such an input on the device, because the backward pass sends its gradient back.
+    """
+    stages = module.layers if isinstance(module, StageModule) else {0: range(len(module.blocks))}
+    received = {str(layers[0]) for stage, layers in stages.items() if stage > 0}
+    copier = HostCopier(device)
+    offloads = dict[str, BlockOffload]()
+    for name in names:
+        if name not in received:
+            offloads[name] = BlockOffload(copier, recompute, previous=offloads.get(str(int(name) - 1)))
+    return offloads

@@ -95,7 +95,9 @@ def apply_layout(
         whole = compiles_whole_blocks(degree, splits_backward, layout.fsdp_unit)
         compile_blocks(module.blocks.children(), whole)
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
-    apply_activation_checkpointing(module, layout.activation_checkpointing, recomputed, saves_counts=layout.ep > 1)
+    apply_activation_checkpointing(
+        module, layout.activation_checkpointing, recomputed, saves_counts=layout.ep > 1, device=device
+    )
     blocks = list(module.blocks.children())
     # Steps 5 and 6: its strategy.
     data_parallel = apply_data_parallelism(

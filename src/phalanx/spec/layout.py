@@ -14,7 +14,7 @@ from phalanx.spec.formatting import plural
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
-CheckpointingName = Literal["none", "selective", "full"]
+CheckpointingName = Literal["none", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_IMPLEMENTED = "is not implemented yet with"
@@ -110,8 +110,9 @@ class Layout(Spec):
     """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
     most 16,384 tokens and 2 GiB of logits (fp32, tokens x vocabulary)."""
     activation_checkpointing: CheckpointingName = "none"
-    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full). "auto" lets
-    the planner choose the method, and the fewest `recomputed_blocks` that fit in memory."""
+    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full); full blocks
+    whose inputs are in CPU memory between the passes (offload). "auto" lets the planner choose none, selective or full,
+    and the fewest `recomputed_blocks` that fit in memory."""
     recomputed_blocks: Annotated[int, Field(gt=0)] | tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         None, examples=[4]
     )
@@ -149,6 +150,11 @@ class Layout(Spec):
     fsdp_prefetch: int = Field(1, ge=0)
     """Number of all-gathers that are started ahead of the required one (zero3, hsdp)."""
 
+    @property
+    def recomputes_full_blocks(self) -> bool:
+        """True if the backward pass recomputes full blocks."""
+        return self.activation_checkpointing in ("full", "offload")
+
     def recomputed_on_rank(self, pp_rank: int, num_blocks: int) -> int:
         """Return the number of blocks, the first ones, that a pipeline rank with `num_blocks` blocks recomputes."""
         if self.activation_checkpointing == "none":
@@ -181,15 +187,15 @@ def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> 
 
 
 def describe_recomputation(layout: Layout) -> str:
-    """Return a text such as "recompute full in 3 blocks" or "recompute none"."""
-    text = f"recompute {layout.activation_checkpointing}"
+    """Return a text such as "recompute none", or "recompute full in 3 blocks, offload inputs"."""
+    offloads = layout.activation_checkpointing == "offload"
+    text = f"recompute {'full' if offloads else layout.activation_checkpointing}"
     counts = layout.recomputed_blocks
-    if counts is None:
-        return text
-    if isinstance(counts, int):
-        counts = (counts,)
-    blocks = plural(counts[0], "block") if len(counts) == 1 else f"{'/'.join(map(str, counts))} blocks"
-    return f"{text} in {blocks}{' a rank' if layout.pp > 1 else ''}"
+    if counts is not None:
+        counts = (counts,) if isinstance(counts, int) else counts
+        blocks = plural(counts[0], "block") if len(counts) == 1 else f"{'/'.join(map(str, counts))} blocks"
+        text += f" in {blocks}{' a rank' if layout.pp > 1 else ''}"
+    return f"{text}, offload inputs" if offloads else text
 
 
 def check_inapplicable_options(layout: Layout) -> None:
@@ -245,8 +251,10 @@ def _check_recomputed_blocks(layout: Layout) -> None:
         problem = 'cannot be combined with layout.activation_checkpointing = "auto", which chooses it'
     elif method == "none":
         problem = 'cannot be combined with layout.activation_checkpointing = "none"'
-    elif method == "full" and layout.fsdp_unit == "sublayer":
-        problem = 'cannot be combined with layout.fsdp_unit = "sublayer" and layout.activation_checkpointing = "full"'
+    elif layout.recomputes_full_blocks and layout.fsdp_unit == "sublayer":
+        problem = (
+            f'cannot be combined with layout.fsdp_unit = "sublayer" and layout.activation_checkpointing = "{method}"'
+        )
     if problem:
         raise UserError("layout.recomputed_blocks", layout.recomputed_blocks, problem, fix="remove it")
     if isinstance(layout.recomputed_blocks, tuple) and len(layout.recomputed_blocks) != layout.pp:

@@ -7,7 +7,7 @@ from phalanx.cost.estimate import offload
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.step_time import layer_seconds, step_seconds
-from phalanx.cost.kinds import OffloadTarget
+from phalanx.cost.kinds import ActivationCheckpointing, OffloadTarget
 from tests.helpers.job_tables import make_job_row, make_job_table
 
 TIME_CONSTANTS = time_constants()
@@ -100,3 +100,25 @@ def test_host_bytes_match_zero_stage_and_offload_target(zero, kind, expected):
 @pytest.mark.parametrize(("zero", "expected_bytes"), [(1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))])
 def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, expected_bytes):
     assert tuple(float(column[0]) for column in offload.device_state_bytes(make_offload_table(zero))) == expected_bytes
+
+
+@pytest.mark.parametrize(("speed", "is_hidden"), [(25e9, True), (0.25e9, False)])
+def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
+    """GPT-3 175B: 2 bytes x 2,048 tokens x 12,288 over the link, beside the passes of a block."""
+    full, offloaded = (
+        make_job_table(make_job_row(recompute=method, micro_batches=8, host_link_bytes_per_second=speed))
+        for method in (ActivationCheckpointing.FULL, ActivationCheckpointing.OFFLOAD)
+    )
+    copy_seconds = float(offload.input_copy_seconds(offloaded)[0])
+    tokens_and_width = float((offloaded.tokens * offloaded.width)[0])
+    assert copy_seconds == pytest.approx(2 * tokens_and_width / (0.8 * speed))
+    assert offload.input_copy_seconds(full)[0] == 0
+    before, after = (layer_seconds(TIME_CONSTANTS, jobs).dense for jobs in (full, offloaded))
+    exposed = np.maximum(copy_seconds - before.forward, 0) + np.maximum(copy_seconds - before.backward, 0)
+    assert after.upload[0] == pytest.approx(exposed[0])
+    assert (after.upload[0] == 0) == is_hidden
+    assert after.compute[0] == pytest.approx(before.compute[0])
+    steps = [step_seconds(TIME_CONSTANTS, jobs) for jobs in (full, offloaded)]
+    assert steps[0].offload[0] == 0
+    if is_hidden:  # but the first input that a micro-batch's backward pass needs
+        assert steps[1].total[0] - steps[0].total[0] == pytest.approx(8 * copy_seconds)

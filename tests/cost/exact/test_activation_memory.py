@@ -106,6 +106,9 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
             saved.record(table)
 
     def left(module, args, output):  # what was noted until now is still there when this is computed again
+        if layout.activation_checkpointing == "offload":  # the copy of its input is what it reads then
+            host_copy = module.checkpoint_fn.func.newest().host_copy
+            args = (saved.record(host_copy), *args[1:])
         again.append((module._checkpoint_wrapped_module, args, dict(saved)))
 
     for block in model.blocks:
@@ -225,6 +228,7 @@ CHECKPOINTING = {
     "selective-in-two": {"activation_checkpointing": "selective", "recomputed_blocks": 2},
     "full-in-one": {"activation_checkpointing": "full", "recomputed_blocks": 1},
     "full-in-two": {"activation_checkpointing": "full", "recomputed_blocks": 2},
+    "offload-in-two": {"activation_checkpointing": "offload", "recomputed_blocks": 2},
 }
 
 

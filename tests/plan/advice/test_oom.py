@@ -220,6 +220,7 @@ def test_remedies_follow_published_guide_order():
         "tensor parallelism",
         "context parallelism",
         "pipeline",
+        "offload activations",
         "offload to CPU memory",
         "SGD",
         "more devices",

@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from dataclasses import replace
 from itertools import islice
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.search.enumerate_layouts import enumerate_layouts, offload_variants
+from phalanx.plan.search.enumerate_layouts import METHODS_ON_DEVICE, enumerate_layouts, offload_variants
 from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
@@ -25,7 +24,6 @@ from phalanx.plan.search.result import TIE_TOLERANCE
 from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_offload_variants
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
-from phalanx.spec.layout import Layout
 from tests.helpers.planned_runs import make_run
 from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
 
@@ -40,7 +38,7 @@ from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
 def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    ways = get_args(Layout.model_fields["activation_checkpointing"].annotation)
+    ways = METHODS_ON_DEVICE
     again = {
         replace(kept, activation_checkpointing=way): None
         for kept in enumerate_layouts(described, ranks)
@@ -52,9 +50,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     assert len(set(plain)) <= found.searched <= len(every)
     options = evaluate(described, ranks, every)
     likely = {
-        option.candidate
-        for option in options
-        if option.candidate.offload == "none" and option.p_oom < MAX_OOM_PROBABILITY
+        option.candidate for option in options if not option.candidate.offloads and option.p_oom < MAX_OOM_PROBABILITY
     }
     for at in range(0, len(every), 1 + len(every) // 20):
         alone = evaluate(described, ranks, [every[at]])[0]
@@ -99,7 +95,8 @@ def test_offload_variants_never_shorten_a_step_and_always_save_memory(model, mac
     pairs = [
         (kept, other) for kept in enumerate_layouts(described, ranks) for other in offload_variants(described, kept)
     ]
-    assert {other.offload for _, other in pairs} == {"cpu", "nvme"}
+    assert {other.offload for _, other in pairs} == {"none", "cpu", "nvme"}
+    assert all(other.offloads for _, other in pairs)
     kept, others = (evaluate(described, ranks, list(side)) for side in zip(*pairs, strict=True))
     for before, after in zip(kept, others, strict=True):
         alike = after.candidate.data_parallel == before.candidate.data_parallel
@@ -131,11 +128,20 @@ def test_search_offers_offload_when_nothing_else_fits():
     assert in_files[0].candidate.layout().offload_directory == "/local"
 
 
+def test_search_offloads_activations_where_full_recomputation_does_not_fit():
+    """Whole sequences of 262,144 tokens on each device."""
+    run = make_run("llama3-8b", sequence=262144, sequences=8, cluster={"memory_bytes": 80 * 2**30})
+    run = run.model_copy(update={"model": run.model.replace(vocab_size=1024, ffn_hidden_size=4096)})
+    options = search_layouts(run, 8, is_wanted=lambda c: c.dp == 8 and c.data_parallel == "zero3").layouts
+    assert {option.candidate.activation_checkpointing for option in options} == {"offload"}
+    assert all(option.parts["offload"] > 0 for option in options)
+
+
 @pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (26, "full")])
 def test_search_recomputes_only_when_memory_is_tight(gib, expected):
     """Of 8 billion parameters with long sequences."""
     run = make_run(sequence=8192, sequences=16, cluster={"memory_bytes": gib * 2**30})
-    best = search_layouts(run, 8, keep=1).layouts[0]
+    best = search_layouts(run, 8, keep=1, is_wanted=lambda candidate: not candidate.offloads).layouts[0]
     assert best.candidate.activation_checkpointing == expected
 
 
@@ -172,7 +178,7 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
     assert list(islice(bands, 2000))
     assert bands.ends[0] == fastest.step_seconds * (1 + UNCERTAIN_GAIN)
     effort = [
-        (bisect_left(bands.ends, o.step_seconds), o.candidate.offload != "none", o.candidate.num_parallel_axes)
+        (bisect_left(bands.ends, o.step_seconds), o.candidate.offloads, o.candidate.num_parallel_axes)
         for o in plan.layouts
     ]
     assert effort == sorted(effort)

@@ -243,7 +243,7 @@ def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list
 
 def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
     parts = (*PARTS, *(CUDA_PARTS if run.cluster.uses_cuda else ()))
-    offloads = any(row.memory and row.memory.offloaded for row in rows)
+    offloads = any(row.memory and _offloaded_bytes(row.memory) for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
     table = Table(
         Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
@@ -255,13 +255,17 @@ def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
             table.add_row(_row_label(row, world_size), *["-"] * len(parts))
             continue
         cells = [f"{format_si(getattr(row.memory, part))}B" for part in parts]
-        cells += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
+        cells += [f"{format_si(_offloaded_bytes(row.memory))}B"] if offloads else []
         cells += [str(row.micro_batch)] if differs else []
         verdict = "" if row.p_oom is None or row.fits else describe_fit(row.p_oom)
         color = "red" if verdict == "does not fit" else "yellow"
         style = color if row.fits is False else "bold" if row.own else ""
         table.add_row(_row_label(row, world_size), *cells, verdict, style=style)
     return table
+
+
+def _offloaded_bytes(memory: RankMemory) -> int:
+    return memory.offloaded + memory.offloaded_activations
 
 
 def _row_label(row: MemoryRow, world_size: int) -> str:

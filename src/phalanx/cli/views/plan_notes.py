@@ -28,7 +28,15 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
     """
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
-    return describe_assumptions(run.cluster, world_size, offload_targets, precision=run.training.precision) + balanced
+    offloads_activations = any(option.candidate.activation_checkpointing == "offload" for option in options)
+    assumptions = describe_assumptions(
+        run.cluster,
+        world_size,
+        offload_targets,
+        precision=run.training.precision,
+        offloads_activations=offloads_activations,
+    )
+    return assumptions + balanced
 
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:

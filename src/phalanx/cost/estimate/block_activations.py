@@ -37,6 +37,8 @@ class BlockActivations:
     """Bytes while the backward pass recomputes a block; 0 without recomputation."""
     unwrapped: Column
     """Bytes saved by a block that recomputes nothing."""
+    offloaded: Column
+    """Bytes of a recomputed block in CPU memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,25 +63,41 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
     score_bytes = scale * tensors.scores
     attention_bytes = scale * (tensors.attention + tensors.scores)
     block_bytes = scale * (unscored_bytes + tensors.scores)
-    input_bytes = 2 * scale * jobs.width / _sequence_shards(jobs)
+    input_bytes = block_input_bytes(jobs)
+    host_input_bytes = np.where(_offloads_inputs(jobs), input_bytes, 0.0)
     saved = {
         ActivationCheckpointing.FULL: input_bytes,
         ActivationCheckpointing.SELECTIVE: scale * unscored_bytes,
         ActivationCheckpointing.OPERATIONS: block_bytes * constants.operations_kept,
         ActivationCheckpointing.ATTENTION: block_bytes - attention_bytes,
+        ActivationCheckpointing.OFFLOAD: input_bytes - host_input_bytes,
     }
     recomputed = {
         ActivationCheckpointing.FULL: block_bytes,
         ActivationCheckpointing.SELECTIVE: score_bytes,
         ActivationCheckpointing.OPERATIONS: 0.0 * block_bytes,
         ActivationCheckpointing.ATTENTION: attention_bytes,
+        ActivationCheckpointing.OFFLOAD: block_bytes + host_input_bytes,  # the next one is copied back
     }
     conditions = [jobs.recompute == method for method in saved]
     return BlockActivations(
         saved=np.select(conditions, list(saved.values()), block_bytes),
         recomputed=np.select(conditions, list(recomputed.values()), 0.0),
         unwrapped=block_bytes,
+        offloaded=host_input_bytes,
     )
+
+
+def block_input_bytes(jobs: JobTable) -> Column:
+    """Return the bytes of a block's input for a micro-batch."""
+    return jobs.tokens * jobs.compute_dtype_bytes * jobs.width / _sequence_shards(jobs)
+
+
+def _offloads_inputs(jobs: JobTable) -> NDArray[np.bool_]:
+    """Return the rows whose recomputed blocks have inputs in CPU memory, which ranks on CPUs share with tensors."""
+    offloads: NDArray[np.bool_] = jobs.recompute == ActivationCheckpointing.OFFLOAD
+    is_separate: NDArray[np.bool_] = jobs.comm_uses_compute_cores == 0
+    return offloads & is_separate
 
 
 def _saved_tensors(constants: MemoryConstants, jobs: JobTable) -> _TensorBytes:

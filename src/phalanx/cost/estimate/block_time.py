@@ -45,7 +45,7 @@ class StageTime:
     sharding: Column = field(default_factory=_no_seconds)
     """Part of both passes: exposed gathers of parameters and scatters of gradients (ZeRO-3)."""
     upload: Column = field(default_factory=_no_seconds)
-    """Part of both passes: exposed copies of offloaded parameters to the device."""
+    """Part of both passes: exposed copies of offloaded parameters and activations."""
 
     @property
     def forward_backward(self) -> Column:
@@ -170,6 +170,7 @@ def _recompute_seconds(jobs: JobTable, attention: SublayerTimes, mlp: SublayerTi
     repeated_passes = attention.memory_passes + mlp.memory_passes
     seconds_by_method = {
         ActivationCheckpointing.FULL: forward,
+        ActivationCheckpointing.OFFLOAD: forward,
         ActivationCheckpointing.SELECTIVE: np.where(is_flash, 0.0, attention.core.forward),
         ActivationCheckpointing.OPERATIONS: np.where(jobs.zero_stage >= 3, repeated_products, 0.0) + repeated_passes,
         ActivationCheckpointing.ATTENTION: attention.forward + attention.core.forward,
@@ -181,6 +182,11 @@ def _recompute_seconds(jobs: JobTable, attention: SublayerTimes, mlp: SublayerTi
     )
 
 
+def _recomputes_full_blocks(jobs: JobTable) -> NDArray[np.bool_]:
+    """Return the rows whose backward pass repeats all operations of a block."""
+    return np.isin(jobs.recompute, (ActivationCheckpointing.FULL, ActivationCheckpointing.OFFLOAD))
+
+
 def _host_seconds(constants: TimeConstants, jobs: JobTable, num_operations: Column) -> PassSeconds:
     """Return the seconds in which the host launches a block's operations."""
     launch_seconds = (
@@ -188,7 +194,7 @@ def _host_seconds(constants: TimeConstants, jobs: JobTable, num_operations: Colu
         * constants.launch_seconds
         * by_generation(jobs, 1.0, constants.launch_1, third=constants.launch_2)
     )
-    backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
+    backward_ratio = 1.5 + _recomputes_full_blocks(jobs)
     return PassSeconds(launch_seconds, launch_seconds * backward_ratio)
 
 
@@ -208,7 +214,7 @@ def _exchange_seconds(
     )
     forward = tp_seconds + expert_seconds + cp.forward
     recomputed = np.select(
-        [jobs.recompute == ActivationCheckpointing.FULL, jobs.recompute == ActivationCheckpointing.ATTENTION],
+        [_recomputes_full_blocks(jobs), jobs.recompute == ActivationCheckpointing.ATTENTION],
         [forward, tp_seconds / jobs.tp_reductions_per_block + cp.forward],
         0.0,
     )

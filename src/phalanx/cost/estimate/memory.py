@@ -17,7 +17,7 @@ from phalanx.cost.estimate.block_activations import BlockActivations, activation
 from phalanx.cost.estimate.constants import MemoryConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
-from phalanx.cost.kinds import Column, ScheduleKind
+from phalanx.cost.kinds import ActivationCheckpointing, Column, ScheduleKind
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 from phalanx.spec.formatting import GIB
 
@@ -37,7 +37,7 @@ class StageMemory:
     logits: Column
     buffers: Column
     host: Column
-    """Bytes of CPU memory for offloaded state; not part of `total`."""
+    """Bytes of CPU memory for offloaded state and activations; not part of `total`."""
 
     @property
     def total(self) -> Column:
@@ -151,7 +151,7 @@ def _stage_memory(
         fragmented=np.where(scatters, saved_bytes, 0.0),
         logits=np.where(stage.has_head, logits, 0.0),
         buffers=buffers,
-        host=host,
+        host=host + stage.in_flight * stage.blocks * stage.recomputed * block.offloaded,
     )
 
 
@@ -210,7 +210,7 @@ def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory:
         stage_memory: Estimated bytes of the same jobs.
     """
     device_utilisation: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
-    if not jobs.offload.any():
+    if not (jobs.offload.any() or (jobs.recompute == ActivationCheckpointing.OFFLOAD).any()):
         return device_utilisation
     return np.maximum(device_utilisation, np.maximum(stage_memory.host, 1.0) / jobs.host_memory_bytes)
 

@@ -1,5 +1,7 @@
 """Memory savings and time of offload: offloaded bytes, transferred bytes, and the update on a CPU.
 
+Of activations, the inputs of recomputed blocks are copied to the host in the forward pass, and back in backward.
+
 This follows Phalanx's strategies. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients to the host, step their rows in
 pieces and copy the rows back, one after another. Only the gather of the previous piece overlaps with this. ZeRO-3
 (FSDP2's CPUOffloadPolicy) prefetches a block's parameters to the device before each gather. It copies the first
@@ -10,12 +12,16 @@ measurements.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from phalanx.cost.estimate.block_activations import block_input_bytes
+from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
-from phalanx.cost.kinds import Column, OffloadTarget
+from phalanx.cost.kinds import ActivationCheckpointing, Column, OffloadTarget
 from phalanx.cost.precision import master_weight_bytes
 
 PINNED_COPY_EFFICIENCY = 0.8
@@ -80,6 +86,35 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
     return np.where(
         jobs.offload > 0, owned * (_copy_seconds_per_parameter(jobs) + np.maximum(step_seconds, disk_seconds)), 0.0
     )
+
+
+def add_input_copies(jobs: JobTable, block: StageTime) -> StageTime:
+    """Return `block` with the exposed copies of its input: to the host in one pass, back in the other.
+
+    A block hides the copy of its input to the host, and its backward pass that of the previous block's input back.
+
+    Args:
+        jobs: Columns of jobs.
+        block: Times of a block without these copies.
+    """
+    copy_seconds = input_copy_seconds(jobs)
+    forward = np.maximum(copy_seconds - block.forward, 0.0)
+    backward = np.maximum(copy_seconds - block.backward, 0.0)
+    return replace(
+        block,
+        forward=block.forward + forward,
+        backward=block.backward + backward,
+        upload=block.upload + forward + backward,
+    )
+
+
+def input_copy_seconds(jobs: JobTable) -> Column:
+    """Return the seconds of a copy of a block's input for a micro-batch, in one direction; 0 where it is not offloaded.
+
+    The backward pass waits for the first of these copies, which nothing hides.
+    """
+    is_offloaded = jobs.recompute == ActivationCheckpointing.OFFLOAD
+    return np.where(is_offloaded, block_input_bytes(jobs) / _pinned_bytes_per_second(jobs), 0.0)
 
 
 def _copy_seconds_per_parameter(jobs: JobTable) -> Column:

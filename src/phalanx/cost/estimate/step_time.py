@@ -16,7 +16,7 @@ from phalanx.cost.estimate.collective_time import p2p_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_seconds
-from phalanx.cost.estimate.offload import offload_seconds
+from phalanx.cost.estimate.offload import add_input_copies, input_copy_seconds, offload_seconds
 from phalanx.cost.estimate.update_time import data_parallel_seconds, owned_parameters, update_seconds
 from phalanx.cost.estimate.zero3_time import add_zero3_communication
 from phalanx.cost.kinds import ActivationCheckpointing, Column, ScheduleKind
@@ -37,7 +37,7 @@ class StepTime:
     update: Column
     """Update on the device."""
     offload: Column
-    """Exposed copies of offloaded state, and the update of that state on the host."""
+    """Exposed copies of offloaded state and activations, and the update of that state on the host."""
     waiting: Column
     """Time that nodes wait for the slowest of them."""
 
@@ -100,14 +100,16 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
         send=send,
         data_parallel=data_parallel_seconds(constants, jobs, middle) + passes.sharding,
         update=update_seconds(constants, jobs) + constants.step_seconds,
-        offload=offload_seconds(constants, jobs, owned_parameters(jobs)) + passes.upload,
+        offload=offload_seconds(constants, jobs, owned_parameters(jobs))
+        + passes.upload
+        + jobs.micro_batches * input_copy_seconds(jobs),
         waiting=_straggler_seconds(constants, jobs, passes.forward_backward + bubble + send),
     )
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Return the seconds of a micro-batch in each part of the model."""
-    dense, routed = block_seconds(constants, jobs)
+    dense, routed = (add_input_copies(jobs, block) for block in block_seconds(constants, jobs))
     experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
     return LayerTimes(
         embedding=_embedding_time(constants, jobs),

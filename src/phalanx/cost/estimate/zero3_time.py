@@ -80,7 +80,7 @@ def add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: Sta
         forward=block.forward + forward,
         backward=block.backward + backward,
         sharding=forward + backward - upload,
-        upload=upload,
+        upload=block.upload + upload,
     )
     return block.replaced_where(jobs.zero_stage >= 3, sharded)
 

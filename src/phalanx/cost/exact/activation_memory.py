@@ -50,7 +50,9 @@ class ActivationBytes:
     inputs: int = 0
     """Tensors that blocks share: indices of tokens and positions, rotary tables, mask if recomputed."""
     checkpoints: int = 0
-    """Inputs of the recomputed blocks (full) or attentions (selective)."""
+    """Inputs of the recomputed blocks (full) or attentions (selective) on the device."""
+    offloaded: int = 0
+    """Inputs of the recomputed blocks in CPU memory; not part of `total`."""
     norms: int = 0
     """Norms of the residual stream. The stream itself is saved only here, as their input."""
     attention: int = 0
@@ -75,6 +77,10 @@ class ActivationBytes:
     """Peak while the first block is recomputed, which is the last recomputation."""
     residual_gradient: int = 0
     """Temporary: gradient of the residual stream between blocks."""
+    prefetched: int = 0
+    """Temporary: an offloaded input that is copied back to the device one block ahead."""
+    prefetch_end: float = 1.0
+    """Fraction of the backward pass that has been freed when the last block with a `prefetched` input is recomputed."""
     deferred_weight_grads: int = 0
     """Bytes that a stage saves for a micro-batch between the halves of its backward pass."""
 
@@ -97,11 +103,14 @@ class ActivationBytes:
     def within_blocks(self, done: float = 0.0) -> int:
         """Return the bytes inside a block when the fraction `done` of the backward pass has been freed."""
         recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
+        if self.prefetched and done < 1:  # nothing is freed from block to block
+            recomputed = self.recomputed
         return round(max((1 - done) * self._saved_in_blocks, recomputed)) + self.mlp_gradients
 
     def between_blocks(self, done: float) -> int:
         """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
-        return round((1 - done) * self._saved_in_blocks) + self.residual_gradient
+        prefetched = self.prefetched if done < 1 else 0
+        return round((1 - done) * self._saved_in_blocks) + self.residual_gradient + prefetched
 
     @property
     def _saved_in_blocks(self) -> int:
@@ -122,6 +131,15 @@ class StageBlocks:
     """True if the stage's backward passes are in two halves."""
     recomputed: int = 0
     """Number of blocks, the first ones, that recompute activations."""
+
+    def num_offloaded(self, shape: ForwardShape) -> int:
+        """Return the number of recomputed blocks, the last ones, whose inputs are in CPU memory.
+
+        The pipeline keeps the input of a stage on the device. On CPUs, all memory counts as the device's.
+        """
+        if shape.layout.activation_checkpointing != "offload" or not shape.on_cuda:
+            return 0
+        return max(0, self.recomputed - (not self.first))
 
 
 def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout) -> list[StageBlocks]:
@@ -171,8 +189,7 @@ def activation_bytes(
 
     A tensor-parallel rank has a shard of heads, inner widths and logits. With sequence parallelism it also has a shard
     of the residual stream's tokens, which norms and products save (arXiv 2205.05198, section 4.2). A context-parallel
-    rank has a shard of every sequence. An expert-parallel rank has some experts, with as many tokens as its own if
-    balanced.
+    rank has a shard of every sequence. An expert-parallel rank has some experts and, if balanced, its number of tokens.
 
     Backward frees tensors after use. While layer l is recomputed, memory contains what previous layers saved and what
     layer l recomputes, but nothing of later layers or the loss.
@@ -201,6 +218,7 @@ def activation_bytes(
         on_cuda=on_cuda,
     )
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
+    offloaded = stage.num_offloaded(shape)
     deferred = _deferred_weight_grads(spec, shape, stage)
     # Weight gradients that later layers and the head have deferred.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
@@ -209,6 +227,9 @@ def activation_bytes(
         loss_gradients=_loss_gradient_bytes(spec, shape) if stage.last else 0,
         mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
         residual_gradient=_stream_bytes(spec, shape),
+        offloaded=offloaded * _stream_bytes(spec, shape),
+        prefetched=_stream_bytes(spec, shape) if offloaded > 1 else 0,
+        prefetch_end=1 - (stage.recomputed - offloaded + 2) / len(stage.layers),
         recomputed=max(recompute_peaks, default=0),
         recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
         deferred_weight_grads=sum(deferred),
@@ -239,7 +260,8 @@ def _saved_by_blocks(
 ) -> tuple[Counter[str], list[int]]:
     """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each recomputed block runs again.
 
-    Recomputed blocks are the first ones, so nothing of the others is left by then.
+    Recomputed blocks are the first ones, so nothing of the others is left by then. While a block with an offloaded
+    input runs again, the input of the block before it is copied back.
     """
     saved = inputs.copy()
     recompute_peaks = list[int]()
@@ -247,6 +269,7 @@ def _saved_by_blocks(
     checkpoint = Counter(checkpoints=stream_bytes)
     norm_saved = Counter(norms=saved_by_norm(spec, shape))
     attention_saved = saved_by_attention(spec, shape)
+    on_device = stage.recomputed - stage.num_offloaded(shape)
     for index, layer in enumerate(stage.layers):
         method = shape.layout.activation_checkpointing if index < stage.recomputed else "none"
         mlp_saved = (
@@ -254,12 +277,12 @@ def _saved_by_blocks(
             if spec.moe and spec.is_moe_layer(layer)
             else saved_by_mlp(spec, shape)
         )
-        if method == "full":
-            saved += checkpoint
-            # The first norm saves the block's input, which is saved already.
-            recompute_peaks.append(
-                (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - stream_bytes
-            )
+        if method in ("full", "offload"):
+            saved += checkpoint if index < on_device else Counter()
+            again = saved + norm_saved + attention_saved + norm_saved + mlp_saved
+            # The first norm saves the block's input, which a block that is not offloaded has saved already.
+            other_inputs = (index > on_device) - (index < on_device)
+            recompute_peaks.append(again.total() + other_inputs * stream_bytes)
         elif method == "selective":
             saved += norm_saved + checkpoint
             # The projections also save their input, unless autocast makes copies of it.

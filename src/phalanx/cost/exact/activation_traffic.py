@@ -51,7 +51,7 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
         traffic += attention.forward + attention.backward + mlp.forward + mlp.backward
         if index < stage.recomputed:
             traffic += attention.recompute
-            traffic += mlp.recompute if shape.layout.activation_checkpointing == "full" else []
+            traffic += mlp.recompute if shape.layout.recomputes_full_blocks else []
     x, stream_bytes = (shape.tokens * spec.hidden_size * size for size in (shape.compute_bytes, shape.residual_bytes))
     if stage.first:
         traffic += _tp_reduce(shape, stream_bytes) + _tp_gather(shape, stream_bytes)

@@ -121,6 +121,7 @@ def recomputed_flops_per_token(
         if sharded
         else 0.0,
         ActivationCheckpointing.FULL: flops.blocks,
+        ActivationCheckpointing.OFFLOAD: flops.blocks,
         ActivationCheckpointing.ATTENTION: flops.projections + flops.core,
     }[recompute]
 
@@ -161,6 +162,7 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
             "none": 0.0,
             "selective": recomputed_products.attention,
             "full": recomputed_products.total,
+            "offload": recomputed_products.total,
         }[run.layout.activation_checkpointing]
     )
     head_shape = lm_head_shape(run, tensors, coordinates["pp"])

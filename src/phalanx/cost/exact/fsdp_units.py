@@ -24,7 +24,5 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
 def fsdp_unit_of(name: str, layout: Layout) -> str:
     """Return the name of the FSDP unit that a parameter belongs to; "" for the root."""
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
-    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
-        layout.fsdp_unit
-    ]
+    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
     return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""

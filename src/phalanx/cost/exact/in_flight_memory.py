@@ -17,6 +17,8 @@ class PeakInFlightBytes:
     """Peak before the rank has gradients of its parameters."""
     with_gradients: int
     """Peak from then on."""
+    offloaded: int
+    """Peak in CPU memory."""
 
 
 def peak_in_flight_bytes(
@@ -41,6 +43,8 @@ def peak_in_flight_bytes(
         for stage, activations in stage_activations.items()
     }
     live = 0
+    offloaded = 0
+    offloaded_peak = 0
     has_gradients = False
     peaks = [0, 0]
     for stage, kind, _ in schedule.actions(rank):
@@ -50,6 +54,9 @@ def peak_in_flight_bytes(
             has_gradients = True
         if current > peaks[has_gradients]:
             peaks[has_gradients] = current
+        if kind != "W":
+            offloaded += stage_activations[stage].offloaded * (1 if kind == "F" else -1)
+            offloaded_peak = max(offloaded_peak, offloaded)
         if kind == "F":
             live += total
         elif kind == "I":
@@ -60,4 +67,4 @@ def peak_in_flight_bytes(
             live, has_gradients = live - total, True
             if live + end_peak > peaks[True]:
                 peaks[True] = live + end_peak
-    return PeakInFlightBytes(*peaks)
+    return PeakInFlightBytes(peaks[0], peaks[1], offloaded=offloaded_peak)

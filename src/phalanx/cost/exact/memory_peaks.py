@@ -105,6 +105,10 @@ def memory_peaks(
             + (activations.between_blocks(peak.backward_fraction) if peak.is_between_blocks else inside_bytes)
             + peak.bytes
         )
+    if activations.prefetched:
+        done = activations.prefetch_end
+        gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
+        yield persistent.parameters_and_optimizer + gradient_bytes + activations.within_blocks(done) + exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
     yield persistent.parameters_and_optimizer + end_gradient_bytes + activations.within_blocks(1.0) + exchange
     yield persistent.parameters_and_optimizer + end_gradient_bytes + persistent.optimizer_workspace

@@ -67,6 +67,8 @@ class RankMemory:
     """
     checkpoint_copy: int = 0
     """CPU memory of a rank on a GPU: the copy of its state from which checkpoints are written."""
+    offloaded_activations: int = 0
+    """CPU memory of a rank on a GPU: inputs of recomputed blocks (`layout.activation_checkpointing = "offload"`)."""
 
     @property
     def state(self) -> int:
@@ -95,8 +97,8 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Bytes in CPU memory: offloaded state and the copy for checkpoints."""
-        return self.offloaded - self.on_disk + self.checkpoint_copy
+        """Bytes in CPU memory: offloaded state and activations, and the copy for checkpoints."""
+        return self.offloaded - self.on_disk + self.checkpoint_copy + self.offloaded_activations
 
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
@@ -237,6 +239,7 @@ def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working:
         communication=peaks.buffers,
         offloaded=state.offloaded,
         on_disk=state.on_disk,
+        offloaded_activations=working.offloaded,
     )
     memory = replace(memory, non_concurrent_bytes=memory.total - peaks.total)
     if not run.cluster.uses_cuda:

@@ -30,6 +30,8 @@ class WorkingMemory:
     activations: int
     exchanged: int
     """Bytes of model-parallel communication inside blocks; in a pipeline, those of messages between stages."""
+    offloaded: int
+    """Bytes of activations in CPU memory."""
     peaks: Callable[[PersistentMemory, list[CommBufferPeak]], Iterator[int]]
     """Yields the bytes at the times at which memory can peak."""
 
@@ -54,6 +56,7 @@ def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy
     return WorkingMemory(
         activations=activations.peak,
         exchanged=exchange,
+        offloaded=activations.offloaded,
         peaks=partial(memory_peaks, activations=activations, exchange=exchange),
     )
 
@@ -70,6 +73,7 @@ def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Stra
             WorkingMemory(
                 activations=max(passes.forward_only, passes.with_gradients),
                 exchanged=messages,
+                offloaded=passes.offloaded,
                 peaks=partial(pipeline_memory_peaks, passes=passes, links=messages),
             )
         )

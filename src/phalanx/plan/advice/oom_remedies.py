@@ -70,10 +70,12 @@ def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
-    kinds = ("none", "selective", "full")
+    kinds = ("none", "selective", "full", "offload")
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         layout = run.layout
+        if kind == "offload" and run.cluster.uses_cpu:
+            return
         step = kinds.index(kind) - kinds.index(layout.activation_checkpointing)
         if step > 0 or (step == 0 and layout.recomputed_blocks is not None):
             yield with_layout(run, activation_checkpointing=kind, recomputed_blocks=None)
@@ -246,6 +248,13 @@ REMEDIES = (
         source=GPIPE,
         changes=_increase_pp,
         no_change_reason=NO_LARGER_DEGREE_REASON,
+    ),
+    Remedy(
+        name="offload activations",
+        cost="one more forward pass; inputs of blocks cross PCIe",
+        source=ZERO,
+        changes=_increase_recompute("offload"),
+        no_change_reason="already applied, or ranks compute on CPUs",
     ),
     Remedy(
         name="offload to CPU memory",

@@ -160,7 +160,12 @@ def _notes(job: ExportJob) -> list[str]:
         )
     if layout.offload == "nvme" and layout.data_parallel == "zero3":
         notes.append("Parameters are in CPU memory, and optimizer state is in files, as in Phalanx.")
-    if layout.activation_checkpointing != "none":
+    if layout.activation_checkpointing == "offload":
+        notes.append(
+            'The program recomputes (layout.activation_checkpointing = "offload"): deepspeed.checkpointing.checkpoint '
+            "after deepspeed.checkpointing.configure(mpu, checkpoint_in_cpu=True)."
+        )
+    elif layout.activation_checkpointing != "none":
         notes.append(
             f'The program recomputes (layout.activation_checkpointing = "{layout.activation_checkpointing}"): '
             "deepspeed.checkpointing.checkpoint."

@@ -27,6 +27,7 @@ GAPS = (
         "layout.schedule", ("naive", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"), 'use "1f1b" or "interleaved"'
     ),
     UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.activation_checkpointing", ("offload",), 'use "full"'),
     UnsupportedOption("layout.offload", ("nvme",), 'use "cpu" with layout.data_parallel = "zero1"'),
     UnsupportedOption("model.qk_norm", ("full",)),
     UnsupportedOption("model.rope.scaling", ("yarn",)),

@@ -73,6 +73,11 @@ class CandidateLayout:
     recomputed_blocks: int | tuple[int, ...] | None = None
 
     @property
+    def offloads(self) -> bool:
+        """True if state or activations are off the device."""
+        return self.offload != "none" or self.activation_checkpointing == "offload"
+
+    @property
     def num_parallel_axes(self) -> int:
         """Number of kinds of parallelism: the fewer, the simpler."""
         return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (

@@ -6,14 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import VALID_DATA_STRATEGIES, CpMethod, Layout, OffloadName, RankOrder, ScheduleName
+from phalanx.spec.layout import (
+    VALID_DATA_STRATEGIES,
+    CheckpointingName,
+    CpMethod,
+    Layout,
+    OffloadName,
+    RankOrder,
+    ScheduleName,
+)
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
+METHODS_ON_DEVICE: tuple[CheckpointingName, ...] = ("none", "selective", "full")
+"""Methods of recomputation without offload."""
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
@@ -47,7 +56,7 @@ def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout
         for data_parallel, dp_shard in _data_parallel_options(degrees, domain):
             for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp):
                 for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches):
-                    for activation_checkpointing in PHALANX_CHECKPOINTING:
+                    for activation_checkpointing in METHODS_ON_DEVICE:
                         yield CandidateLayout(
                             data_parallel=data_parallel,
                             dp=degrees.dp,
@@ -70,10 +79,19 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
     """Yield offload variants of a layout: state in CPU memory, or in files if the run names a directory.
 
     CPU memory is not a variant if ranks compute on CPUs. The state is that which ranks shard, or that of a single rank,
-    which offloads as with ZeRO-1 or 2. A variant uses less device memory and, with the same strategy, never less time.
+    which offloads as with ZeRO-1 or 2. With full recomputation there are variants with the inputs of blocks in CPU
+    memory, with and without the state. A variant uses less device memory and, with the same strategy, never less time.
     """
-    if candidate.offload != "none":
+    if candidate.offloads:
         return
+    yield from _state_offload_variants(run, candidate)
+    if candidate.activation_checkpointing == "full" and not run.cluster.uses_cpu:
+        without_inputs = replace(candidate, activation_checkpointing="offload")
+        yield without_inputs
+        yield from _state_offload_variants(run, without_inputs)
+
+
+def _state_offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
     alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
     targets: dict[OffloadName, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}

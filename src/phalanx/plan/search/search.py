@@ -126,13 +126,13 @@ class TimeBands:
         while start < len(self.ordered):
             self.ends.append(seconds * (1 + UNCERTAIN_GAIN))
             stop = bisect_right(self.ordered, self.ends[-1], lo=start, key=self._seconds)
-            yield from sorted(self.ordered[start:stop], key=lambda c: (c.offload != "none", c.num_parallel_axes))
+            yield from sorted(self.ordered[start:stop], key=lambda c: (c.offloads, c.num_parallel_axes))
             start = stop
             seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
 
     def order(self, option: EvaluatedLayout) -> float:
         """Return the index of a layout's band, plus one half with offload."""
-        return bisect_left(self.ends, option.step_seconds) + 0.5 * (option.candidate.offload != "none")
+        return bisect_left(self.ends, option.step_seconds) + 0.5 * option.candidate.offloads
 
     def _seconds(self, candidate: CandidateLayout) -> float:
         return evaluate(self.run, self.world_size, [candidate])[0].step_seconds

@@ -140,11 +140,17 @@ OFFLOAD_FIELDS: dict[OffloadName, tuple[str, ...]] = {
     "cpu": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes"),
     "nvme": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"),
 }
-"""Fields that affect a plan with offload."""
+"""Fields that affect a plan with offload of state."""
+ACTIVATION_OFFLOAD_FIELDS = ("host_link_bytes_per_second", "host_memory_bytes")
+"""Fields that affect a plan with offload of activations."""
 
 
 def describe_assumptions(
-    cluster: ClusterSpec, ranks: int, offload_targets: set[OffloadName], precision: str = "bf16"
+    cluster: ClusterSpec,
+    ranks: int,
+    offload_targets: set[OffloadName],
+    precision: str = "bf16",
+    offloads_activations: bool = False,
 ) -> list[str]:
     """Return a text per value of a machine that affects a plan and is neither given nor measured.
 
@@ -153,6 +159,7 @@ def describe_assumptions(
         ranks: Number of ranks.
         offload_targets: Offload targets of the plan's layouts.
         precision: Precision of the run.
+        offloads_activations: True if a layout of the plan offloads activations.
     """
     domain = cluster.fast_link_domain_size
     given = cluster.model_fields_set
@@ -172,6 +179,7 @@ def describe_assumptions(
     if ranks > domain and "oversubscription" not in given:
         assumed["oversubscription"] = "1"
     used = {"matmul_flops", *(field for target in offload_targets for field in OFFLOAD_FIELDS[target])}
+    used |= set(ACTIVATION_OFFLOAD_FIELDS if offloads_activations else ())
     assumed |= {name: value.text for name, value in assumed_values(cluster).items() if name in used}
     if cluster.num_sms is None and not cluster.uses_cpu:
         assumed["num_sms"] = "products of any shape are equally fast"

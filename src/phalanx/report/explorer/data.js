@@ -80,7 +80,7 @@ class Layouts {
       ep > 1 && `ep ${ep}`,
       pp > 1 && `pp ${pp}${outer} ${this.value("schedule", row)}${chunks > 1 ? ` x ${chunks}` : ""}`,
       `micro-batch ${this.value("micro_batch_size", row)} x ${this.value("micro_batches", row)}`,
-      checkpointing !== "none" && `recompute ${checkpointing}`,
+      checkpointing !== "none" && `recompute ${checkpointing === "offload" ? "full, offload inputs" : checkpointing}`,
       offload !== "none" && `offload ${offload}`,
     ].filter(Boolean).join(", ");
   }
