@@ -98,7 +98,7 @@ class Strategy:
         self.clock: DeviceClock = HOST_CLOCK
         self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
         """The loss of the logits."""
-        self.head_loss: Callable[[Tensor, int], HeadFunction | None] = _needs_logits
+        self.head_loss: Callable[[Tensor, int], HeadFunction | None] = lambda targets, ignored: None
         """Function of the targets, and of the target to ignore, that returns their loss without all logits in memory.
 
         None: all logits fit (`loss_of_logits`)."""
@@ -314,10 +314,6 @@ class Strategy:
 
     def reshard_parameters(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered."""
-
-
-def _needs_logits(targets_BT: Tensor, ignored: int) -> None:
-    """Return None: the loss is a function of logits."""
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
