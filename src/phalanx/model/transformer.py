@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, D width, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from phalanx.model.norm import build_norm
 from phalanx.model.rotary import RotaryTable, rotary_table
 from phalanx.spec.attention_backend import has_window
 from phalanx.spec.model import ModelSpec
+
+HeadFunction = Callable[[Tensor, Tensor], Tensor]
+"""Function of the head's input [B, T, D] and matrix [V, D]."""
 
 
 class Block(nn.Module):
@@ -60,13 +63,19 @@ class Transformer(nn.Module):
         if not spec.tie_embeddings:
             self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
-        """Return the logits [B, T, V] of each next token, and the auxiliary loss.
+    def forward(
+        self, tokens_BT: Tensor, documents: Documents | None = None, head: HeadFunction | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits [B, T, V] of each next token, and the auxiliary loss summed over layers and tokens.
 
-        The auxiliary loss is summed over layers and tokens. `documents` do not attend to each other, and each counts
-        its positions from 0. None: every row is one document."""
+        Args:
+            tokens_BT: Token ids.
+            documents: Documents, which do not attend to each other, and each of which counts its positions from 0.
+                None: every row is one document.
+            head: Function whose result is returned in place of the logits.
+        """
         x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, documents), documents)
-        return self.compute_logits(x_BTD), auxiliary
+        return self.apply_head(x_BTD, head), auxiliary
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """Return the input of the first block, [B, T, D]."""
@@ -99,9 +108,9 @@ class Transformer(nn.Module):
             auxiliary = auxiliary + block_auxiliary
         return x_BTD, auxiliary
 
-    def compute_logits(self, x_BTD: Tensor) -> Tensor:
-        """Return the logits of the last block's output, [B, T, V]."""
-        return self.logits(self.norm(x_BTD), self.head_weight)
+    def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
+        """Return the logits of the last block's output, [B, T, V], or the result of `head`."""
+        return (head or self.logits)(self.norm(x_BTD), self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -27,7 +27,7 @@ from phalanx.model.fp8 import use_fp8_products
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
-from phalanx.parallel.cross_entropy import EAGER, compiled_kernels, in_place_cross_entropy
+from phalanx.parallel.cross_entropy import EAGER, Kernels, compiled_kernels, in_place_cross_entropy
 from phalanx.parallel.data.distribute import apply_data_parallelism
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel
 from phalanx.parallel.expert.partial_experts import (
@@ -39,6 +39,7 @@ from phalanx.parallel.expert.partial_experts import (
     select_trained_experts,
 )
 from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
+from phalanx.parallel.linear_cross_entropy import ChunkedLoss
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
@@ -105,9 +106,7 @@ def apply_layout(
     )
     _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
-    data_parallel.loss_of_logits = partial(
-        in_place_cross_entropy, tp=groups.tensor, kernels=kernels, scale=data_parallel.loss_scale
-    )
+    _connect_loss(data_parallel, spec.vocab_size, groups.tensor, precision=precision, kernels=kernels)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):
@@ -235,6 +234,20 @@ def _connect_model_parallelism(
     if groups.experts is not None:
         strategy.model_parallel.wait_timers["all_to_all"] = groups.experts.all_to_all_wait
         strategy.model_parallel.pop_expert_rows = groups.experts.pop_row_count
+
+
+def _connect_loss(
+    strategy: Strategy, vocab_size: int, tp: TensorParallelGroup | None, precision: str, kernels: Kernels
+) -> None:
+    """Give a strategy the loss of a transformer's logits, and that of its head in chunks (step 6)."""
+    strategy.loss_of_logits = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=strategy.loss_scale)
+    strategy.head_loss = ChunkedLoss(
+        columns=vocab_size if tp is None else -(-vocab_size // tp.size),
+        itemsize=2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize,
+        tp=tp,
+        kernels=kernels,
+        scale=strategy.loss_scale,
+    )
 
 
 def _init_weights(

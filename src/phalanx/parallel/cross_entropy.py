@@ -134,33 +134,65 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         scale: float,
     ) -> Tensor:
-        x_NV = logits_NV.detach()
-        rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda) if kernels.allocates_probabilities else len(x_NV)
-        logsumexp_N = torch.cat(list(map(kernels.log_sum_exp, x_NV.split(rows))))
-        column_N = target_N - (0 if tp is None else tp.first_row)
-        is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])
-        target_logit_N = x_NV.gather(1, column_N.masked_fill(is_remote_N, 0)[:, None])[:, 0].to(logsumexp_N.dtype)
-        if tp is not None:
-            logsumexp_N, target_logit_N = _sum_over_ranks(tp, logsumexp_N, target_logit_N.masked_fill_(is_remote_N, 0))
-        is_ignored_N = target_N == ignored
-        loss_N = (logsumexp_N - target_logit_N).masked_fill_(is_ignored_N, 0)
-        if ctx.needs_input_grad[0]:
-            # exp(x - infinity) is 0: rows that are not counted have no gradient.
-            logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
-            column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
-            chunks = (tensor.split(rows) for tensor in (x_NV, logsumexp_N, column_N))
-            for x, logsumexp, column in zip(*chunks, strict=True):
-                kernels.replace_by_gradient(x, logsumexp, column, scale=scale)
+        needs_gradient = ctx.needs_input_grad[0]
+        loss = sum_losses(
+            logits_NV.detach(), target_N, ignored, tp=tp, kernels=kernels, scale=scale if needs_gradient else None
+        )
+        if needs_gradient:
             ctx.save_for_backward(logits_NV)
             ctx.scale = scale
-        return loss_N.sum()
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (grad_logits_NV,) = ctx.saved_tensors
-        if getattr(gradient, KNOWN_VALUE, None) != ctx.scale:
-            grad_logits_NV.mul_(gradient / ctx.scale)
-        return grad_logits_NV, None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *scale_saved_gradients(ctx, gradient), None, None, None, None, None
+
+
+def sum_losses(
+    x_NV: Tensor,
+    target_N: Tensor,
+    ignored: int,
+    *,
+    tp: TensorParallelProtocol | None,
+    kernels: Kernels,
+    scale: float | None,
+) -> Tensor:
+    """Return the loss of rows of logits, and replace them by their gradient.
+
+    Args:
+        x_NV: Logits, or this rank's columns of them.
+        target_N: Target token ids.
+        ignored: Token id of targets that are not counted.
+        tp: The ranks with the other columns.
+        kernels: Functions of rows of logits.
+        scale: Factor of the loss in its gradient; None if no gradient is needed.
+    """
+    rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda) if kernels.allocates_probabilities else len(x_NV)
+    logsumexp_N = torch.cat(list(map(kernels.log_sum_exp, x_NV.split(rows))))
+    column_N = target_N - (0 if tp is None else tp.first_row)
+    is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])
+    target_logit_N = x_NV.gather(1, column_N.masked_fill(is_remote_N, 0)[:, None])[:, 0].to(logsumexp_N.dtype)
+    if tp is not None:
+        logsumexp_N, target_logit_N = _sum_over_ranks(tp, logsumexp_N, target_logit_N.masked_fill_(is_remote_N, 0))
+    is_ignored_N = target_N == ignored
+    loss_N = (logsumexp_N - target_logit_N).masked_fill_(is_ignored_N, 0)
+    if scale is not None:
+        # exp(x - infinity) is 0: rows that are not counted have no gradient.
+        logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
+        column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
+        chunks = (tensor.split(rows) for tensor in (x_NV, logsumexp_N, column_N))
+        for x, logsumexp, column in zip(*chunks, strict=True):
+            kernels.replace_by_gradient(x, logsumexp, column, scale=scale)
+    return loss_N.sum()
+
+
+def scale_saved_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return the saved gradients of a loss that was scaled by `ctx.scale`, multiplied by `gradient` instead."""
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
+    if getattr(gradient, KNOWN_VALUE, None) != ctx.scale:
+        for tensor in saved:
+            tensor.mul_(gradient / ctx.scale)
+    return saved
 
 
 def _sum_over_ranks(tp: TensorParallelProtocol, logsumexp_N: Tensor, target_logit_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,12 @@ class TensorParallelProtocol(Protocol):
     first_row: int
     """First row of the vocabulary on this rank."""
 
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Return the residual stream, or its gradient, of all tokens."""
+
+    def reduce_tokens(self, term: Tensor) -> Tensor:
+        """Return the sum over ranks of a term for all tokens, as tokens of the residual stream."""
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """All-reduce a tensor in place, and return it."""
 

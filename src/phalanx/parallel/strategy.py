@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -97,6 +98,10 @@ class Strategy:
         self.clock: DeviceClock = HOST_CLOCK
         self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
         """The loss of the logits."""
+        self.head_loss: Callable[[Tensor, int], HeadFunction | None] = lambda targets, ignored: None
+        """Function of the targets, and of the target to ignore, that returns their loss without all logits in memory.
+
+        None: all logits fit (`loss_of_logits`)."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """The passes of this rank in the last step, with start and end by its clock."""
 

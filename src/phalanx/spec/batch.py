@@ -8,11 +8,12 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
-# Default micro-batch: large enough to keep a device busy, with logits that leave memory for everything else.
 MICRO_BATCH_TOKENS = 16_384
+"""Maximum tokens of a default micro-batch: enough to keep a device busy."""
 
 
 LOGITS_BYTES = 2**31
+"""Maximum bytes of a default micro-batch's logits in fp32, if the loss needs all of them."""
 
 
 MIN_MICRO_BATCHES_PER_STAGE = 4
@@ -37,6 +38,11 @@ class BatchPlan:
     """Maximum number of forward passes per rank in one optimizer update."""
     learning_rate_scale: float = 1.0
     """Factor applied to all learning rates."""
+
+
+def needs_all_logits(run: RunSpec) -> bool:
+    """Return whether the loss is a function of all logits of a micro-batch: a loss or a network of the user."""
+    return run.training.loss is not None or run.model.implementation is not None
 
 
 def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
@@ -90,9 +96,11 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
 
 
 def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even: bool) -> int:
-    """Return the micro-batch size in sequences: the layout's, or the maximum that logits memory permits."""
+    """Return the micro-batch size in sequences: the layout's, or the maximum by default."""
     training = run.training
-    micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
+    micro_batch_tokens = MICRO_BATCH_TOKENS
+    if needs_all_logits(run):
+        micro_batch_tokens = min(micro_batch_tokens, LOGITS_BYTES // (4 * run.model.vocab_size))
     max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline needs several micro-batches per rank to stay busy
         max_micro_batch = max(

@@ -16,6 +16,7 @@ from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
 from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
+from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.apply import apply_layout, apply_layout_to_network, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.parallel.context_parallel import local_token_indices
@@ -79,8 +80,8 @@ class Learner:
         self.strategy = self._build_strategy(weights, trained_experts)
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
-        self.loss = build_loss(run.training) or self.strategy.cross_entropy
-        """Loss of logits [B, T, V] and targets [B, T], summed over the targets that are not the third argument."""
+        self.loss = build_loss(run.training)
+        """The user's loss of logits [B, T, V], targets [B, T] and the target to ignore, summed; None: cross-entropy."""
         self.after_passes: list[Callable[[], None]] = []
         """Called after the passes of each step, such as by a profiler."""
         self.after_reduction: list[Callable[[], None]] = []
@@ -181,19 +182,26 @@ class Learner:
     def compute_losses(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss and the auxiliary loss, summed over tokens.
 
-        The logits, the largest tensor of all, are freed here."""
+        Logits, the largest tensor of all, are freed here."""
+        if self.loss is None:
+            return self.compute_held_out_loss(model, micro)
         logits, auxiliary = self._run_model(model, micro)
         return self.loss(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
+        head = self.strategy.head_loss(micro.targets, IGNORE_INDEX)
+        if head is not None:
+            return self._run_model(model, micro, head=head)
         logits, auxiliary = self._run_model(model, micro)
         return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
-    def _run_model(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _run_model(
+        self, model: Callable[..., Any], micro: MicroBatch, **options: HeadFunction
+    ) -> tuple[Tensor, Tensor]:
         """Return the logits and the auxiliary loss; a network of the user may return the logits alone."""
         with autocast_context(self.strategy, self.run.training.precision, self.device):
-            output = model(*micro.inputs)
+            output = model(*micro.inputs, **options)
         return output if isinstance(output, tuple) else (output, output.new_zeros(()))
 
     def reduce(self, sums: StepSums) -> StepReduction:

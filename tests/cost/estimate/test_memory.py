@@ -34,6 +34,7 @@ GPT_COLUMNS = {
     "hardware_generation": 0,
     "fused_elementwise": 1,
     "lean_activations": 0,
+    "chunks_loss": 0,
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.kinds import Column, ScheduleKind
+from phalanx.spec.chunks import LOGITS_CHUNK_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,8 @@ class JobTable:
     """Flag: norms and activations run in fused kernels, rather than operation by operation."""
     lean_activations: Column
     """Flag: as in Phalanx, activations are recomputed, and the gradient of the loss replaces the logits."""
+    chunks_loss: Column
+    """Flag: as in Phalanx, head and loss are computed in chunks of at most `LOGITS_CHUNK_BYTES` of logits."""
     overlap_grad_reduce: Column
     """Flag: data-parallel communication overlaps with the backward pass."""
     overlap_param_gather: Column
@@ -178,6 +181,12 @@ class JobTable:
     def tokens(self) -> Column:
         """Tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.sequence / self.cp
+
+    @cached_property
+    def loss_chunks(self) -> Column:
+        """Number of chunks in which head and loss are computed."""
+        logits_bytes = self.compute_dtype_bytes * self.tokens * self.vocab / self.tp
+        return np.where(self.chunks_loss > 0, np.maximum(1, np.ceil(logits_bytes / LOGITS_CHUNK_BYTES)), 1.0)
 
     @cached_property
     def expert_replicas(self) -> Column:

@@ -288,7 +288,8 @@ def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> C
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     """Return the bytes of the logits.
 
-    Most of them are the loss's own, which is in fp32 if products are in 16 bits. Phalanx has the logits alone.
+    Most of them are the loss's own, which is in fp32 if products are in 16 bits. Phalanx has the logits alone, or those
+    of a chunk and the gradient of the head's matrix.
     """
     is_fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
     bytes_per_logit = (
@@ -298,4 +299,6 @@ def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     )
     bytes_per_logit = np.where(jobs.lean_activations > 0, jobs.compute_dtype_bytes, bytes_per_logit)
     gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
-    return jobs.tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * bytes_per_logit * gather_factor
+    vocab = jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp)
+    matrix_bytes = np.where(jobs.loss_chunks > 1, jobs.gradient_bytes * vocab * jobs.width, 0.0)
+    return jobs.tokens / jobs.loss_chunks * vocab * bytes_per_logit * gather_factor + matrix_bytes

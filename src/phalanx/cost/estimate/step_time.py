@@ -163,10 +163,20 @@ def _embedding_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
 
 
 def _head_time(constants: TimeConstants, jobs: JobTable) -> StageTime:
-    """Return the times of the output projection and of the loss."""
+    """Return the times of the output projection and of the loss.
+
+    In chunks, all of it is in the forward pass, and each chunk adds to the gradient of the head's matrix.
+    """
     product = matmul_seconds(constants, jobs, jobs.tokens, n=jobs.vocab / jobs.tp, k=jobs.width, linear=False)
     loss = _loss_seconds(constants, jobs)
-    return StageTime(forward=product + 0.4 * loss, backward=2 * product + 0.6 * loss, weight_grad=np.zeros(1))
+    matrix_bytes = jobs.gradient_bytes * jobs.vocab / jobs.tp * jobs.width
+    sums = (jobs.loss_chunks - 1) * memory_pass_seconds(constants, jobs, 2 * matrix_bytes)
+    is_chunked = jobs.loss_chunks > 1
+    return StageTime(
+        forward=np.where(is_chunked, 3 * product + loss + sums, product + 0.4 * loss),
+        backward=np.where(is_chunked, 0.0, 2 * product + 0.6 * loss),
+        weight_grad=np.zeros(1),
+    )
 
 
 def _slowest_and_middle_stages(jobs: JobTable, layers: LayerTimes, plain: LayerTimes) -> tuple[StageTime, StageTime]:

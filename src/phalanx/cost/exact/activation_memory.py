@@ -22,22 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.head_memory import deferred_head_grad_bytes, loss_gradient_bytes, saved_by_head
 from phalanx.cost.exact.saved_tensors import (
-    INDEX_BYTES,
-    deferred_head_grad_bytes,
     deferred_weight_grad_bytes,
     fp8_cast_bytes,
     mlp_backward_bytes,
     saved_by_attention,
     saved_by_experts,
-    saved_by_head,
     saved_by_inputs,
     saved_by_mlp,
     saved_by_norm,
 )
 from phalanx.cost.precision import Precision
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.chunks import loss_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import BF16_PRECISIONS
@@ -64,11 +61,11 @@ class ActivationBytes:
     tp_boundaries: int = 0
     """Input and output of a pipeline stage that no other operation saves."""
     head_and_loss: int = 0
-    """Input of the head, and the gradient of the logits in their place."""
+    """Input of the head, and the gradient of the logits in their place; or the head's gradients (`head_memory`)."""
     weight_copies: int = 0
     """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
     loss_gradients: int = 0
-    """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head."""
+    """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head (`head_memory`)."""
     mlp_gradients: int = 0
     """Temporary: the peak in the last MLP or experts in backward, and the residual stream's gradient."""
     recomputed: int = 0
@@ -184,6 +181,7 @@ def activation_bytes(
     masked: bool = False,
     stage: StageBlocks | None = None,
     on_cuda: bool = False,
+    all_logits: bool = False,
 ) -> ActivationBytes:
     """Return the activations of one rank for a micro-batch, in a pipeline those of one stage.
 
@@ -204,6 +202,7 @@ def activation_bytes(
         masked: Documents in a sequence are hidden from each other.
         stage: Stage of the pipeline.
         on_cuda: Count CUDA's kernels instead of a CPU's.
+        all_logits: The loss is a function of all logits of the micro-batch.
     """
     layout = layout or Layout()
     stage = stage or full_model_stage(spec.num_layers, layout)
@@ -216,6 +215,7 @@ def activation_bytes(
         autocast=autocast,
         masked=masked,
         on_cuda=on_cuda,
+        all_logits=all_logits,
     )
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
     offloaded = stage.num_offloaded(shape)
@@ -224,7 +224,7 @@ def activation_bytes(
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
     return ActivationBytes(
         **(saved + _saved_by_head(spec, shape, stage)),
-        loss_gradients=_loss_gradient_bytes(spec, shape) if stage.last else 0,
+        loss_gradients=loss_gradient_bytes(spec, shape) if stage.last else 0,
         mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
         residual_gradient=_stream_bytes(spec, shape),
         offloaded=offloaded * _stream_bytes(spec, shape),
@@ -309,15 +309,3 @@ def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks
     gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
     gradients += fp8_cast_bytes(spec, stage.layers[-1], shape)
     return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
-
-
-def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
-
-    The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
-    gradients of its weight and input."""
-    vocab = shape.max_local_count(spec.vocab_size)
-    rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
-    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
-    loss_bytes = rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
-    return max(loss_bytes, (vocab + shape.tokens) * spec.hidden_size * shape.compute_bytes)

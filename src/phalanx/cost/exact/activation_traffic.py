@@ -6,6 +6,7 @@ D width; tp, cp, ep the number of tensor-, context- and expert-parallel ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from phalanx.cost.exact.activation_memory import StageBlocks
@@ -56,17 +57,13 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
     if stage.first:
         traffic += _tp_reduce(shape, stream_bytes) + _tp_gather(shape, stream_bytes)
     if stage.last:
-        traffic += _tp_gather(shape, x) + _tp_gather(shape, x) + _tp_reduce(shape, x)
-        traffic += _collective_traffic(
-            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp"
-        )
-        traffic += _collective_traffic(
-            "all_reduce",
-            2 * shape.tokens * shape.high_precision_bytes,
-            shape.tp,
-            purpose=SCALARS_PURPOSE,
-            group_kind="tp",
-        )
+        num_chunks = shape.num_logits_chunks(spec)
+        # The backward pass gathers the head's input again, unless chunks have gradients in the forward pass.
+        traffic += _tp_gather(shape, x) + (_tp_gather(shape, x) if num_chunks == 1 else []) + _tp_reduce(shape, x)
+        for values in (1, 2):  # of each row: the maximum; then the sum and the target's logit
+            size = values * shape.tokens * shape.high_precision_bytes
+            sums = _collective_traffic("all_reduce", size, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp")
+            traffic += [replace(row, calls=num_chunks) for row in sums]
     return [row for row in traffic if row.bytes]
 
 

@@ -21,7 +21,7 @@ from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims
-from phalanx.spec.run import RunSpec
+from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 
 
 def comm_buffer_peaks(
@@ -42,7 +42,7 @@ def comm_buffer_peaks(
     layout = run.layout
     precision = run.training.precision
     on_gpu = run.cluster.uses_cuda
-    num_full_buffers = 1 if on_gpu else 2
+    num_full_buffers = 1 if on_gpu and run.training.precision not in BF16_PRECISIONS else 2
     match strategy:
         case "ddp":
             other_shapes = (
@@ -169,7 +169,7 @@ def zero_buffers(
         layout: Layout of the run.
         bytes_per_element: Bytes of a number of parameters and gradients.
         full_gradients: True for ZeRO-1, False for ZeRO-2.
-        num_full_buffers: Full buffers of a reduce-scatter: one on a GPU, two on a CPU.
+        num_full_buffers: Full buffers of a reduce-scatter: two on a CPU and in bf16, else one.
     """
     shapes = rank.all
     ranks = list[int]()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.spec.batch import needs_all_logits
+from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import BF16_PRECISIONS, RunSpec
@@ -67,7 +69,10 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
     has_head = "norm.weight" in rank.dense
     precision = run.training.precision
     vocab = -(-run.model.vocab_size // run.layout.tp)
-    logits_bytes = COMPUTE_BYTES[precision] * batch * run.training.seq_len // run.layout.cp * vocab
+    rows = batch * run.training.seq_len // run.layout.cp
+    if not needs_all_logits(run):
+        rows = logits_chunk_rows(rows, vocab, COMPUTE_BYTES[precision])
+    logits_bytes = COMPUTE_BYTES[precision] * rows * vocab
     return round(LOST_SHARE * max(largest_sum, logits_bytes if has_head else 0))
 
 

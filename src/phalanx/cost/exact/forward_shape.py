@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.cost.precision import COMPUTE_BYTES, Precision
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend, has_window
+from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 
@@ -23,6 +24,8 @@ class ForwardShape:
     masked: bool
     on_cuda: bool = False
     """True for CUDA's kernels, which save other tensors than a CPU's."""
+    all_logits: bool = False
+    """True if the loss is a function of all logits (`spec.batch.needs_all_logits`)."""
 
     @property
     def tp(self) -> int:
@@ -42,6 +45,16 @@ class ForwardShape:
     def max_local_count(self, count: int) -> int:
         """Return the maximum over ranks of local heads, columns or rows of the vocabulary."""
         return max(1, -(-count // self.tp))
+
+    def logits_rows(self, spec: ModelSpec) -> int:
+        """Return the number of tokens whose logits are in memory at once."""
+        if self.all_logits:
+            return self.tokens
+        return logits_chunk_rows(self.tokens, self.max_local_count(spec.vocab_size), self.compute_bytes)
+
+    def num_logits_chunks(self, spec: ModelSpec) -> int:
+        """Return the number of chunks in which the head and the loss are computed."""
+        return -(-self.tokens // self.logits_rows(spec))
 
     @property
     def compute_bytes(self) -> int:

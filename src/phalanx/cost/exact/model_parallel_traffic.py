@@ -14,7 +14,7 @@ from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
-from phalanx.spec.batch import plan_batch
+from phalanx.spec.batch import needs_all_logits, plan_batch
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -57,6 +57,7 @@ def _forward_shape(run: RunSpec, world_size: int) -> ForwardShape:
         layout=run.layout,
         autocast=effective_strategy(run.layout, data_dims.dp_shard) == "ddp",
         masked=run.data.mask_documents,
+        all_logits=needs_all_logits(run),
     )
 
 

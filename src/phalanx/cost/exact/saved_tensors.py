@@ -175,14 +175,6 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     return Counter(experts=saved_bytes, weight_copies=shape.weight_copies(D * E + 3 * D * (F * E // ep + shared)))
 
 
-def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
-    """Return the bytes that the head and the loss save."""
-    saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)
-    vocab = shape.max_local_count(spec.vocab_size)
-    saved_bytes += shape.tokens * vocab * shape.compute_bytes  # the gradient, in place of the logits
-    return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(vocab * spec.hidden_size))
-
-
 def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     """Return the temporary bytes of the casts for the input gradient of a block's last product; 0 without float8.
 
@@ -279,13 +271,3 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
     )
     saved_bytes += shape.tokens * (3 * shared + D) * shape.compute_bytes if shared else 0
     return saved_bytes + rows * (2 * D + 3 * F) * shape.compute_bytes
-
-
-def deferred_head_grad_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """Return the bytes that the second half of the head's backward pass needs."""
-    vocab = shape.max_local_count(spec.vocab_size)
-    return (
-        shape.linear_input_bytes(spec.hidden_size, readers=1)
-        + shape.tokens * vocab * shape.compute_bytes
-        + shape.weight_copies(vocab * spec.hidden_size)
-    )

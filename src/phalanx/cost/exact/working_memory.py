@@ -19,7 +19,7 @@ from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipe
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.batch import BatchPlan
+from phalanx.spec.batch import BatchPlan, needs_all_logits
 from phalanx.spec.run import RunSpec
 
 
@@ -94,6 +94,7 @@ def _stage_activations(
         masked=run.data.mask_documents,
         stage=stage,
         on_cuda=run.cluster.uses_cuda,
+        all_logits=needs_all_logits(run),
     )
 
 

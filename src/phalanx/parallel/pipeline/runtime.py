@@ -77,6 +77,7 @@ class PipelineStrategy(Strategy):
         self.comm_wait = data_parallel.comm_wait
         self.model_parallel = data_parallel.model_parallel
         self.loss_scale = data_parallel.loss_scale
+        self.head_loss = data_parallel.head_loss
         self.autocast = data_parallel.autocast
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from phalanx.model.attention import Documents
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import HeadFunction, Transformer
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.spec.model import ModelSpec
 
@@ -51,18 +51,21 @@ class StageModule(Transformer):
             if not spec.tie_embeddings:
                 del self.head
 
-    def forward(self, x: Tensor, documents: Documents | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, documents: Documents | None = None, head: HeadFunction | None = None, stage: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return a stage's output, or the logits of the last stage, and its auxiliary loss.
 
         Args:
             x: Input of the stage, [B, T, D]; for the first stage the tokens, [B, T].
             documents: Documents of the micro-batch; None if every row is one document.
+            head: Function whose result the last stage returns in place of the logits.
             stage: Index of the stage in the pipeline, one of this rank's.
         """
         x_BTD = self.embed(x, documents) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
         x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)
-        return (self.compute_logits(x_BTD) if stage == self.last else x_BTD), auxiliary
+        return (self.apply_head(x_BTD, head) if stage == self.last else x_BTD), auxiliary
 
     @property
     def head_weight(self) -> Tensor:

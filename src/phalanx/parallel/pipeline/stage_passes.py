@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,9 +112,10 @@ class StagePasses:
         """
         if stage == self.stages.last:
             model = self.data_parallel.model
-            return SavedActivation(x, *losses(lambda _, documents=None: model(x, documents, stage), micro))
+            last_stage = partial(model, stage=stage)
+            return SavedActivation(x, *losses(lambda _, *args, **options: last_stage(x, *args, **options), micro))
         with self.forward_context():
-            return SavedActivation(x, *self.data_parallel.model(x, micro.documents, stage))
+            return SavedActivation(x, *self.data_parallel.model(x, micro.documents, stage=stage))
 
     def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
         if output_grad is None:

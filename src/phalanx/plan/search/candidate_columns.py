@@ -18,6 +18,7 @@ from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, Candidat
 from phalanx.plan.tables.job_columns import JobRow, model_columns
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.layout import compiles_whole_blocks
 from phalanx.spec.run import RunSpec
 
@@ -66,6 +67,7 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "fused_elementwise": 0,
         "lean_activations": 1,
+        "chunks_loss": float(not needs_all_logits(run)),
         "overlap_grad_reduce": 1,
         "overlap_param_gather": 0,
         "overlap_tp": 0,

@@ -123,6 +123,7 @@ def _kernel_columns(trainer: _Trainer) -> JobRow:
         "compiled": float(trainer.is_compiled),
         "fused_elementwise": float(trainer.mentions("rms kernel") or not by_operations),
         "lean_activations": 0,
+        "chunks_loss": 0,
     }
 
 

@@ -1,0 +1,82 @@
+"""Bytes of the head and the loss: with all logits in memory, or in chunks of tokens.
+
+`cost.exact.activation_memory` adds them, and explains the symbols. In chunks (`parallel.linear_cross_entropy`), the
+gradients of the head's input and matrix are computed in the forward pass, and wait for the backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from phalanx.cost.exact.forward_shape import ForwardShape
+from phalanx.cost.exact.saved_tensors import INDEX_BYTES
+from phalanx.spec.chunks import loss_chunk_rows
+from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.spec.model import ModelSpec
+
+
+def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
+    """Return the bytes that the head and the loss save: its input and the gradient of the logits, or its gradients."""
+    matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
+    if shape.num_logits_chunks(spec) > 1:
+        input_bytes = shape.residual_tokens * spec.hidden_size * shape.compute_bytes
+        return Counter(head_and_loss=input_bytes + matrix * shape.residual_bytes)
+    saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1) + _logits_bytes(spec, shape, shape.tokens)
+    return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
+
+
+def deferred_head_grad_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the bytes that the second half of the head's backward pass needs; in chunks the first half does all."""
+    return 0 if shape.num_logits_chunks(spec) > 1 else saved_by_head(spec, shape).total()
+
+
+def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
+
+    The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
+    gradients of its weight and input."""
+    if shape.num_logits_chunks(spec) > 1:
+        return _chunked_loss_bytes(spec, shape)
+    vocab = shape.max_local_count(spec.vocab_size)
+    rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
+    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
+    loss_bytes = rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
+    return max(loss_bytes, (vocab + shape.tokens) * spec.hidden_size * shape.compute_bytes)
+
+
+def _chunked_loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the temporary bytes of the loss in chunks.
+
+    They are the head's operands, and a chunk's logits with their loss or with a product of the matrix's gradient. The
+    gradient is a sum in fp32 if the matrix is, or if there are many chunks."""
+    D = spec.hidden_size
+    vocab = shape.max_local_count(spec.vocab_size)
+    has_copy = shape.autocast or shape.residual_tokens < shape.tokens
+    operand_bytes = (
+        shape.residual_tokens * D * shape.residual_bytes  # output of the norm
+        + (shape.tokens * D * shape.compute_bytes if has_copy else 0)
+        + shape.weight_copies(vocab * D)
+        + (shape.tokens - shape.residual_tokens) * D * shape.compute_bytes  # gradients that ranks have not summed
+        + shape.tokens * INDEX_BYTES  # targets
+        + shape.high_precision_bytes  # the sum of the losses
+    )
+    rows = shape.logits_rows(spec)
+    is_cast = shape.residual_bytes < 4 and shape.num_logits_chunks(spec) > MAX_BF16_SUMS
+    sums_in_fp32 = shape.autocast or is_cast
+    piece_rows = min(vocab, loss_chunk_rows(D, on_cuda=shape.on_cuda)) if sums_in_fp32 else 0
+    chunk_bytes = _logits_bytes(spec, shape, rows) + max(
+        _row_loss_bytes(spec, shape, rows), piece_rows * D * shape.compute_bytes
+    )
+    cast_bytes = vocab * D * shape.residual_bytes if is_cast else 0
+    return operand_bytes + cast_bytes + max(chunk_bytes, cast_bytes)
+
+
+def _logits_bytes(spec: ModelSpec, shape: ForwardShape, rows: int) -> int:
+    return rows * shape.max_local_count(spec.vocab_size) * shape.compute_bytes
+
+
+def _row_loss_bytes(spec: ModelSpec, shape: ForwardShape, rows: int) -> int:
+    """Return the temporary bytes of the loss of a chunk: numbers of its rows, and probabilities of some of them."""
+    vocab = shape.max_local_count(spec.vocab_size)
+    row_bytes = 3 * shape.high_precision_bytes + INDEX_BYTES + 2  # two flags
+    probability_row_bytes = (vocab + 2) * shape.high_precision_bytes + INDEX_BYTES
+    return rows * row_bytes + min(rows, loss_chunk_rows(vocab, on_cuda=shape.on_cuda)) * probability_row_bytes

@@ -1,0 +1,148 @@
+"""Head and cross entropy in chunks of tokens, so that a micro-batch never has all its logits in memory.
+
+A chunk's logits are computed and replaced by their gradient G (`parallel.cross_entropy`). With input x and matrix W of
+the head, G W is the gradient of the chunk's input, and the gradient of W is the sum of G^T x over the chunks. The
+forward pass does all of it, because the factor of the loss is known: no product is computed twice. Sources: Liger
+(arXiv 2410.10989, section 3.2), and Cut Cross-Entropy (arXiv 2411.09009), which computes the logits twice instead.
+
+The gradients wait for the backward pass. If that is split, the gradient of W is part of its first half.
+
+Why: `docs/design/decisions/loss-in-place.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.model.dtypes import at_least_fp32
+from phalanx.model.products import autocast_operands
+from phalanx.model.transformer import HeadFunction
+from phalanx.parallel.cross_entropy import EAGER, Kernels, scale_saved_gradients, sum_losses
+from phalanx.parallel.data.zero_buckets import needs_fp32_sum
+from phalanx.parallel.protocols import TensorParallelProtocol
+from phalanx.spec.chunks import logits_chunk_rows, loss_chunk_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """The loss of a model's head in chunks."""
+
+    columns: int
+    """Maximum number of columns of the logits on a rank; ranks that share the logits have equal chunks."""
+    itemsize: int
+    """Bytes of a logit."""
+    tp: TensorParallelProtocol | None = None
+    """The ranks with the other columns."""
+    kernels: Kernels = EAGER
+    """Functions of rows of logits."""
+    scale: float = 1.0
+    """Expected factor of the loss in `run_scaled_backward`; others cost a pass over the gradients."""
+
+    def __call__(self, targets_BT: Tensor, ignored: int) -> HeadFunction | None:
+        """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
+
+        The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32.
+
+        Args:
+            targets_BT: Target token ids.
+            ignored: Token id of targets that are not counted.
+        """
+        tokens = targets_BT.numel()
+        rows = logits_chunk_rows(tokens, self.columns, self.itemsize)
+        if rows >= tokens:
+            return None
+        return cast(HeadFunction, partial(_LinearCrossEntropy.apply, self, targets_BT.flatten().split(rows), ignored))
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients of the head's input and matrix."""
+
+    x: Tensor
+    weight: Tensor
+
+    def add_chunk(self, rows: slice, logits_gradient: Tensor, x: Tensor, weight_VD: Tensor) -> None:
+        """Compute the gradient of a chunk's input, and add that of the matrix.
+
+        Args:
+            rows: Rows of the chunk.
+            logits_gradient: Gradient of the chunk's logits.
+            x: Input of the chunk.
+            weight_VD: The head's matrix.
+        """
+        torch.mm(logits_gradient, weight_VD, out=self.x[rows])
+        if self.weight.dtype == x.dtype:
+            self.weight.addmm_(logits_gradient.T, x)
+            return
+        # In pieces, because each is in memory in the dtype of the product before it is added.
+        piece = loss_chunk_rows(x.shape[1], on_cuda=x.is_cuda)
+        for total, columns in zip(self.weight.split(piece), logits_gradient.split(piece, dim=1), strict=True):
+            total += columns.T @ x
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: ChunkedLoss, targets: Sequence[Tensor], ignored: int, x_BTD: Tensor, weight_VD: Tensor
+    ) -> Tensor:
+        x, weight = autocast_operands(x_BTD, weight_VD)
+        torch.clear_autocast_cache()  # casts of weights that recomputed blocks do not save
+        if loss.tp is not None:
+            x = loss.tp.gather_tokens(x)
+        gradients = None
+        if any(ctx.needs_input_grad):
+            sum_dtype = torch.float32 if needs_fp32_sum(weight_VD.dtype, len(targets)) else weight_VD.dtype
+            gradients = _Gradients(torch.empty_like(x).flatten(0, 1), torch.zeros_like(weight_VD, dtype=sum_dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets=targets, ignored=ignored, gradients=gradients)
+        if gradients is not None:
+            grad_x = gradients.x.view_as(x)
+            if loss.tp is not None:
+                grad_x = loss.tp.reduce_tokens(grad_x)
+            ctx.save_for_backward(grad_x, gradients.weight.to(weight_VD.dtype))
+            ctx.scale = loss.scale
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *scale_saved_gradients(ctx, gradient)
+
+
+def _sum_chunks(
+    loss: ChunkedLoss,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    *,
+    targets: Sequence[Tensor],
+    ignored: int,
+    gradients: _Gradients | None,
+) -> Tensor:
+    """Return the loss of all chunks, and compute the gradients.
+
+    Args:
+        loss: The loss.
+        x_ND: The head's input.
+        weight_VD: The head's matrix.
+        targets: Targets of each chunk.
+        ignored: Token id of targets that are not counted.
+        gradients: The gradients to compute; None if they are not needed.
+    """
+    scale = None if gradients is None else loss.scale
+    total = at_least_fp32(x_ND.new_zeros(()))
+    start = 0
+    for target in targets:
+        rows = slice(start, start + len(target))
+        start = rows.stop
+        logits = F.linear(x_ND[rows], weight_VD)
+        total += sum_losses(logits, target, ignored, tp=loss.tp, kernels=loss.kernels, scale=scale)
+        if gradients is not None:
+            gradients.add_chunk(rows, logits, x_ND[rows], weight_VD=weight_VD)
+        del logits  # before those of the next chunk are computed
+    return total
