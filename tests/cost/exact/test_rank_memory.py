@@ -279,12 +279,23 @@ def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
         model = Transformer(spec)
     apply.apply_activation_checkpointing(model, recompute)
     parts = [part for block in model.blocks for part in fsdp._fsdp_units(block, wrap)]
-    theirs = [sum(p.numel() for p in part.parameters()) for part in parts]
-    root = sum(p.numel() for p in model.parameters()) - sum(theirs)
-    assert fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1) == [
-        root,
-        *theirs,
-    ]
+    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1)
+    assert sizes.blocks == [sum(p.numel() for p in part.parameters()) for part in parts]
+    assert sizes.total == sum(p.numel() for p in model.parameters())
+    units = sizes.root, sizes.embedding, sizes.head
+    embedding = model.embedding.weight.numel()
+    if wrap == "model":
+        assert units == (sizes.total, 0, 0)
+    else:
+        assert units == (0, embedding, sizes.total - sum(sizes.blocks) - embedding)
+
+
+@pytest.mark.parametrize("layout", [{"fsdp_unit": "model"}, {"pp": 2}, {}])
+def test_fsdp_root_owns_tied_embeddings_and_pipeline_ends(layout):
+    spec = make_run(model={**ODD_SHAPES_MOE, "tie_embeddings": not layout}).model
+    sizes = fsdp_unit_sizes(parameter_shapes(spec), Layout(**layout), 1)
+    assert sizes.root
+    assert sizes.embedding == sizes.head == 0
 
 
 # -- the other parts --------------------------------------------------------------------------------

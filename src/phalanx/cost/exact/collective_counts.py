@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.exact.comm_buffers import bucket_names
-from phalanx.cost.exact.fsdp_units import fsdp_unit_of
+from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
@@ -20,8 +20,8 @@ class CollectiveCounts(NamedTuple):
 
     blocks: int
     """Collectives of all buckets (ddp, ZeRO-1 and 2), or of the wrapped units (ZeRO-3)."""
-    root: int = 0
-    """Collectives of ZeRO-3's root, which has the unwrapped parameters."""
+    outside_blocks: int = 0
+    """Collectives of ZeRO-3's other units: of embedding and head, or of a root that has both."""
 
 
 def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts: bool = False) -> CollectiveCounts:
@@ -52,8 +52,9 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts:
         case "zero3" | "hsdp" if for_experts:
             return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
         case _:
-            units = {fsdp_unit_of(name, layout) for name in names}
-            return CollectiveCounts(len(units - {""}), int("" in units))
+            units = {fsdp_unit_of(name, layout, "head.weight" not in names) for name in names}
+            outside_blocks = units & {ROOT, EMBEDDING, HEAD}
+            return CollectiveCounts(len(units - outside_blocks), len(outside_blocks))
 
 
 def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:

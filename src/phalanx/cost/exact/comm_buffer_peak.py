@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIRST_BLOCK = 1e-9
+"""Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommBufferPeak:

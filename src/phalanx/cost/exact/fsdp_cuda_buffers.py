@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
@@ -12,16 +12,16 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
-FIRST_BLOCK = 1e-9
-"""Fraction of the backward pass that is complete at the start of the first block, after the loss."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class CudaUnits:
     """Elements of FSDP2's units on a rank: parameters of all ranks with padding, gradients without."""
 
     root: int
-    """Parameters outside blocks."""
+    """Parameters outside blocks of a root that owns them; 0 if they are two units."""
+    embedding: int
+    head: int
+    """Parameters of the unit of the final norm and head; 0 without it."""
     block: int
     """Parameters of the largest block, without experts that have ranks of their own."""
     expert: int
@@ -29,11 +29,16 @@ class CudaUnits:
     num_blocks: int
     all_blocks: int
     """Parameters of all blocks together."""
-    root_gradient: int
-    head_gradient: int
+    root_head_gradient: int
     """Gradients of the root before the first block's backward pass: all except an untied embedding's."""
+    head_gradient: int
+    """Gradients of the unit of the final norm and head."""
     unit_gradient: int
-    """Gradients of the largest unit except the root."""
+    """Gradients of the largest unit in blocks."""
+    last_reduced: int
+    """Parameters of the unit whose gradients are the last: the root, or the embedding."""
+    last_gradient: int
+    """Gradients of that unit."""
 
     def gathered_ahead(self, layout: Layout) -> int:
         """Return the elements that are prefetched while a block computes: a (block + expert).
@@ -52,8 +57,10 @@ class CudaBuffers:
 
     before: int
     """Gathered parameters at the start of the backward pass, with those that are prefetched during the head's."""
+    head_done: int
+    """After the backward pass of the head's unit: its gradients and their reduction, and prefetched parameters."""
     root: int
-    """Root parameters and gradients of the head, during the full backward pass."""
+    """During the full backward pass: parameters that stay gathered, and gradients of a root's head."""
     ahead: int
     """Prefetched parameters, on the gather stream; part of the phases below."""
     expert_copy: int
@@ -66,27 +73,33 @@ class CudaBuffers:
     """Between two blocks: prefetched parameters, and the reduction of the last completed unit."""
     block_sum: int
     """Reduction of the previous block, until the current block starts its own."""
-    root_sum: int
-    """Reduction of the root and its gradients, at the end."""
-    earlier_root_sum: int
-    """Root gradients of the previous micro-batch, until the first block is complete."""
+    head_sum: int
+    """Reduction of the head's unit, until the first block starts its own."""
+    last_sum: int
+    """Gradients of the root or of the embedding, and their reduction, at the end."""
+    earlier_last_sum: int
+    """Sent gradients of the root or of the embedding of the previous micro-batch, until the next reduction."""
 
 
 def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
-    root, *blocks = (size * rank.shards for size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
-    root_gradient, *gradients = fsdp_unit_sizes(rank.dense, layout, 1)
+    owned = fsdp_unit_sizes(rank.dense, layout, rank.shards)
+    gradients = fsdp_unit_sizes(rank.dense, layout, 1)
     expert_gradients = fsdp_unit_sizes(rank.expert, layout, 1)
     late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
     late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
     return CudaUnits(
-        root=root,
-        block=max(blocks, default=0),
-        expert=max(fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)) * rank.expert_shards,
-        num_blocks=len(blocks),
-        all_blocks=sum(blocks),
-        root_gradient=root_gradient,
-        head_gradient=root_gradient - late,
-        unit_gradient=max([*gradients, *expert_gradients]),
+        root=owned.root * rank.shards,
+        embedding=owned.embedding * rank.shards,
+        head=owned.head * rank.shards,
+        block=max(owned.blocks, default=0) * rank.shards,
+        expert=fsdp_unit_sizes(rank.expert, layout, rank.expert_shards).largest * rank.expert_shards,
+        num_blocks=len(owned.blocks),
+        all_blocks=sum(owned.blocks) * rank.shards,
+        root_head_gradient=max(0, gradients.root - late),
+        head_gradient=gradients.head,
+        unit_gradient=max([*gradients.blocks, *expert_gradients.blocks, expert_gradients.root]),
+        last_reduced=owned.last_reduced * rank.shards,
+        last_gradient=gradients.last_reduced,
     )
 
 
@@ -102,20 +115,25 @@ def _cuda_buffers(
     compute = COMPUTE_BYTES[precision]
     state = STATE_BYTES[precision]
     ahead = units.gathered_ahead(layout)
+    kept = units.root + (0 if layout.reshard_after_forward else units.embedding)
+    start = kept + (ahead if layout.reshard_after_forward else units.all_blocks)
     gathered = units.block + ahead + units.expert
     block_sum = _sum_bytes(units.block, rank.shards, precision)
-    last_sum = _sum_bytes(units.expert, rank.expert_shards, precision) if units.expert else block_sum
+    head_sum = _sum_bytes(units.head, rank.shards, precision)
+    last_block_sum = _sum_bytes(units.expert, rank.expert_shards, precision) if units.expert else block_sum
     return CudaBuffers(
-        before=compute * (units.root + (ahead if layout.reshard_after_forward else units.all_blocks)),
-        root=compute * (units.root + units.head_gradient),
+        before=compute * (start + units.head),
+        head_done=compute * (start + units.head_gradient) + head_sum,
+        root=compute * (kept + units.root_head_gradient),
         ahead=compute * ahead,
         expert_copy=compute * units.expert,
         copied_out=compute * (gathered + units.expert),
         gradients_ready=compute * (gathered + units.unit_gradient),
-        between=compute * (units.block + ahead) + last_sum,
+        between=compute * (units.block + ahead) + last_block_sum,
         block_sum=block_sum,
-        root_sum=compute * units.root_gradient + _sum_bytes(units.root, rank.shards, precision),
-        earlier_root_sum=state * units.root if accumulates else 0,
+        head_sum=head_sum,
+        last_sum=compute * units.last_gradient + _sum_bytes(units.last_reduced, rank.shards, precision),
+        earlier_last_sum=state * units.last_reduced if accumulates else 0,
     )
 
 
@@ -132,9 +150,10 @@ def cuda_buffer_peaks(
     A block's gathered buffer exists until the block computes, when it is copied out. The next block's buffer exists by
     then (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). After a block, its parameters are freed, and its gradients
     are copied to the send buffer in the dtype of the sum (`post_backward`, `foreach_reduce`). That buffer exists until
-    the next unit is at that point. The root's buffer exists from a micro-batch to the first block of the next one
-    (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). Experts with ranks of their
-    own are units in blocks.
+    the next unit is at that point. The last unit's buffer exists from a micro-batch to the first reduction of the next
+    one (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). The first reduction is
+    that of the head's unit, or of a block if the root has the head. Experts with ranks of their own are units in
+    blocks.
 
     Args:
         rank: Tensors of the rank.
@@ -154,28 +173,25 @@ def cuda_buffer_peaks(
             gather_stream_bytes=buffers.ahead + buffers.expert_copy,
         )
 
-    def is_done(fraction: float, sums: int) -> CommBufferPeak:
+    def between(fraction: float, size: int) -> CommBufferPeak:
         return CommBufferPeak(
-            backward_fraction=fraction,
-            bytes=buffers.root + buffers.gradients_ready + sums,
-            is_between_blocks=True,
-            gather_stream_bytes=buffers.ahead,
+            backward_fraction=fraction, bytes=size, is_between_blocks=True, gather_stream_bytes=buffers.ahead
         )
+
+    def is_done(fraction: float, sums: int) -> CommBufferPeak:
+        return between(fraction, buffers.root + buffers.gradients_ready + sums)
 
     block = 1 / max(1, units.num_blocks)  # of the backward pass
     until_done = block / 2 if units.expert else block
     second_done = is_done(min(1.0, block + until_done), buffers.block_sum)
-    end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.root_sum)
+    end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.last_sum)
+    first_sum = buffers.head_sum if units.head else buffers.earlier_last_sum
     return [
-        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_root_sum),
-        computes(FIRST_BLOCK, buffers.earlier_root_sum),
-        is_done(until_done, buffers.earlier_root_sum),
-        CommBufferPeak(
-            backward_fraction=block,
-            bytes=buffers.root + buffers.between,
-            is_between_blocks=True,
-            gather_stream_bytes=buffers.ahead,
-        ),
+        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum),
+        *([between(FIRST_BLOCK, buffers.head_done)] if units.head else []),
+        computes(FIRST_BLOCK, first_sum),
+        is_done(until_done, first_sum),
+        between(block, buffers.root + buffers.between),
         computes(block, buffers.block_sum),
         second_done,
         computes(1 - block, buffers.block_sum),
@@ -197,7 +213,8 @@ class StreamBuffers:
 class _OwnedUnits:
     """Elements that a rank owns, with padding, of FSDP2's units."""
 
-    root: int
+    outside: int
+    """Elements of the largest unit outside blocks."""
     block: int
     """Elements of the largest block."""
     expert: int
@@ -207,9 +224,9 @@ class _OwnedUnits:
     expert_shards: int
 
     @property
-    def gathered_root(self) -> int:
-        """Elements of the root on all ranks together."""
-        return self.root * self.shards
+    def gathered_outside(self) -> int:
+        """Elements of the largest unit outside blocks on all ranks together."""
+        return self.outside * self.shards
 
     @property
     def gathered_block(self) -> int:
@@ -237,35 +254,36 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     summed = _reduce_stream_elements(units, offloads=run.layout.offload != "none", accumulates=accumulation > 1)
     return StreamBuffers(
         side_streams=compute_bytes * gathered + state_bytes * summed,
-        largest_sum=state_bytes * max(units.gathered_root, units.gathered_block, units.gathered_expert),
+        largest_sum=state_bytes * max(units.gathered_outside, units.gathered_block, units.gathered_expert),
     )
 
 
 def _owned_units(rank: RankTensors, layout: Layout) -> _OwnedUnits:
-    root, *blocks = fsdp_unit_sizes(rank.dense, layout, rank.shards)
+    sizes = fsdp_unit_sizes(rank.dense, layout, rank.shards)
     experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
     return _OwnedUnits(
-        root=root,
-        block=max(blocks, default=0),
-        expert=max(experts),
-        all_units=root + sum(blocks) + sum(experts),
+        outside=max(sizes.root, sizes.embedding, sizes.head),
+        block=max(sizes.blocks, default=0),
+        expert=experts.largest,
+        all_units=sizes.total + experts.total,
         shards=rank.shards,
         expert_shards=rank.expert_shards,
     )
 
 
 def _gather_stream_elements(units: _OwnedUnits) -> int:
-    """Return the peak of the gather stream: the root and the first block, or experts of two blocks, and a shard.
+    """Return the peak of the gather stream: a unit outside blocks and a block, or experts of two blocks, and a shard.
 
     Buffers of experts and of blocks alternate: half of one is lost between them.
     """
     experts_of_two_blocks = 2 * units.gathered_expert + units.gathered_expert // 2
     copied_shard = max(units.block, units.expert)
-    return max(units.gathered_root, experts_of_two_blocks, units.gathered_block) + units.gathered_block + copied_shard
+    largest = max(units.gathered_outside, experts_of_two_blocks, units.gathered_block)
+    return largest + units.gathered_block + copied_shard
 
 
 def _reduce_stream_elements(units: _OwnedUnits, offloads: bool, accumulates: bool) -> int:
     """Return the peak of the reduce stream: a step's gradients, and one unit's that are added or copied to the CPU."""
     gradients = 0 if offloads else units.all_units
-    largest_unit = max(units.root, units.block, units.expert) if accumulates or offloads else 0
+    largest_unit = max(units.outside, units.block, units.expert) if accumulates or offloads else 0
     return gradients + largest_unit

@@ -1,28 +1,77 @@
-"""Units in which ZeRO-3 gathers parameters and reduces gradients: the root, and every wrapped part of blocks."""
+"""Units in which ZeRO-3 gathers parameters and reduces gradients.
+
+Every wrapped part of blocks is one. The embedding is one, and the final norm and head another, or the root has them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, has_outer_fsdp_units
+
+ROOT = ""
+EMBEDDING = "embedding"
+HEAD = "head"
 
 
-def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
-    """Return the elements that a rank owns, with padding, of each unit: the root, then every wrapped part.
+@dataclass(frozen=True, kw_only=True)
+class FsdpUnitSizes:
+    """Elements that a rank owns, with padding, of each unit."""
+
+    root: int
+    """Elements outside blocks of a root that owns them; 0 if they are two units."""
+    embedding: int
+    """Elements of the unit of embeddings; 0 without it."""
+    head: int
+    """Elements of the unit of the final norm and head; 0 without it."""
+    blocks: list[int]
+    """Elements of each wrapped part of blocks."""
+
+    @property
+    def last_reduced(self) -> int:
+        """Elements of the unit whose gradients are the last of a backward pass: the root or the embeddings."""
+        return self.root or self.embedding
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest unit."""
+        return max(self.root, self.embedding, self.head, *self.blocks)
+
+    @property
+    def total(self) -> int:
+        """Elements of all units."""
+        return self.root + self.embedding + self.head + sum(self.blocks)
+
+
+def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> FsdpUnitSizes:
+    """Return the elements that a rank owns of each unit.
 
     Args:
         shapes: Parameters of the rank.
         layout: Layout of the run.
         ranks: Ranks that share the parameters.
     """
-    owned = {"": 0}
+    tie_embeddings = "head.weight" not in shapes
+    owned = {ROOT: 0, EMBEDDING: 0, HEAD: 0}
     for name, shape in shapes.items():
-        unit = fsdp_unit_of(name, layout)
+        unit = fsdp_unit_of(name, layout, tie_embeddings)
         owned[unit] = owned.get(unit, 0) + max_shard_elements(shape, ranks)
-    return list(owned.values())
+    root, embedding, head, *blocks = owned.values()
+    return FsdpUnitSizes(root=root, embedding=embedding, head=head, blocks=blocks)
 
 
-def fsdp_unit_of(name: str, layout: Layout) -> str:
-    """Return the name of the FSDP unit that a parameter belongs to; "" for the root."""
+def fsdp_unit_of(name: str, layout: Layout, tie_embeddings: bool) -> str:
+    """Return the name of the FSDP unit that a parameter belongs to.
+
+    Args:
+        name: Name of the parameter.
+        layout: Layout of the run.
+        tie_embeddings: True if the embedding is the head too.
+    """
+    if not name.startswith("blocks."):
+        if not has_outer_fsdp_units(layout, tie_embeddings):
+            return ROOT
+        return EMBEDDING if name.startswith(("embedding", "positions")) else HEAD
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
-    return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
+    return ".".join(name.split(".")[:depth])

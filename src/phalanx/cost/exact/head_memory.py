@@ -33,14 +33,26 @@ def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
 
     The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
-    gradients of its weight and input."""
+    gradients of its weight and input, and on CUDA what tensor-parallel ranks exchange meanwhile."""
     if shape.num_logits_chunks(spec) > 1:
         return _chunked_loss_bytes(spec, shape)
     vocab = shape.max_local_count(spec.vocab_size)
     rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
     row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
     loss_bytes = rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
-    return max(loss_bytes, (vocab + shape.tokens) * spec.hidden_size * shape.compute_bytes)
+    head_bytes = (vocab + shape.tokens) * spec.hidden_size * shape.compute_bytes
+    return max(loss_bytes, head_bytes + _head_exchange_bytes(spec, shape))
+
+
+def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the bytes of the head's sequence-parallel communication on CUDA, in its backward pass.
+
+    They are its input of all ranks, the received terms of the input's gradient, and their sum, in fp32 and cast."""
+    if not shape.on_cuda or not shape.layout.sequence_parallel or shape.tp == 1:
+        return 0
+    all_tokens_bytes = 2 * shape.tokens * shape.compute_bytes
+    local_tokens_bytes = shape.residual_tokens * (shape.high_precision_bytes + shape.compute_bytes)
+    return (all_tokens_bytes + local_tokens_bytes) * spec.hidden_size
 
 
 def _chunked_loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

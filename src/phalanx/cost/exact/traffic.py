@@ -139,13 +139,14 @@ def _sharded_traffic(
         return [*_multiply_calls(calls.blocks, traffic), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
     in_blocks = _padded_elements(blocks, ranks)
-    # The root's parameters (embedding, last norm, head) stay gathered between the two passes.
+    # Parameters outside blocks are gathered once: the embedding's backward pass does not need them, and the head's
+    # follows its forward pass.
     reshard = layout.reshard_after_forward and layout.pp == 1
     traffic = [
         row
         for count, is_resharded, num_calls in (
             (in_blocks, reshard, calls.blocks),
-            (total - in_blocks, False, calls.root),
+            (total - in_blocks, False, calls.outside_blocks),
         )
         for row in _multiply_calls(
             num_calls,

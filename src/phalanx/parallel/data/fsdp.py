@@ -13,9 +13,10 @@ Why: `docs/design/decisions/fsdp-on-gloo.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from phalanx.model.transformer import HeadFunction, Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter
 from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
@@ -31,7 +33,7 @@ from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, has_outer_fsdp_units
 
 
 class FSDP(Strategy):
@@ -79,10 +81,11 @@ class FSDP(Strategy):
             shard(owner, mesh=expert_mesh, reshard_after_forward=reshard)
         for part in wrapped:
             shard(part, mesh=mesh, reshard_after_forward=reshard)
+        if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
+            _shard_outside_blocks(module, partial(shard, mesh=mesh), reshard)
         self.root = shard(module, mesh=mesh, reshard_after_forward=False)
-        units = [part for part in module.modules() if isinstance(part, FSDPModule) and part is not self.root]
         super().__init__(module, group)
-        self.units: list[FSDPModule] = [self.root, *units]
+        self.units = _units_in_forward_order(module)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -97,12 +100,19 @@ class FSDP(Strategy):
             self._install_gloo_collectives()
 
     def _prefetch(self, depth: int) -> None:
-        """Gather `depth` units ahead of the current unit."""
-        backward = [self.root, *reversed(self.units[1:])]
-        for index, unit in enumerate(self.units):
-            unit.set_modules_to_forward_prefetch(self.units[index + 1 : index + 1 + depth])
+        """Gather `depth` units ahead of the current unit.
+
+        A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
+        backward pass, and would gather the head again."""
+        root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
+        forward = [*root, *self.units[1:]]
+        backward = [*root, *reversed(self.units[1:])]
+        for index, unit in enumerate(forward):
+            unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
         for index, unit in enumerate(backward):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
+        # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
+        backward[-1].set_modules_to_backward_prefetch(backward[-1:])
 
     def _install_gloo_collectives(self) -> None:
         self.reduce_scatter = DeferredReduceScatter(self.comm_wait, deferred=self.deferred)
@@ -210,6 +220,38 @@ class FSDP(Strategy):
         """Reshard the parameters that a forward pass without a backward pass left gathered."""
         for unit in self.units:
             unit.reshard()
+
+
+def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], reshard: bool) -> None:
+    """Make the embeddings one unit, and the final norm and head another.
+
+    Args:
+        model: Model whose embedding is not its head.
+        shard: `fully_shard` with the options of all units.
+        reshard: True if embeddings are resharded after their forward pass.
+    """
+    embeddings = [child for name, child in model.named_children() if name in ("embedding", "positions")]
+    shard(embeddings, reshard_after_forward=reshard)
+    for part in embeddings:
+        cast("FSDPModule", part).set_unshard_in_backward(False)  # their gradients need token ids only
+    # Not resharded between the passes: its backward pass follows at once.
+    shard([model.norm, model.head], reshard_after_forward=False)
+
+    def forward_of_head(x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
+        return (head or model.logits)(x_BTD, model.head.weight)
+
+    # FSDP2 gathers in hooks of modules, so the head must be called.
+    model.head.forward = forward_of_head  # type: ignore[method-assign, assignment]
+    model.apply_head = lambda x_BTD, head: model.head(model.norm(x_BTD), head)  # type: ignore[method-assign]
+
+
+def _units_in_forward_order(root: nn.Module) -> list[FSDPModule]:
+    """Return the first module of each FSDP unit, in the order of the forward pass."""
+    units: dict[object, FSDPModule] = {}
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            units.setdefault(part._get_fsdp_state(), part)
+    return list(units.values())
 
 
 def modules_owning(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
