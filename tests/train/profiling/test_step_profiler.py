@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,33 @@ def test_step_profiler_adds_figures_of_gpu_to_record_of_traced_step(
     assert trainer.step_record["gpu"] == {"seconds": 1.0}
     assert trainer.step_record["spans"]
     assert files == [gpu_trace_file(trainer.directory, 0, 4)]
+
+
+def test_compiled_blocks_stay_compiled_after_profiled_steps(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls.append(graph)
+            return graph(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    changes = {"training.precision": "fp32", "training.compile": True, "data.mask_documents": False}
+    trainer = make_trainer(small_run(text, tmp_path, changes))
+    trainer.directory.mkdir(parents=True, exist_ok=True)
+    profiler = StepProfiler(trainer, range(3, 5))
+    batches = prefetch(trainer.loader, 0, 5)
+    calls_by_step = []
+    for _ in range(5):
+        calls.clear()
+        profiler(batches)()
+        calls_by_step.append(len(calls))
+    assert calls_by_step[0] > 0
+    assert calls_by_step == [calls_by_step[0]] * 2 + [0] + [calls_by_step[0]] * 2  # the third measures operations
 
 
 def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, tmp_path: Path) -> None:

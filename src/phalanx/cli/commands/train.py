@@ -78,7 +78,7 @@ def train(
         str | None,
         typer.Option(
             help="Profile these steps (inclusive): passes and collectives over time, memory in the first step; on GPUs "
-            "a trace of the last.",
+            "a trace of the last of several.",
             metavar="FIRST:LAST",
         ),
     ] = None,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
+
+import torch
 
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
@@ -48,7 +50,7 @@ class StepProfiler:
 
     One of them is measured fully, which takes several times as long: its memory, traffic and FLOPs are written to
     `measured/`. On a GPU the last step, if it comes later, runs under torch.profiler, which writes a trace. For the
-    others only times are recorded."""
+    others only times are recorded, and collectives unless blocks are compiled."""
 
     def __init__(self, trainer: Trainer, window: range) -> None:
         """Create the profiler; `window` are remaining steps."""
@@ -92,7 +94,7 @@ class StepProfiler:
                 record, gpu = trace_gpu_step(step, file, trainer.device)
             profile = StepProfile(waits=waits, gpu=gpu)
         else:
-            record, profile = time_step(trainer.strategy, step)
+            record, profile = time_step(trainer, step)
         assert trainer.step_record is not None
         trainer.step_record |= profile.as_step_record(self.clock_offset)
         timeline = trainer.strategy.timeline
@@ -159,7 +161,7 @@ class StepProfile:
 def profile_step(
     learner: Learner, step: Callable[[], StepResult], over_time: bool = False
 ) -> tuple[StepResult, StepProfile]:
-    """Run a step several times slower, and return its result and full profile.
+    """Run a step several times slower, without compiled code, and return its result and full profile.
 
     Args:
         learner: Learner of the step.
@@ -188,7 +190,14 @@ def profile_step(
     learner.after_reduction.append(record_resident_memory)
     try:
         gradients = memory.tracking_gradients(learner.module.parameters())
-        with gradients, _recorded_waits(strategy) as profile.waits, memory, recorder, flop_counter:
+        with (
+            gradients,
+            _recorded_waits(strategy) as profile.waits,
+            _without_compiled_code(learner),
+            memory,
+            recorder,
+            flop_counter,
+        ):
             result = step()
     finally:
         learner.after_passes.remove(record_flops)
@@ -199,10 +208,24 @@ def profile_step(
     return result, profile
 
 
-def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
-    """Run a step, and return its result and the times of its waits and collectives."""
+@contextmanager
+def _without_compiled_code(learner: Learner) -> Iterator[None]:
+    """Run compiled blocks eagerly.
+
+    A recorder of operations sees none of compiled code, and after a call of a block under a recorder, PyTorch would
+    never again use the block's compiled code."""
+    if not learner.compiles:  # the import below takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def time_step(learner: Learner, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
+    """Run a step, and return its result, the times of its waits, and unless it is compiled those of its collectives."""
+    strategy = learner.strategy
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
-    with _recorded_waits(strategy) as waits, recorder:
+    with _recorded_waits(strategy) as waits, nullcontext() if learner.compiles else recorder:
         result = step()
     recorder.resolve_device_times()
     return result, StepProfile(waits=waits, calls=recorder.calls)
