@@ -640,4 +640,5 @@ def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> N
     run = load_run(workspace / "run.toml", settings)
     with pytest.raises(UserError, match="planned memory") as refused:
         check_memory(run, 2, 25 * 10**9, "cpu")
-    assert refused.value.fix.startswith("use a smaller model")
+    assert "layout.tp=2" in refused.value.fix
+    assert "offload" not in refused.value.fix

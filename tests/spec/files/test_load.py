@@ -81,7 +81,7 @@ def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text,
 
 def test_load_run_lists_auto_among_methods_of_activation_checkpointing(tmp_path):
     path = write_run_file(tmp_path, '[layout]\nactivation_checkpointing = "some"')
-    with pytest.raises(UserError, match="must be 'auto', 'none', 'selective' or 'full'"):
+    with pytest.raises(UserError, match="must be 'auto', 'none', 'selective', 'full' or 'offload'"):
         load_run(path, [], {})
 
 
@@ -277,11 +277,19 @@ def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
 )
 def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, sequence, micro_batch):
-    training = {"seq_len": sequence, "tokens_per_step": 128 * sequence}
+    """A loss of the user needs all logits."""
+    training = {"seq_len": sequence, "tokens_per_step": 128 * sequence, "loss": "my_loss:smoothed"}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
     assert plan_batch(run, 1).micro_batch_size == micro_batch
     assert micro_batch == 1 or micro_batch * sequence <= 16_384
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
+
+
+@pytest.mark.parametrize(("vocab", "sequence"), [(2048, 256), (128_256, 1024), (128_256, 8192), (257, 16_384)])
+def test_default_micro_batch_has_equally_many_tokens_for_all_vocabularies(vocab, sequence):
+    training = {"seq_len": sequence, "tokens_per_step": 128 * sequence}
+    run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
+    assert plan_batch(run, 1).micro_batch_size * sequence == 16_384
 
 
 def test_plan_batch_rejects_indivisible_step_and_suggests_valid_size():
