@@ -99,7 +99,7 @@ def test_plan_states_every_assumption_in_one_line(run):
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two cards with a slow network and long sequences: what fits is a third as fast; the named commands show it."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=524288")
-    memory = ("--set", f"cluster.memory_bytes={32 * GIB}", "--set", "training.seq_len=32768")
+    memory = ("--set", f"cluster.memory_bytes={28 * GIB}", "--set", "training.seq_len=131072")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
     found = plan_json(run, *cards)
     faster = found["faster_but_too_large"]

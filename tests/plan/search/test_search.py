@@ -137,7 +137,7 @@ def test_search_offloads_activations_where_full_recomputation_does_not_fit():
     assert all(option.parts["offload"] > 0 for option in options)
 
 
-@pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (26, "full")])
+@pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (24, "full")])
 def test_search_recomputes_only_when_memory_is_tight(gib, expected):
     """Of 8 billion parameters with long sequences."""
     run = make_run(sequence=8192, sequences=16, cluster={"memory_bytes": gib * 2**30})
