@@ -164,7 +164,7 @@ def test_plan_of_cpus_shows_no_other_cpu_memory(run):
 
 def test_plan_all_shows_each_schedule(run):
     """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
-    options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=24000000000", "--top", 20)
+    options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=16000000000", "--top", 20)
     grouped, every = (
         [row["layout"] for row in plan_json(run, *options, *more)["layouts"]] for more in ((), ("--all",))
     )
@@ -311,7 +311,7 @@ def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
     assert float(share) == pytest.approx(100 * (float(mine) / float(its) - 1), abs=0.1)
     assert float(apart) == int(longer) / 1e3
     parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
-    assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
+    assert sum(parts) == pytest.approx(int(longer), rel=0.02)  # small parts are not listed
     assert plan_output(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
     assert plan_output(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
     short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
@@ -412,7 +412,7 @@ def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
-    machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={45 * GIB}")
+    machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={70 * GIB}")
     said = " ".join(plan_output(run, *machine, "--top", 1, "--out", written).split())
     facts = json.loads(plan_output(run, *machine, "--json"))
     first, *others = facts["layouts"]

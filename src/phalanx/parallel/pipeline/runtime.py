@@ -186,6 +186,7 @@ class PipelineStrategy(Strategy):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.passes.loss_scale = self.loss_scale
         self.data_parallel.end_rehearsal()
+        torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on synthetic activations of this shape.

@@ -65,7 +65,6 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
         "low_precision": float(run.training.precision == "fp8"),
         "casts_to_fp8": float(run.training.precision == "fp8"),
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
-        "fused_elementwise": 0,
         "lean_activations": 1,
         "chunks_loss": float(not needs_all_logits(run)),
         "overlap_grad_reduce": 1,
@@ -97,6 +96,10 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
     pipelines = {_pipeline(c): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
     blocks = [cuts[_pipeline(c)] for c in layouts]
+    whole_blocks = [
+        compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward)
+        for c, stage_blocks in zip(layouts, blocks, strict=True)
+    ]
     return {
         **{name: [float(getattr(c, name)) for c in layouts] for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch_size for c in layouts],
@@ -125,10 +128,9 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
             f"{position}_recomputed": [stage_blocks.recomputed[index] for stage_blocks in blocks]
             for index, position in enumerate(STAGE_POSITIONS)
         },
-        "compiled": [
-            float(run.compiles and compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward))
-            for c, stage_blocks in zip(layouts, blocks, strict=True)
-        ],
+        "compiled": [float(run.compiles and whole) for whole in whole_blocks],
+        # Norms have kernels of their own, and activations are compiled.
+        "fused_elementwise": [float(run.compiles and not whole) for whole in whole_blocks],
         "mean_recomputed": [stage_blocks.mean_recomputed for stage_blocks in blocks],
         "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
         "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
