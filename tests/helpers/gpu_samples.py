@@ -23,7 +23,9 @@ USUAL: dict[str, Any] = {
 
 def sampled_lines(count: int = 4, **changes: Any) -> list[dict[str, Any]]:
     """Return records of steps of half a second, of which every other one has a sample; `changes` are in all samples."""
-    lines: list[dict[str, Any]] = [{"step": step, "start": step / 2} for step in range(1, 2 * count)]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "start": step / 2, "seconds": {"passes": 0.5}} for step in range(1, 2 * count)
+    ]
     for line in lines[::2]:
         line["gpu_sample"] = {**USUAL, **changes}
     return lines

@@ -15,7 +15,7 @@ from phalanx.parallel.cross_entropy import (
     replace_to_compile,
     run_scaled_backward,
 )
-from phalanx.parallel.linear_cross_entropy import ChunkedLoss
+from phalanx.parallel.linear_cross_entropy import ChunkedLoss, _Gradients
 from phalanx.spec import chunks
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.testing import rank_pool
@@ -111,6 +111,17 @@ def test_loss_without_gradients_equals_whole_loss(monkeypatch: pytest.MonkeyPatc
     assert head is not None
     loss = head(x, weight)
     assert not loss.requires_grad
+    torch.testing.assert_close(loss, whole_loss(x, weight, targets, 1.0)[0], rtol=1e-12, atol=0)
+
+
+def test_evaluation_of_a_trained_head_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_chunks(monkeypatch, 5, VOCAB, itemsize=8)
+    monkeypatch.setattr(_Gradients, "add_chunk", None)
+    x, weight, targets = head_inputs(torch.float64)
+    with torch.no_grad():
+        head = ChunkedLoss(columns=VOCAB, itemsize=8)(targets, IGNORED)
+        assert head is not None
+        loss = head(x, torch.nn.Parameter(weight))
     torch.testing.assert_close(loss, whole_loss(x, weight, targets, 1.0)[0], rtol=1e-12, atol=0)
 
 

@@ -37,6 +37,16 @@ def test_gpu_sample_facts_have_no_findings_at_the_power_cap() -> None:
     assert facts["ranks"][0]["samples"] == 4
 
 
+def test_power_is_that_of_the_time_between_the_ends_of_steps() -> None:
+    """The first step compiles blocks for 20 s, before its sample."""
+    lines = sampled_lines(count=4)
+    lines[0]["start"] = -19.0
+    lines[0]["seconds"] = {"passes": 20.0}
+    for line in lines[::2]:
+        line["gpu_sample"]["energy_joules"] = 600.0 * (line["start"] + line["seconds"]["passes"])
+    assert facts_of({0: lines})["power_watts"] == pytest.approx(600)
+
+
 def test_rank_with_lower_clock_is_named_with_reasons_of_throttling() -> None:
     slow = sampled_lines(clock_mhz=1200, temperature_celsius=91)
     slow[0]["gpu_sample"]["throttle_reasons"] = ["hw_slowdown", "hw_thermal_slowdown"]

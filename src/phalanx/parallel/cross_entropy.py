@@ -83,10 +83,24 @@ EAGER = Kernels()
 
 @cache
 def compiled_kernels() -> Kernels:
-    """Return the functions compiled: each is one kernel on a GPU."""
-    return Kernels(
-        torch.compile(log_sum_exp_to_compile), torch.compile(replace_to_compile), allocates_probabilities=False
-    )
+    """Return the functions compiled: each is one kernel on a GPU.
+
+    Where a profiler disables the compiler, they are `EAGER`'s, in chunks."""
+
+    def compute_log_sum_exp(x_NV: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return log_sum_exp_to_compile(x_NV)
+        return torch.cat([log_sum_exp(x) for x in x_NV.split(loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda))])
+
+    def replace(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+        if torch.compiler.is_compiling():
+            return replace_to_compile(x_NV, logsumexp_N, column_N, scale=scale)
+        rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
+        for x, logsumexp, column in zip(*(y.split(rows) for y in (x_NV, logsumexp_N, column_N)), strict=True):
+            replace_by_gradient(x, logsumexp, column, scale=scale)
+        return x_NV
+
+    return Kernels(torch.compile(compute_log_sum_exp), torch.compile(replace), allocates_probabilities=False)
 
 
 def run_scaled_backward(loss: Tensor, scale: float) -> None:

@@ -58,7 +58,9 @@ class ChunkedLoss:
         rows = logits_chunk_rows(tokens, self.columns, self.itemsize)
         if rows >= tokens:
             return None
-        return cast(HeadFunction, partial(_LinearCrossEntropy.apply, self, targets_BT.flatten().split(rows), ignored))
+        chunks = targets_BT.flatten().split(rows)
+        # Inside `forward` gradients are never enabled, and a trained matrix requires them in an evaluation too.
+        return cast(HeadFunction, partial(_LinearCrossEntropy.apply, self, chunks, ignored, torch.is_grad_enabled()))
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,20 @@ class _Gradients:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: ChunkedLoss, targets: Sequence[Tensor], ignored: int, x_BTD: Tensor, weight_VD: Tensor
+        ctx: Any,
+        loss: ChunkedLoss,
+        targets: Sequence[Tensor],
+        ignored: int,
+        needs_gradients: bool,
+        x_BTD: Tensor,
+        weight_VD: Tensor,
     ) -> Tensor:
         x, weight = autocast_operands(x_BTD, weight_VD)
         torch.clear_autocast_cache()  # casts of weights that recomputed blocks do not save
         if loss.tp is not None:
             x = loss.tp.gather_tokens(x)
         gradients = None
-        if any(ctx.needs_input_grad):
+        if needs_gradients and any(ctx.needs_input_grad):
             sum_dtype = torch.float32 if needs_fp32_sum(weight_VD.dtype, len(targets)) else weight_VD.dtype
             gradients = _Gradients(torch.empty_like(x).flatten(0, 1), torch.zeros_like(weight_VD, dtype=sum_dtype))
         with torch.autocast(x.device.type, enabled=False):
@@ -112,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *scale_saved_gradients(ctx, gradient)
+        return None, None, None, None, *scale_saved_gradients(ctx, gradient)
 
 
 def _sum_chunks(

@@ -86,7 +86,8 @@ def _power(lines: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | No
     last = lines[-1]
     powers = _values([line["gpu_sample"] for line in lines], "power_watts")
     power = fmean(powers) if powers else None
-    seconds = last["start"] - first["start"]
+    begin, end = (line["start"] + sum(line["seconds"].values()) for line in (first, last))  # samples follow steps
+    seconds = end - begin
     steps = last["step"] - first["step"]
     if not steps or seconds <= 0:
         return power, None

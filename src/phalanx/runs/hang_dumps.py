@@ -152,6 +152,7 @@ def remove_dumps(directory: Path, rank: int) -> None:
     for file in (dump_file(directory, rank), calls_file(directory, rank)):
         file.unlink(missing_ok=True)
     _archive(failure_file(directory, rank))
+    _archive(memory_snapshot_file(directory, rank))
 
 
 def remove_dumps_from_rank(directory: Path, rank: int) -> None:
@@ -160,19 +161,19 @@ def remove_dumps_from_rank(directory: Path, rank: int) -> None:
         for file in (directory / folder).glob("rank-*"):
             if file.stem < f"rank-{rank:05d}":
                 continue
-            if folder == FAILURES_DIR and file.suffix == ".json":
+            if folder == FAILURES_DIR and file.suffix in (".json", ".pickle"):
                 _archive(file)
             else:
                 file.unlink(missing_ok=True)
 
 
 def _archive(file: Path) -> None:
-    """Move a failure record to failures/earlier, with the time of writing in its name."""
+    """Move a failure record or snapshot to failures/earlier, with the time of writing in its name."""
     with suppress(FileNotFoundError):
         written_at = time.strftime("%Y%m%dT%H%M%S", time.localtime(file.stat().st_mtime))
         archive = file.parent / EARLIER_DIR
         archive.mkdir(exist_ok=True)
-        file.replace(archive / f"{file.stem}-{written_at}.json")
+        file.replace(archive / f"{file.stem}-{written_at}{file.suffix}")
 
 
 def _write_atomically(file: Path, text: str) -> None:

@@ -13,7 +13,9 @@ MICRO_BATCH_TOKENS = 16_384
 
 
 LOGITS_BYTES = 2**31
-"""Maximum bytes of a default micro-batch's logits in fp32, if the loss needs all of them."""
+"""Maximum bytes of a default micro-batch's logits, in fp32 if the loss needs all of them, else in 16 bits.
+
+Chunks of the loss need less, but models with large vocabularies are large, and their blocks need the memory."""
 
 
 MIN_MICRO_BATCHES_PER_STAGE = 4
@@ -98,9 +100,8 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
 def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even: bool) -> int:
     """Return the micro-batch size in sequences: the layout's, or the maximum by default."""
     training = run.training
-    micro_batch_tokens = MICRO_BATCH_TOKENS
-    if needs_all_logits(run):
-        micro_batch_tokens = min(micro_batch_tokens, LOGITS_BYTES // (4 * run.model.vocab_size))
+    logit_bytes = 4 if needs_all_logits(run) else 2
+    micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (logit_bytes * run.model.vocab_size))
     max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline needs several micro-batches per rank to stay busy
         max_micro_batch = max(

@@ -259,7 +259,9 @@ def _record_failure(session: RankSession, error: BaseException) -> int:
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     memory = oom_report(error, trainer)
     if is_run_directory(session.directory):
-        memory |= snapshot_entry(error, session.directory, rank, is_recorded=session.records_allocations)
+        on_gpu = session.records_allocations or (trainer is not None and trainer.device.type == "cuda")
+        if memory and on_gpu:
+            memory |= snapshot_entry(session.directory, rank, is_recorded=session.records_allocations)
         final = isinstance(error, DivergenceError | CallbackError)
         write_failure(session.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:

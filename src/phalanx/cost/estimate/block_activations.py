@@ -64,7 +64,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
     attention_bytes = scale * (tensors.attention + tensors.scores)
     block_bytes = scale * (unscored_bytes + tensors.scores)
     input_bytes = block_input_bytes(jobs)
-    host_input_bytes = np.where(_offloads_inputs(jobs), input_bytes, 0.0)
+    host_input_bytes = np.where(offloads_inputs(jobs), input_bytes, 0.0)
     saved = {
         ActivationCheckpointing.FULL: input_bytes,
         ActivationCheckpointing.SELECTIVE: scale * unscored_bytes,
@@ -93,7 +93,7 @@ def block_input_bytes(jobs: JobTable) -> Column:
     return jobs.tokens * jobs.compute_dtype_bytes * jobs.width / _sequence_shards(jobs)
 
 
-def _offloads_inputs(jobs: JobTable) -> NDArray[np.bool_]:
+def offloads_inputs(jobs: JobTable) -> NDArray[np.bool_]:
     """Return the rows whose recomputed blocks have inputs in CPU memory, which ranks on CPUs share with tensors."""
     offloads: NDArray[np.bool_] = jobs.recompute == ActivationCheckpointing.OFFLOAD
     is_separate: NDArray[np.bool_] = jobs.comm_uses_compute_cores == 0

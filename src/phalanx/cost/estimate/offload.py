@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from phalanx.cost.estimate.block_activations import block_input_bytes
+from phalanx.cost.estimate.block_activations import block_input_bytes, offloads_inputs
 from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
-from phalanx.cost.kinds import ActivationCheckpointing, Column, OffloadTarget
+from phalanx.cost.kinds import Column, OffloadTarget
 from phalanx.cost.precision import master_weight_bytes
 
 PINNED_COPY_EFFICIENCY = 0.8
@@ -113,8 +113,7 @@ def input_copy_seconds(jobs: JobTable) -> Column:
 
     The backward pass waits for the first of these copies, which nothing hides.
     """
-    is_offloaded = jobs.recompute == ActivationCheckpointing.OFFLOAD
-    return np.where(is_offloaded, block_input_bytes(jobs) / _pinned_bytes_per_second(jobs), 0.0)
+    return np.where(offloads_inputs(jobs), block_input_bytes(jobs) / _pinned_bytes_per_second(jobs), 0.0)
 
 
 def _copy_seconds_per_parameter(jobs: JobTable) -> Column:

@@ -90,8 +90,10 @@ class FSDP(Strategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # A deferred sum completes after FSDP2 assumes that it is complete, and must not be cast in between.
-        cast = compute_dtype is not None and any(p.dtype != torch.float32 for p in self.trainable_parameters.values())
-        self.deferred = mesh.ndim == 1 and not cast
+        casts_sums = compute_dtype is not None and any(
+            p.dtype != torch.float32 for p in self.trainable_parameters.values()
+        )
+        self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         self._prefetch(layout.fsdp_prefetch)

@@ -21,19 +21,16 @@ def record_allocations() -> None:
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
 
 
-def snapshot_entry(error: BaseException, directory: Path, rank: int, is_recorded: bool) -> dict[str, Any]:
+def snapshot_entry(directory: Path, rank: int, is_recorded: bool) -> dict[str, Any]:
     """Write a snapshot after an out-of-memory error of a GPU, and return its entry in the failure record.
 
-    The entry is {} for another error or if the file cannot be written, and has None if nothing was recorded.
+    The entry is {} if the file cannot be written, and has None if nothing was recorded.
 
     Args:
-        error: The error that ended the rank.
         directory: The run directory.
         rank: This rank.
         is_recorded: True after `record_allocations`.
     """
-    if not isinstance(error, torch.OutOfMemoryError) and "CUDA out of memory" not in str(error):
-        return {}
     if not is_recorded:
         return {"snapshot": None}
     file = memory_snapshot_file(directory, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -50,7 +50,7 @@ class StepProfiler:
 
     One of them is measured fully, which takes several times as long: its memory, traffic and FLOPs are written to
     `measured/`. On a GPU the last step, if it comes later, runs under torch.profiler, which writes a trace. For the
-    others only times are recorded, and collectives unless blocks are compiled."""
+    others only times are recorded. Only in the traced step is compiled code used."""
 
     def __init__(self, trainer: Trainer, window: range) -> None:
         """Create the profiler; `window` are remaining steps."""
@@ -222,10 +222,10 @@ def _without_compiled_code(learner: Learner) -> Iterator[None]:
 
 
 def time_step(learner: Learner, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
-    """Run a step, and return its result, the times of its waits, and unless it is compiled those of its collectives."""
+    """Run a step without compiled code, and return its result and the times of its waits and collectives."""
     strategy = learner.strategy
     recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
-    with _recorded_waits(strategy) as waits, nullcontext() if learner.compiles else recorder:
+    with _recorded_waits(strategy) as waits, _without_compiled_code(learner), recorder:
         result = step()
     recorder.resolve_device_times()
     return result, StepProfile(waits=waits, calls=recorder.calls)
