@@ -108,7 +108,8 @@ class Layout(Spec):
     """Pipeline stages on each rank (interleaved)."""
     micro_batch_size: int | None = Field(None, gt=0, examples=[4])
     """Sequences per rank in one forward pass. By default the maximum that divides the rank's share of a step and has at
-    most 16,384 tokens and 2 GiB of logits (tokens x vocabulary, in 16 bits; with a loss or a network of your own in fp32)."""
+    most 16,384 tokens and 2 GiB of logits: tokens x vocabulary in 16 bits, or fp32 with a loss or network of your own.
+    """
     activation_checkpointing: CheckpointingName = "none"
     """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full); full blocks
     whose inputs are in CPU memory between the passes (offload). "auto" lets the planner choose none, selective or full,
