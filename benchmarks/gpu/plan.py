@@ -59,7 +59,8 @@ EXPERTS = ("model.moe.num_experts=8", "model.moe.top_k=2", f"model.moe.expert_ff
 RUNS: dict[str, tuple[str, ...]] = {
     "ddp-1": ("layout.micro_batch_size=1",),
     "ddp-4": ("layout.micro_batch_size=4",),
-    "ddp-2-compile": ("layout.micro_batch_size=2", "training.compile=true"),
+    "ddp-2": ("layout.micro_batch_size=2",),
+    "ddp-2-eager": ("layout.micro_batch_size=2", "training.compile=false"),
     "ddp-2-full": ("layout.micro_batch_size=2", "layout.activation_checkpointing=full"),
     "ddp-2-selective": ("layout.micro_batch_size=2", "layout.activation_checkpointing=selective"),
     "zero1-2": ("layout.micro_batch_size=2", "layout.data_parallel=zero1"),

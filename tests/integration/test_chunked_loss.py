@@ -31,6 +31,7 @@ RUNS: list[tuple[int, str, dict[str, Any]]] = [
     (2, "fp32", {"layout.tp": 2, "layout.sequence_parallel": False}),
     (2, "fp32", {"layout.pp": 2, "layout.schedule": "gpipe"}),
     (2, "fp32", {"layout.pp": 2, "layout.schedule": "zb-h1"}),
+    (2, "bf16", {"layout.data_parallel": "zero1", "layout.activation_checkpointing": "full"}),
 ]
 
 

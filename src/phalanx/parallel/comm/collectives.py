@@ -92,7 +92,4 @@ class ReduceScatter:
             self.work.wait()
         if self.received is not None:
             total = self.received.view(-1, self.out.numel())
-            if self.out.dtype == torch.bfloat16:  # rounded once, not at every rank
-                self.out.view(-1).copy_(total.sum(dim=0, dtype=torch.float32))
-            else:
-                torch.sum(total, dim=0, out=self.out.view(-1))
+            torch.sum(total, dim=0, out=self.out.view(-1))  # PyTorch adds bf16 in fp32, and rounds once
