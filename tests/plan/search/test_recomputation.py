@@ -107,7 +107,7 @@ def test_auto_recomputation_of_machine_without_speeds_recomputes_fewest_flops():
     choice = choose_recomputation(unknown, 8)
     assert choice.step_seconds is None
     assert choice.p_oom < SAFE_OOM_PROBABILITY
-    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("full", 7)
+    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("selective", 6)
 
 
 def test_auto_recomputation_recomputes_all_blocks_if_nothing_fits():
