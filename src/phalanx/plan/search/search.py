@@ -130,16 +130,18 @@ class TimeBands:
             start = stop
             seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
 
-    def order(self, option: EvaluatedLayout) -> float:
-        """Return the index of a layout's band, plus one half with offload."""
-        return bisect_left(self.ends, option.step_seconds) + 0.5 * option.candidate.offloads
+    def order(self, option: EvaluatedLayout) -> list[float]:
+        """Return the key of the order, of the bands so far."""
+        candidate = option.candidate
+        band = bisect_left(self.ends, option.step_seconds)
+        return [band, candidate.offloads, candidate.num_parallel_axes, option.step_seconds]
 
     def _seconds(self, candidate: CandidateLayout) -> float:
         return evaluate(self.run, self.world_size, [candidate])[0].step_seconds
 
 
-def _step_seconds(option: EvaluatedLayout) -> float:
-    return option.step_seconds
+def _step_seconds(option: EvaluatedLayout) -> list[float]:
+    return [option.step_seconds]
 
 
 def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
@@ -170,7 +172,7 @@ def runnable_layouts(
     run: RunSpec,
     world_size: int,
     ordered: Iterable[CandidateLayout],
-    order: Callable[[EvaluatedLayout], float] = _step_seconds,
+    order: Callable[[EvaluatedLayout], list[float]] = _step_seconds,
 ) -> Iterator[EvaluatedLayout]:
     """Yield the layouts that run and fit in memory, in order.
 
@@ -188,14 +190,14 @@ def runnable_layouts(
         if not can_run(run, world_size, candidate):
             continue
         option = evaluate(run, world_size, [candidate])[0]
+        later.sort(key=order)
         while later and order(later[0]) < order(option):
             yield from _if_likely_to_fit(with_exact_memory(run, world_size, later.pop(0)))
         option = with_exact_memory(run, world_size, option)
         yield from _if_likely_to_fit(option)
         if option.p_oom >= MAX_OOM_PROBABILITY:
             later += evaluate(run, world_size, list(offload_variants(run, candidate)))
-            later.sort(key=lambda other: other.step_seconds)
-    for option in later:
+    for option in sorted(later, key=order):
         yield from _if_likely_to_fit(with_exact_memory(run, world_size, option))
 
 
