@@ -60,12 +60,13 @@ def test_failure_reason_is_last_line_where_no_error_is_named() -> None:
 def test_time_torchtitan_is_median_of_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed_torchtitan, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("steps"))
+    monkeypatch.setattr(speed_torchtitan, "STEPS", 8)
     result = time_torchtitan(SHAPE)
     assert result["seconds"] == SHAPE.tokens / 1518  # of steps 5 to 12
     assert result["first"] == SHAPE.tokens / 11
     assert result["peak_bytes"] == 0.11 * 2**30
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("failed_step"))
-    with pytest.raises(NotRunError, match=f"log has 1 steps of {WARM_UP + STEPS}"):
+    with pytest.raises(NotRunError, match=f"log has 1 steps of {WARM_UP + 8}"):
         time_torchtitan(SHAPE)
 
 

@@ -99,7 +99,7 @@ class TrainingSpec(Spec):
     """Select the precision with a measurement, as `precision = "auto"` requests."""
     seed: int = Field(1234, ge=0)
     """Seed of the initial weights and the order of the text. The same seed gives the same run in every layout."""
-    compile: bool | None = None
+    compile: bool | None = Field(None, examples=[False])
     """Compile blocks with torch.compile, and the loss on GPUs. By default on GPUs, unless the network is the user's.
     Where ranks communicate inside a block, or its backward pass is split, only its elementwise functions are compiled.
     """

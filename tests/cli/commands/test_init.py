@@ -51,6 +51,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
     examples = {
         "from_hf",
+        "compile",
         "sliding_window",
         "full_attention_layers",
         "dp_shard",

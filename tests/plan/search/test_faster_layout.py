@@ -25,7 +25,7 @@ def test_find_faster_layout_returns_none_when_no_layout_is_twice_as_fast():
 
 
 def test_find_faster_layout_is_smallest_of_much_faster_layouts():
-    run = two_cards(28)
+    run = two_cards(24)
     plan = search_layouts(run, 2, keep=1)
     faster = find_faster_layout(run, 2, plan)
     assert faster is not None
@@ -45,7 +45,7 @@ def test_find_faster_layout_is_smallest_of_much_faster_layouts():
 @pytest.mark.parametrize("part", ["device", "host"])
 def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
     """And does not with one percent less of it."""
-    run = two_cards(28) if part == "device" else two_cards(40, host_memory_bytes=92 * 2**30)
+    run = two_cards(24) if part == "device" else two_cards(40, host_memory_bytes=92 * 2**30)
     faster = find_faster_layout(run, 2, search_layouts(run, 2, keep=1))
     assert faster is not None
     field = "memory_bytes" if part == "device" else "host_memory_bytes"
