@@ -109,7 +109,7 @@ def test_known_gradient_of_the_loss_is_not_multiplied(scale, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kernels_to_compile_equal_the_others(dtype):
     logits, targets = logits_and_targets(50, dtype)
-    kernels = Kernels(log_sum_exp_to_compile, replace_to_compile, False)
+    kernels = Kernels(log_sum_exp_to_compile, replace_to_compile)
     losses, gradients = [], []
     for each in (EAGER, kernels):
         leaf = logits.clone().requires_grad_()

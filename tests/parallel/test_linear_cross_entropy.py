@@ -22,7 +22,7 @@ from phalanx.testing import rank_pool
 
 IGNORED = -100
 VOCAB, WIDTH = 50, 8
-COMPILABLE = Kernels(log_sum_exp_to_compile, replace_to_compile, False)
+COMPILABLE = Kernels(log_sum_exp_to_compile, replace_to_compile)
 CHUNKS = pytest.mark.parametrize("rows", [1, 2, 5, 20], ids="rows-{}".format)
 
 

@@ -69,13 +69,28 @@ KNOWN_VALUE = "known_value"
 """Attribute of a tensor with its value, which the host then need not read from the device."""
 
 
+def log_sum_exp_in_chunks(x_NV: Tensor) -> Tensor:
+    """Return `log_sum_exp` of chunks of rows, because it allocates values of the size of its rows."""
+    return torch.cat([log_sum_exp(x) for x in x_NV.split(_chunk_rows(x_NV))])
+
+
+def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+    """Apply `replace_by_gradient`, with its arguments, to chunks of rows."""
+    rows = _chunk_rows(x_NV)
+    for chunk in zip(x_NV.split(rows), logsumexp_N.split(rows), column_N.split(rows), strict=True):
+        replace_by_gradient(*chunk, scale=scale)
+    return x_NV
+
+
+def _chunk_rows(x_NV: Tensor) -> int:
+    return loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
+
+
 class Kernels(NamedTuple):
     """Functions of rows of logits."""
 
-    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp
-    replace_by_gradient: Callable[..., Tensor] = replace_by_gradient
-    allocates_probabilities: bool = True
-    """True if they allocate values of the size of their rows, which come in chunks then."""
+    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp_in_chunks
+    replace_by_gradient: Callable[..., Tensor] = replace_in_chunks
 
 
 EAGER = Kernels()
@@ -85,22 +100,16 @@ EAGER = Kernels()
 def compiled_kernels() -> Kernels:
     """Return the functions compiled: each is one kernel on a GPU.
 
-    Where a profiler disables the compiler, they are `EAGER`'s, in chunks."""
+    Where a profiler disables the compiler, they are those of `EAGER`."""
 
     def compute_log_sum_exp(x_NV: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return log_sum_exp_to_compile(x_NV)
-        return torch.cat([log_sum_exp(x) for x in x_NV.split(loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda))])
+        return log_sum_exp_to_compile(x_NV) if torch.compiler.is_compiling() else EAGER.log_sum_exp(x_NV)
 
     def replace(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-        if torch.compiler.is_compiling():
-            return replace_to_compile(x_NV, logsumexp_N, column_N, scale=scale)
-        rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda)
-        for x, logsumexp, column in zip(*(y.split(rows) for y in (x_NV, logsumexp_N, column_N)), strict=True):
-            replace_by_gradient(x, logsumexp, column, scale=scale)
-        return x_NV
+        function = replace_to_compile if torch.compiler.is_compiling() else EAGER.replace_by_gradient
+        return function(x_NV, logsumexp_N, column_N, scale=scale)
 
-    return Kernels(torch.compile(compute_log_sum_exp), torch.compile(replace), allocates_probabilities=False)
+    return Kernels(torch.compile(compute_log_sum_exp), torch.compile(replace))
 
 
 def run_scaled_backward(loss: Tensor, scale: float) -> None:
@@ -181,8 +190,7 @@ def sum_losses(
         kernels: Functions of rows of logits.
         scale: Factor of the loss in its gradient; None if no gradient is needed.
     """
-    rows = loss_chunk_rows(x_NV.shape[1], on_cuda=x_NV.is_cuda) if kernels.allocates_probabilities else len(x_NV)
-    logsumexp_N = torch.cat(list(map(kernels.log_sum_exp, x_NV.split(rows))))
+    logsumexp_N = kernels.log_sum_exp(x_NV)
     column_N = target_N - (0 if tp is None else tp.first_row)
     is_remote_N = (column_N < 0) | (column_N >= x_NV.shape[1])
     target_logit_N = x_NV.gather(1, column_N.masked_fill(is_remote_N, 0)[:, None])[:, 0].to(logsumexp_N.dtype)
@@ -194,9 +202,7 @@ def sum_losses(
         # exp(x - infinity) is 0: rows that are not counted have no gradient.
         logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
         column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
-        chunks = (tensor.split(rows) for tensor in (x_NV, logsumexp_N, column_N))
-        for x, logsumexp, column in zip(*chunks, strict=True):
-            kernels.replace_by_gradient(x, logsumexp, column, scale=scale)
+        kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale=scale)
     return loss_N.sum()
 
 
