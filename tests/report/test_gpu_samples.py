@@ -1,4 +1,4 @@
-"""What samples of the GPUs' sensors say: slow clocks, power, temperature, energy per token, ECC errors."""
+"""Findings from samples of GPU sensors: slow clocks, power, temperature, energy per token, ECC errors."""
 
 from __future__ import annotations
 

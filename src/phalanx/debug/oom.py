@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,11 @@ def cgroup_oom_kills() -> int | None:
             if name == "oom_kill":
                 return int(value)
     return None
+
+
+def physical_memory_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cgroup_memory_limit() -> int | None:

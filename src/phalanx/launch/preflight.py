@@ -14,6 +14,7 @@ from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
+from phalanx.debug.oom import physical_memory_bytes
 from phalanx.launch.component_checks import check_component
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
@@ -107,7 +108,7 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
     state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
     needed = copies * state_bytes * world_size / run.cluster.nodes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = physical_memory_bytes()
     if needed > memory:
         raise_error(
             f"needs {needed / 1e9:.1f} GB for {copies} copies of each state; this machine has {memory / 1e9:.1f} GB"
@@ -117,7 +118,7 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
 def _check_activation_offload(run: RunSpec, world_size: int) -> None:
     """Raise LocalNodeError if the ranks' bytes in CPU memory exceed this machine's memory."""
     needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = physical_memory_bytes()
     if needed > memory_bytes:
         raise LocalNodeError(
             "layout.activation_checkpointing",

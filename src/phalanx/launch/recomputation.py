@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from phalanx.debug.oom import cgroup_memory_limit
+from phalanx.debug.oom import cgroup_memory_limit, physical_memory_bytes
 from phalanx.launch.preflight import on_machine
 from phalanx.plan.search.oom_risk import describe_fit
 from phalanx.plan.search.recomputation import choose_recomputation
@@ -56,5 +55,5 @@ def resolve_recomputation(
 
 def machine_memory_bytes() -> int:
     """Return the CPU memory of this machine, or of this process's cgroup if it is less."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = physical_memory_bytes()
     return min(memory_bytes, cgroup_memory_limit() or memory_bytes)

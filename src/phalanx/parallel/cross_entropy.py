@@ -75,7 +75,14 @@ def log_sum_exp_in_chunks(x_NV: Tensor) -> Tensor:
 
 
 def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-    """Apply `replace_by_gradient`, with its arguments, to chunks of rows."""
+    """Replace logits by their gradient in chunks of rows, and return them.
+
+    Args:
+        x_NV: Logits, or some of their columns.
+        logsumexp_N: As in `replace_by_gradient`.
+        column_N: As in `replace_by_gradient`.
+        scale: Factor of the loss.
+    """
     rows = _chunk_rows(x_NV)
     for chunk in zip(x_NV.split(rows), logsumexp_N.split(rows), column_N.split(rows), strict=True):
         replace_by_gradient(*chunk, scale=scale)

@@ -16,6 +16,8 @@ RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
 CheckpointingName = Literal["none", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
+EMBEDDINGS = ("embedding", "positions")
+"""Names of a transformer's modules that read token ids and positions: the last whose gradients are complete."""
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_IMPLEMENTED = "is not implemented yet with"
 MAX_BF16_SUMS = 8

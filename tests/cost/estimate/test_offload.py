@@ -104,7 +104,7 @@ def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, expected_byt
 
 @pytest.mark.parametrize(("speed", "is_hidden"), [(25e9, True), (0.25e9, False)])
 def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
-    """GPT-3 175B: 2 bytes x 2,048 tokens x 12,288 over the link, beside the passes of a block."""
+    """GPT-3 175B: 2 bytes x 2,048 tokens x 12,288 over the link, during the passes of a block."""
     full, offloaded = (
         make_job_table(make_job_row(recompute=method, micro_batches=8, host_link_bytes_per_second=speed))
         for method in (ActivationCheckpointing.FULL, ActivationCheckpointing.OFFLOAD)

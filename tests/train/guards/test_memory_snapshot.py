@@ -1,4 +1,4 @@
-"""What the failure record says of a snapshot, without a GPU; tests/null_gpu/test_memory_snapshot.py writes one."""
+"""Entry of a snapshot in the failure record, without a GPU; tests/null_gpu/test_memory_snapshot.py writes one."""
 
 from __future__ import annotations
 

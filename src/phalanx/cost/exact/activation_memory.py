@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import deferred_head_grad_bytes, loss_gradient_bytes, saved_by_head
@@ -218,7 +219,6 @@ def activation_bytes(
         all_logits=all_logits,
     )
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
-    offloaded = stage.num_offloaded(shape)
     deferred = _deferred_weight_grads(spec, shape, stage)
     # Weight gradients that later layers and the head have deferred.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
@@ -227,13 +227,21 @@ def activation_bytes(
         loss_gradients=loss_gradient_bytes(spec, shape) if stage.last else 0,
         mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
         residual_gradient=_stream_bytes(spec, shape),
-        offloaded=offloaded * _stream_bytes(spec, shape),
-        prefetched=_stream_bytes(spec, shape) if offloaded > 1 else 0,
-        prefetch_end=1 - (stage.recomputed - offloaded + 2) / len(stage.layers),
+        **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
         recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
         deferred_weight_grads=sum(deferred),
     )
+
+
+def _offloaded_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> dict[str, Any]:
+    """Return the fields of offloaded inputs."""
+    num_offloaded = stage.num_offloaded(shape)
+    return {
+        "offloaded": num_offloaded * _stream_bytes(spec, shape),
+        "prefetched": _stream_bytes(spec, shape) if num_offloaded > 1 else 0,
+        "prefetch_end": 1 - (stage.recomputed - num_offloaded + 2) / len(stage.layers),
+    }
 
 
 def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

@@ -13,7 +13,7 @@ from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.run import RunSpec
 
 
@@ -95,7 +95,7 @@ class _CpuUnits:
 def _cpu_units(shapes: Shapes, layout: Layout, ranks: int) -> _CpuUnits:
     sizes = fsdp_unit_sizes(shapes, layout, ranks)
     has_untied_head = "head.weight" in shapes
-    late_names = [name for name in shapes if has_untied_head and name.startswith(("embedding", "positions"))]
+    late_names = [name for name in shapes if has_untied_head and name.startswith(EMBEDDINGS)]
     late = sum(max_shard_elements(shapes[name], ranks) for name in late_names)
     return _CpuUnits(
         root=sizes.root,

@@ -9,7 +9,7 @@ from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import EMBEDDINGS, Layout
 from phalanx.spec.run import RunSpec
 
 
@@ -85,7 +85,7 @@ def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
     owned = fsdp_unit_sizes(rank.dense, layout, rank.shards)
     gradients = fsdp_unit_sizes(rank.dense, layout, 1)
     expert_gradients = fsdp_unit_sizes(rank.expert, layout, 1)
-    late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
+    late_names = [name for name in rank.dense if name.startswith(EMBEDDINGS)]
     late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
     return CudaUnits(
         root=owned.root * rank.shards,

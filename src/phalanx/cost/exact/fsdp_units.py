@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
-from phalanx.spec.layout import Layout, has_outer_fsdp_units
+from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
 
 ROOT = ""
 EMBEDDING = "embedding"
@@ -71,7 +71,7 @@ def fsdp_unit_of(name: str, layout: Layout, tie_embeddings: bool) -> str:
     if not name.startswith("blocks."):
         if not has_outer_fsdp_units(layout, tie_embeddings):
             return ROOT
-        return EMBEDDING if name.startswith(("embedding", "positions")) else HEAD
+        return EMBEDDING if name.startswith(EMBEDDINGS) else HEAD
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
     return ".".join(name.split(".")[:depth])

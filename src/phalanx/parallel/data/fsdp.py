@@ -33,7 +33,7 @@ from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.layout import Layout, has_outer_fsdp_units
+from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
 
 
 class FSDP(Strategy):
@@ -232,7 +232,7 @@ def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], resh
         shard: `fully_shard` with the options of all units.
         reshard: True if embeddings are resharded after their forward pass.
     """
-    embeddings = [child for name, child in model.named_children() if name in ("embedding", "positions")]
+    embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
     for part in embeddings:
         cast("FSDPModule", part).set_unshard_in_backward(False)  # their gradients need token ids only

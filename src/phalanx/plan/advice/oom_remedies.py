@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
 from phalanx.plan.advice.papers import (
@@ -28,7 +28,7 @@ from phalanx.plan.search.enumerate_layouts import choose_rank_order
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, CheckpointingName, Layout
 from phalanx.spec.run import BF16_PRECISIONS, RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
@@ -70,7 +70,7 @@ def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
-    kinds = ("none", "selective", "full", "offload")
+    kinds = get_args(CheckpointingName)
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         layout = run.layout
