@@ -19,9 +19,9 @@ from torch import Tensor
 
 from phalanx.bench.timing import time_calls
 from phalanx.cost.formulas.collectives import Operation, Traffic, bus_factor
-from phalanx.cost.precision import Precision
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.communication_groups import GroupKind
+from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]

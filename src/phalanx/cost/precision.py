@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from phalanx.cost.kinds import Column
-
-Precision = Literal["bf16", "fp8", "fp32", "fp64"]
+from phalanx.spec.precision import Precision
 
 COMPUTE_BYTES: dict[Precision, int] = {"bf16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
 """Bytes per number of activations and of the weights that matrix products read. In fp8 the products cast them."""

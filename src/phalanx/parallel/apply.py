@@ -52,7 +52,7 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_t
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout, compiles_whole_blocks
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp8": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 

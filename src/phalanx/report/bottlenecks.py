@@ -28,7 +28,8 @@ from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_ti
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1

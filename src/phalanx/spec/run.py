@@ -11,6 +11,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.precision import Precision
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SwarmSpec, check_swarm_run
 
@@ -61,8 +62,6 @@ class DataSpec(Spec):
         return [value] if isinstance(value, str) else value
 
 
-BF16_PRECISIONS = ("bf16", "fp8")
-"""Precisions that compute in bf16 over fp32 parameters. In fp8 the matrix products of blocks have float8 operands."""
 UNDECIDED_STEPS = 2**31 - 1
 """Value of `training.steps` for a run with `training.seconds`, until its first steps determine the number of steps."""
 
@@ -91,7 +90,7 @@ class TrainingSpec(Spec):
     """
     base_dp_size: int | None = Field(None, gt=0, examples=[8])
     """Data-parallel ranks for which `tokens_per_step` and the learning rates are set (linear and sqrt)."""
-    precision: Literal["bf16", "fp8", "fp32", "fp64"] = "bf16"
+    precision: Precision = "bf16"
     """Arithmetic. bf16 computes in bf16 with fp32 parameters, gradients and optimizer state; fp8 is bf16 with the
     matrix products of blocks in float8, on GPUs of compute capability 9.0 or above (a CPU emulates it); fp64 is for
     proofs; "auto" selects bf16 or fp32 with a short measurement."""

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.formatting import plural
-from phalanx.spec.run import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.train.evaluator import evaluation_message
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.sample import sample_message

@@ -34,11 +34,10 @@ from phalanx.cost.exact.saved_tensors import (
     saved_by_mlp,
     saved_by_norm,
 )
-from phalanx.cost.precision import Precision
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 
 
 def comm_buffer_peaks(

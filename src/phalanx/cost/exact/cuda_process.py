@@ -11,7 +11,8 @@ from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
 """Memory of an idle process whose kernels are loaded at first use.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.precision import COMPUTE_BYTES, Precision
+from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.attention_backend import AttentionBackend, choose_backend, has_window
 from phalanx.spec.chunks import logits_chunk_rows
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

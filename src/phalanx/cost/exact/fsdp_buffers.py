@@ -12,8 +12,9 @@ from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
 from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import EMBEDDINGS, Layout
+from phalanx.spec.precision import Precision
 from phalanx.spec.run import RunSpec
 
 

@@ -7,9 +7,10 @@ from typing import Literal
 
 from phalanx.cost.exact.parameters import ParameterCount, count_parameters
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import MAX_BF16_SUMS
-from phalanx.spec.run import BF16_PRECISIONS, OptimizerSpec, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
+from phalanx.spec.run import OptimizerSpec, RunSpec
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 

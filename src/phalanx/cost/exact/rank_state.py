@@ -14,7 +14,8 @@ from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import Layout
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 
 
 def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:

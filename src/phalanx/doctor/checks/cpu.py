@@ -8,7 +8,7 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import pci
-from phalanx.spec.run import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS
 
 CPUS = "/sys/devices/system/cpu"
 GOVERNOR = CheckRule(

@@ -21,7 +21,7 @@ from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import transformer_only_options
-from phalanx.spec.run import BF16_PRECISIONS
+from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.torch_compat import check_torch_supports
 
 

@@ -29,7 +29,8 @@ from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, CheckpointingName, Layout
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 MAX_DEVICE_MULTIPLE = 64

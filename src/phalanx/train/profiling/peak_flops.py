@@ -9,7 +9,8 @@ import torch
 
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.files.load import load_machine, preset_names
-from phalanx.spec.run import BF16_PRECISIONS, RunSpec
+from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.run import RunSpec
 
 FIRST_SIZE = 128
 ENOUGH_SECONDS = 0.001
