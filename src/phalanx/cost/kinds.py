@@ -27,8 +27,8 @@ class AttentionKernel(IntEnum):
     FLASH_1 = 2
     FLASH_2 = 3
     FLASH_3 = 4
-    RING_PLAIN = 5
-    """Causal ring attention with separate kernels, on half of the pairs; backward recomputes everything."""
+    RING = 5
+    """Ring attention with a kernel of FLASH_2 for each step, whose result is merged with those of earlier steps."""
 
 
 class ActivationCheckpointing(IntEnum):

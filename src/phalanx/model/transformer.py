@@ -32,8 +32,8 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(spec)
         self.mlp = MoE(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else build_mlp(spec)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the block's output [B, T, D] and its auxiliary loss summed over tokens (0 without experts).
+    def forward(self, x_BTD: Tensor, rotary: RotaryTable | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the block's output [B, T, D] and its auxiliary loss summed over tokens, or None without experts.
 
         Args:
             x_BTD: Output of the previous block, or the embedding.
@@ -41,11 +41,8 @@ class Block(nn.Module):
             mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
         """
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
-        if isinstance(self.mlp, MoE):
-            out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
-        else:
-            out = self.mlp(self.mlp_norm(x_BTD))
-            auxiliary = x_BTD.new_zeros(())
+        out = self.mlp(self.mlp_norm(x_BTD))
+        out, auxiliary = out if isinstance(self.mlp, MoE) else (out, None)
         return x_BTD + out, auxiliary
 
 
@@ -105,7 +102,8 @@ class Transformer(nn.Module):
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
             x_BTD, block_auxiliary = block(x_BTD, table, mask)
-            auxiliary = auxiliary + block_auxiliary
+            if block_auxiliary is not None:
+                auxiliary = auxiliary + block_auxiliary
         return x_BTD, auxiliary
 
     def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:

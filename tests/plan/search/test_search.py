@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.kernel_time import attention_seconds
 from phalanx.cost.exact.flops import forward_flops, mfu, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -418,24 +420,33 @@ def test_search_options_fit_by_exact_rank_memory():
         assert option.memory_bytes == max(place.device for place in places) < 80 * 2**30
 
 
-def test_enumerate_layouts_uses_ulysses_when_cp_divides_heads():
-    """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
+def test_enumerate_layouts_has_both_methods_of_cp_when_it_divides_heads():
+    """Of 12 heads two or four ranks can exchange some for tokens; eight cannot."""
     described = make_run("gpt2-124m", sequence=1024, sequences=16)
     found = {
-        c.cp: c
+        (c.cp, c.cp_method): c
         for c in enumerate_layouts(described, 8)
         if c.tp == c.pp == c.ep == 1 and c.activation_checkpointing == "none"
     }
-    assert {cp: candidate.cp_method for cp, candidate in found.items()} == {
-        1: "ring",
-        2: "ulysses",
-        4: "ulysses",
-        8: "ring",
+    assert set(found) == {(1, "ring"), (2, "ring"), (2, "ulysses"), (4, "ring"), (4, "ulysses"), (8, "ring")}
+    jobs = candidate_jobs(described, 8, [found[4, "ulysses"], found[8, "ring"], found[1, "ring"]])
+    assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING, AttentionKernel.FLASH_3]
+    assert list(jobs.ulysses) == [1, 0, 0]
+
+
+def test_ring_costs_its_flash_kernels_and_the_merging_of_its_steps():
+    """In long sequences a ring takes less than three times as long as Ulysses, whose kernels are newer: separate kernels,
+    which write the scores, would take over ten times as long."""
+    described = make_run("llama3-8b", sequence=131_072, sequences=1)
+    layouts = {
+        method: [c for c in enumerate_layouts(described, 8) if (c.cp, c.cp_method) == (8, method)][:1]
+        for method in ("ring", "ulysses")
     }
-    assert found[4].layout().cp_method == "ulysses"
-    jobs = candidate_jobs(described, 8, [found[4], found[8]])
-    assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING_PLAIN]
-    assert list(jobs.ulysses) == [1, 0]
+    seconds = {
+        method: sum(attention_seconds(time_constants(), candidate_jobs(described, 8, found)))[0]
+        for method, found in layouts.items()
+    }
+    assert 1 < seconds["ring"] / seconds["ulysses"] < 3
 
 
 def test_fp8_is_faster_than_bf16_and_needs_memory_for_casts():

@@ -21,6 +21,10 @@ CAST_BYTES = 9
 """Bytes that a cast of a bf16 number to float8 reads and writes: its maximum, its product with the scale, the cast."""
 COMPILED_CAST_BYTES = 5
 """Bytes of a cast whose product with the scale is fused."""
+MERGE_BYTES, ADD_BYTES = 26, 14
+"""Bytes that a step of a ring reads and writes per merged output, and per added gradient with its copied operands."""
+STEP_KERNELS = 10
+"""Kernels of a step of a ring, in each direction."""
 
 
 def by_generation(jobs: JobTable, first: float, second: float, third: float) -> Column:
@@ -143,18 +147,34 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
 
     The core excludes the projections. Flash kernels compute half of the T x T pairs (causal), and 2.5 times the FLOPs
     in the backward pass (arXiv 2307.08691, section 3.1). Other kernels compute all pairs and write the scores to
-    memory. Causal ring attention runs such kernels on half of the pairs, and its backward pass recomputes the forward
-    pass.
+    memory. A ring computes the same pairs as flash attention, and merges its steps.
     """
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
-    is_ring = jobs.attention == AttentionKernel.RING_PLAIN
     flash_forward = _flash_attention_seconds(constants, jobs)
     flash_backward = 2.5 * constants.flash_backward * flash_forward
+    merge_forward, merge_backward = _ring_merge_seconds(constants, jobs)
     unfused_forward, unfused_backward = _unfused_attention_seconds(constants, jobs)
-    forward = np.where(is_ring, unfused_forward / 2, np.where(is_flash, flash_forward, unfused_forward))
-    ring_backward = (unfused_forward + unfused_backward) / 2
-    backward = np.where(is_ring, ring_backward, np.where(is_flash, flash_backward, unfused_backward))
-    return forward, backward
+    return (
+        np.where(is_flash, flash_forward + merge_forward, unfused_forward),
+        np.where(is_flash, flash_backward + merge_backward, unfused_backward),
+    )
+
+
+def _ring_merge_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
+    """Return the seconds of the small kernels in a ring's steps after the first, forward and backward.
+
+    Such a step has all keys for half of the queries, or half of the keys for all queries (zig-zag), in turn. Gradients
+    and the merged output are fp32 (`parallel.block_attention.RingBlock`).
+    """
+    steps = np.where(jobs.attention == AttentionKernel.RING, jobs.cp - 1, 0.0)
+    tokens = 0.75 * steps * jobs.micro_batch * jobs.sequence / jobs.cp
+    outputs = tokens * jobs.heads * jobs.value_dim / jobs.tp
+    gradients = tokens * (jobs.heads * jobs.head_dim + jobs.kv_heads * (jobs.head_dim + jobs.value_dim)) / jobs.tp
+    gap_seconds = steps * STEP_KERNELS * constants.gap_seconds
+    return (
+        gap_seconds + memory_pass_seconds(constants, jobs, MERGE_BYTES * outputs),
+        gap_seconds + memory_pass_seconds(constants, jobs, ADD_BYTES * gradients),
+    )
 
 
 def _score_pairs(jobs: JobTable) -> Column:
@@ -195,8 +215,7 @@ def _unfused_attention_seconds(constants: TimeConstants, jobs: JobTable) -> tupl
     )
     is_aligned = jobs.head_dim % 8 == 0
     product_seconds = np.where(is_aligned, product_seconds, product_seconds / constants.misaligned)
-    has_separate_kernels = (jobs.attention == AttentionKernel.SEPARATE) | (jobs.attention == AttentionKernel.RING_PLAIN)
-    separate_factor = np.where(has_separate_kernels, constants.score_separate, 1.0)
+    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
     score_seconds = memory_pass_seconds(
         constants, jobs, jobs.compute_dtype_bytes * _score_pairs(jobs) * constants.score_passes * separate_factor
     )

@@ -178,5 +178,5 @@ def _recomputed_counts(candidate: CandidateLayout, blocks: list[int]) -> list[in
 
 def _attention_kernel(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
     if candidate.cp > 1 and candidate.cp_method == "ring" and not run.cluster.uses_cpu:
-        return AttentionKernel.RING_PLAIN
+        return AttentionKernel.RING
     return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

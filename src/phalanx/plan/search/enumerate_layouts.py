@@ -119,24 +119,20 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:
                 for ep in divisors(dp * cp * tp):
                     if num_experts % ep > 0:
                         continue
-                    cp_method = _choose_cp_method(run, world_size, tp=tp, pp=pp, cp=cp, ep=ep)
-                    if cp_method is not None:
+                    for cp_method in _cp_methods(run, world_size, tp=tp, pp=pp, cp=cp, ep=ep):
                         yield Degrees(dp=dp, tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep)
 
 
-def _choose_cp_method(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> CpMethod | None:
-    """Return the method of context parallelism, or None if these degrees cannot share the model.
-
-    On a GPU, ranks exchange tokens for heads if there are enough heads, because the ring has no flash kernel there."""
-    methods: tuple[CpMethod, ...] = ("ulysses", "ring")
-    for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[1:]:
+def _cp_methods(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep: int) -> Iterator[CpMethod]:
+    """Yield the methods of context parallelism with which these degrees can share the model: on CPUs only the ring."""
+    methods: tuple[CpMethod, ...] = ("ring", "ulysses")
+    for cp_method in methods if cp > 1 and not run.cluster.uses_cpu else methods[:1]:
         layout = Layout(data_parallel="zero1", tp=tp, pp=pp, cp=cp, cp_method=cp_method, ep=ep, micro_batch_size=1)
         try:
             check_divisibility(run.model_copy(update={"layout": layout}), world_size)
         except UserError:
             continue
-        return cp_method
-    return None
+        yield cp_method
 
 
 def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
