@@ -21,8 +21,10 @@ CAST_BYTES = 9
 """Bytes that a cast of a bf16 number to float8 reads and writes: its maximum, its product with the scale, the cast."""
 COMPILED_CAST_BYTES = 5
 """Bytes of a cast whose product with the scale is fused."""
-MERGE_BYTES, ADD_BYTES = 26, 14
-"""Bytes that a step of a ring reads and writes per merged output, and per added gradient with its copied operands."""
+MERGE_BYTES = 26
+"""Bytes that a step of a ring reads and writes per number of its output, to merge it."""
+ADD_BYTES = 14
+"""Bytes that a step of a ring reads and writes per number of its gradients, to copy operands and to add them."""
 STEP_KERNELS = 10
 """Kernels of a step of a ring, in each direction."""
 
