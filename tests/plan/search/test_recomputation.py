@@ -26,10 +26,10 @@ ZERO3 = {"data_parallel": "zero3"}
 ZERO1 = {"data_parallel": "zero1"}
 FULL_DEPTH_CASES = [
     (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 2}, 0.01),
-    (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 4}, 0.01),
+    (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 4}, 0.015),  # norms in the blocks that recompute nothing
     (LLAMA, "a100", None, {**ZERO3, "micro_batch_size": 2}, 0.01),
     (LLAMA, "h200", None, {**ZERO1, "tp": 2, "micro_batch_size": 4}, 0.01),
-    (LLAMA, "h100", 65e9, {**ZERO3, "cp": 2, "cp_method": "ulysses", "micro_batch_size": 4}, 0.01),
+    (LLAMA, "h100", 65e9, {**ZERO3, "cp": 2, "cp_method": "ulysses", "micro_batch_size": 4}, 0.025),
     (OLMOE, "h100", 60e9, {**ZERO1, "micro_batch_size": 8}, 0.01),
     (OLMOE, "h100", None, {**ZERO3, "ep": 8, "micro_batch_size": 8}, 0.025),  # one of its 16 blocks is 2 % of a step
 ]
@@ -110,7 +110,7 @@ def test_auto_recomputation_of_machine_without_speeds_recomputes_fewest_flops():
     choice = choose_recomputation(unknown, 8)
     assert choice.step_seconds is None
     assert choice.p_oom < SAFE_OOM_PROBABILITY
-    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("selective", 6)
+    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("norms", 8)
 
 
 def test_auto_recomputation_recomputes_all_blocks_if_nothing_fits():

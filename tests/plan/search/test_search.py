@@ -50,7 +50,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     assert len(set(plain)) <= found.searched <= len(every)
     options = evaluate(described, ranks, every)
     likely = {
-        option.candidate for option in options if not option.candidate.offloads and option.p_oom < MAX_OOM_PROBABILITY
+        option.candidate for option in options if option.candidate in again and option.p_oom < MAX_OOM_PROBABILITY
     }
     for at in range(0, len(every), 1 + len(every) // 20):
         alone = evaluate(described, ranks, [every[at]])[0]
