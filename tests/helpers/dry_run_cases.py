@@ -77,6 +77,8 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, pp=2, activation_checkpointing="full", recomputed_blocks=[2, 1]),
     dry_run_case(2, pp=2, activation_checkpointing="offload", recomputed_blocks=[2, 1]),
     dry_run_case(2, MOE, tp=2, activation_checkpointing="selective", recomputed_blocks=3),
+    dry_run_case(2, MOE, tp=2, activation_checkpointing="norms", recomputed_blocks=3),
+    dry_run_case(2, pp=2, schedule="zb-h1", activation_checkpointing="norms", **BF16),
     dry_run_case(4, TIED, pp=4),
     dry_run_case(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
     dry_run_case(4, pp=2, data_parallel="zero3", schedule="zb-v"),

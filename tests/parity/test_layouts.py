@@ -341,6 +341,10 @@ LAYOUT_CASES += [
     for recompute in ("full", "selective")
 ]
 LAYOUT_CASES += [
+    expert_parallel_case(2, 2, layout__data_parallel="zero3", **RECOMPUTED_NORMS),
+    context_parallel_case(2, 2, ("dense",), **RECOMPUTED_NORMS),
+]
+LAYOUT_CASES += [
     expert_parallel_case(2, 4, layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")
 ]
 LAYOUT_CASES += [
