@@ -45,7 +45,7 @@ def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
 LAYOUTS: list[tuple[int, Table]] = [
-    *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "selective", "full", "offload")],
+    *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "norms", "selective", "full", "offload")],
     dry_run_case(1, activation_checkpointing="full", recomputed_blocks=1),
     *[dry_run_case(n, data_parallel=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
     *[dry_run_case(2, data_parallel=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
@@ -77,6 +77,8 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, pp=2, activation_checkpointing="full", recomputed_blocks=[2, 1]),
     dry_run_case(2, pp=2, activation_checkpointing="offload", recomputed_blocks=[2, 1]),
     dry_run_case(2, MOE, tp=2, activation_checkpointing="selective", recomputed_blocks=3),
+    dry_run_case(2, MOE, tp=2, activation_checkpointing="norms", recomputed_blocks=3),
+    dry_run_case(2, pp=2, schedule="zb-h1", activation_checkpointing="norms", **BF16),
     dry_run_case(4, TIED, pp=4),
     dry_run_case(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
     dry_run_case(4, pp=2, data_parallel="zero3", schedule="zb-v"),

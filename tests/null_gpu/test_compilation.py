@@ -20,6 +20,8 @@ CASES: dict[str, Case] = {
     **{name: SINGLE_AXES[name] for name in ("moe-ep-zero3", "moe-ep-tp-zero1", "moe-ep-zero3-full")},
     **{name: PIPELINES[name] for name in ("1f1b-pp2-alone", "zb-v-pp2-alone", "interleaved-pp2-zero1")},
     "full": (1, {RECOMPUTE: "full"}),
+    "norms": (1, {RECOMPUTE: "norms"}),
+    "tp-norms": (2, {"layout.tp": 2, RECOMPUTE: "norms"}),
     "selective": (1, {RECOMPUTE: "selective"}),
     "recomputed-block": (1, {RECOMPUTE: "full", "layout.recomputed_blocks": 1}),
     "window": (1, {"model.sliding_window": 8}),

@@ -203,6 +203,15 @@ LAYOUT_CASES += [
     for recompute in ("full", "selective")
 ]
 LAYOUT_CASES += [tensor_parallel_case(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+RECOMPUTED_NORMS = {"layout__activation_checkpointing": "norms"}
+LAYOUT_CASES += [
+    LayoutCase("one-recompute-norms", 1, {"layout.activation_checkpointing": "norms"}),
+    LayoutCase(
+        "zero3-recompute-norms", 2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "norms"}
+    ),
+    tensor_parallel_case(2, 2, **RECOMPUTED_NORMS),
+    pipeline_case("zb-h1", 2, 2, **RECOMPUTED_NORMS),
+]
 OFFLOADED_INPUTS = {"layout__activation_checkpointing": "offload"}
 LAYOUT_CASES += [
     LayoutCase("ddp-recompute-offload", 2, {"layout.activation_checkpointing": "offload"}, 2),
@@ -330,6 +339,10 @@ LAYOUT_CASES += [
 LAYOUT_CASES += [
     expert_parallel_case(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
     for recompute in ("full", "selective")
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, 2, layout__data_parallel="zero3", **RECOMPUTED_NORMS),
+    context_parallel_case(2, 2, ("dense",), **RECOMPUTED_NORMS),
 ]
 LAYOUT_CASES += [
     expert_parallel_case(2, 4, layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")

@@ -41,6 +41,7 @@ class ActivationCheckpointing(IntEnum):
     - FULL: full blocks.
     - ATTENTION: attention with its projections (Phalanx's own selective).
     - OFFLOAD: full blocks, whose inputs are in CPU memory between the passes.
+    - NORMS: outputs of the norms of the residual stream.
     """
 
     NONE = 0
@@ -49,10 +50,12 @@ class ActivationCheckpointing(IntEnum):
     FULL = 3
     ATTENTION = 4
     OFFLOAD = 5
+    NORMS = 6
 
 
 PHALANX_CHECKPOINTING: dict[CheckpointingName, ActivationCheckpointing] = {
     "none": ActivationCheckpointing.NONE,
+    "norms": ActivationCheckpointing.NORMS,
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,
     "offload": ActivationCheckpointing.OFFLOAD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.moe import Router
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.activation_offload import BlockOffload, HostCopier
 from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.recomputed_norms import RecomputedNorm
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def apply_activation_checkpointing(
     Args:
         module: Model whose blocks are wrapped in place.
         mode: "full" for whole blocks (arXiv 1604.06174), "offload" for whole blocks whose inputs are in CPU memory,
-            "selective" for attention (arXiv 2205.05198), or "none".
+            "selective" for attention (arXiv 2205.05198), "norms" for the outputs of norms, or "none".
         num_blocks: Number of blocks that are wrapped, the first ones; None for all.
         saves_counts: True if blocks read their counts of tokens on the host once (`checkpoint_with_saved_counts`).
         device: Device that computes.
@@ -43,6 +44,10 @@ def apply_activation_checkpointing(
     if mode == "selective":
         for block in blocks.values():
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
+    elif mode == "norms":
+        for block in cast(Iterable[Block], blocks.values()):
+            RecomputedNorm(block.attention_norm, block.attention)
+            RecomputedNorm(block.mlp_norm, block.mlp)
     elif mode != "none":
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)

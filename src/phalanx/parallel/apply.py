@@ -90,15 +90,12 @@ def apply_layout(
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
     # Steps 3 and 4: its blocks.
-    if compile:  # inside the wrappers, whose recomputation then runs compiled code too
-        splits_backward = representative_schedule(layout).splits_backward
-        degree = layout.tp * layout.cp * layout.ep
-        whole = compiles_whole_blocks(degree, splits_backward, layout.fsdp_unit)
-        compile_blocks(module.blocks.children(), whole)
+    recompute = layout.activation_checkpointing
+    # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
+    if compile and _compile_blocks(module, layout) and recompute == "norms":
+        recompute = "none"  # the compiler recomputes norms
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
-    apply_activation_checkpointing(
-        module, layout.activation_checkpointing, recomputed, saves_counts=layout.ep > 1, device=device
-    )
+    apply_activation_checkpointing(module, recompute, recomputed, saves_counts=layout.ep > 1, device=device)
     blocks = list(module.blocks.children())
     # Steps 5 and 6: its strategy.
     data_parallel = apply_data_parallelism(
@@ -114,6 +111,15 @@ def apply_layout(
     # Step 8.
     _init_weights(strategy, spec, weights, trained_experts=trained_experts)
     return strategy
+
+
+def _compile_blocks(module: Transformer, layout: Layout) -> bool:
+    """Compile the blocks (step 3), and return whether each one is compiled to one graph."""
+    splits_backward = representative_schedule(layout).splits_backward
+    degree = layout.tp * layout.cp * layout.ep
+    whole = compiles_whole_blocks(degree, splits_backward, layout.fsdp_unit)
+    compile_blocks(module.blocks.children(), whole)
+    return whole
 
 
 def apply_layout_to_network(

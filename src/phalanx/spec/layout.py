@@ -14,7 +14,7 @@ from phalanx.spec.formatting import plural
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
-CheckpointingName = Literal["none", "selective", "full", "offload"]
+CheckpointingName = Literal["none", "norms", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
 EMBEDDINGS = ("embedding", "positions")
 """Names of a transformer's modules that read token ids and positions: the last whose gradients are complete."""
@@ -113,9 +113,10 @@ class Layout(Spec):
     most 16,384 tokens and 2 GiB of logits: tokens x vocabulary in 16 bits, or fp32 with a loss or network of your own.
     """
     activation_checkpointing: CheckpointingName = "none"
-    """Activations recomputed in the backward pass: none; attention only (selective); full blocks (full); full blocks
-    whose inputs are in CPU memory between the passes (offload). "auto" lets the planner choose none, selective or full,
-    and the fewest `recomputed_blocks` that fit in memory."""
+    """Activations recomputed in the backward pass: none; outputs of norms (norms); attention only (selective); full
+    blocks (full); full blocks whose inputs are in CPU memory between the passes (offload). "auto" lets the planner
+    choose none, norms, selective or full, and the fewest `recomputed_blocks` that fit in memory. Of blocks that are
+    compiled to one graph, the compiler recomputes norms."""
     recomputed_blocks: Annotated[int, Field(gt=0)] | tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         None, examples=[4]
     )
@@ -157,6 +158,11 @@ class Layout(Spec):
     def recomputes_full_blocks(self) -> bool:
         """True if the backward pass recomputes full blocks."""
         return self.activation_checkpointing in ("full", "offload")
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """True if the backward pass recomputes attention, alone or in full blocks."""
+        return self.activation_checkpointing not in ("none", "norms")
 
     def recomputed_on_rank(self, pp_rank: int, num_blocks: int) -> int:
         """Return the number of blocks, the first ones, that a pipeline rank with `num_blocks` blocks recomputes."""
@@ -212,6 +218,10 @@ def describe_recomputation(layout: Layout) -> str:
 def check_inapplicable_options(layout: Layout) -> None:
     """Raise UserError for an option that does not apply to this layout."""
     _check_recomputed_blocks(layout)
+    if layout.activation_checkpointing == "norms" and layout.fsdp_unit == "sublayer":
+        problem = 'cannot be combined with layout.fsdp_unit = "sublayer", which frees the weights of norms too early'
+        fix = 'use layout.fsdp_unit = "block", or "selective"'
+        raise UserError("layout.activation_checkpointing", "norms", problem, fix=fix)
     for field, axis in REQUIRES_DEGREE.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:

@@ -285,3 +285,13 @@ def test_memory_of_partial_recomputation_is_between_that_of_none_and_all_blocks(
     whole = run_from_table({**table, "layout": layout})
     jobs = candidate_jobs(whole, 1, [candidate_from_run(whole, 1)])
     assert sizes[-1] == pytest.approx(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+
+
+def test_recomputed_norms_save_two_tensors_of_the_residual_stream_per_block():
+    table = {"model": {"preset": "llama3-8b"}, "cluster": {"preset": "h100"}, "training": {"seq_len": 8192}}
+    sizes = []
+    for method in ("none", "norms"):
+        run = run_from_table({**table, "layout": {"micro_batch_size": 1, "activation_checkpointing": method}})
+        jobs = candidate_jobs(run, 1, [candidate_from_run(run, 1)])
+        sizes.append(estimate_memory(MEMORY_CONSTANTS, jobs).first.activations[0])
+    assert sizes[0] - sizes[1] == pytest.approx(32 * 2 * 8192 * 4096 * 2)

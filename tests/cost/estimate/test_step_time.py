@@ -146,6 +146,15 @@ def test_full_activation_checkpointing_adds_about_one_forward_pass():
     assert 1.2 < again / plain < 4 / 3 + 0.01
 
 
+def test_recomputed_norms_add_two_memory_passes_per_norm():
+    rows = [make_job_row(recompute=method) for method in (ActivationCheckpointing.NONE, ActivationCheckpointing.NORMS)]
+    plain, norms = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).compute
+    blocks = 32 * rows[0]["micro_batches"]
+    moved_bytes = 2 * 2 * 4096 * 4096 * 2
+    assert 1 < (norms - plain) / (blocks * moved_bytes / rows[0]["hbm_bytes_per_second"]) < 1.6
+    assert norms < 1.01 * plain
+
+
 def test_partial_activation_checkpointing_adds_time_in_proportion_to_recomputed_blocks():
     ends = ("first_recomputed", "middle_recomputed", "last_recomputed", "mean_recomputed")
     rows = [make_job_row(recompute=3) | dict.fromkeys(ends, fraction) for fraction in (0.0, 0.25, 1.0)]

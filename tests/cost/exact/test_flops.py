@@ -66,6 +66,7 @@ def test_recomputed_flops_match_activation_checkpointing_kind():
     parts = forward_flops(SMALL, 512)
     for recompute, flash, sharded, flops in (
         (ActivationCheckpointing.NONE, True, True, 0.0),
+        (ActivationCheckpointing.NORMS, True, True, 0.0),
         (ActivationCheckpointing.FULL, True, False, parts.projections + parts.core + parts.mlp),
         (ActivationCheckpointing.ATTENTION, True, False, parts.projections + parts.core),
         (ActivationCheckpointing.SELECTIVE, True, False, 0.0),

@@ -34,6 +34,13 @@ def test_check_layout_rejects_number_of_recomputed_blocks(layout, message):
     assert error.value.fix
 
 
+def test_check_layout_rejects_recomputed_norms_that_are_fsdp_units():
+    run = make_run(activation_checkpointing="norms", data_parallel="zero3", fsdp_unit="sublayer")
+    with pytest.raises(UserError, match=r'layout\.fsdp_unit = "sublayer"') as error:
+        check_layout(run, 2)
+    assert error.value.field == "layout.activation_checkpointing"
+
+
 @pytest.mark.parametrize("blocks", [1, 3, [3, 0], [0, 2]])
 def test_check_layout_accepts_recomputed_blocks_of_pipeline_ranks(blocks):
     check_layout(make_run(**FULL, pp=2, recomputed_blocks=blocks), 2)

@@ -227,9 +227,9 @@ def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
     )
     slower = advice.option.step_seconds / llama3_8b_report.best.step_seconds - 1
     assert advice.slower == pytest.approx(slower)
-    assert slower > 0.04
-    assert advice.option.candidate.activation_checkpointing == "none"
-    assert "matrix products, attention and memory passes" in advice.reason
+    assert slower > 0.01
+    assert advice.option.candidate.activation_checkpointing == "norms"
+    assert "exposed communication of gradients and parameters" in advice.reason
 
 
 def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):
@@ -240,12 +240,12 @@ def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):
     assert "s: +" in advice.reason, "what the other layout spends more on"
 
 
-def test_3d_parallelism_rule_agrees_with_planner_for_llama3_70b(llama3_70b_report):
+def test_3d_parallelism_rule_costs_less_than_a_tenth_for_llama3_70b(llama3_70b_report):
     advice = advice_for_rule(llama3_70b_report, "10B to 100B parameters")
-    assert advice.verdict == "agrees"
+    assert advice.verdict == "costs"
     assert advice.option is not None
     assert min(advice.option.candidate.dp, advice.option.candidate.tp, advice.option.candidate.pp) >= 2
-    assert advice.option.step_seconds < (1 + AGREEMENT_TOLERANCE) * llama3_70b_report.best.step_seconds
+    assert advice.option.step_seconds < 1.1 * llama3_70b_report.best.step_seconds
 
 
 def test_advice_warns_when_tp_leaves_fast_link_domain(llama3_70b_report):

@@ -210,6 +210,7 @@ def test_diagnose_uses_published_order_when_step_times_are_unknown():
 def test_remedies_follow_published_guide_order():
     assert [remedy.name for remedy in REMEDIES] == [
         "smaller micro-batch",
+        "recompute norms",
         "recompute attention",
         "recompute blocks",
         "bf16",

@@ -17,6 +17,7 @@ from phalanx.plan.search.oom_risk import (
 from phalanx.plan.search.recomputation import choose_recomputation, with_recomputation
 from phalanx.spec.files.load import run_from_table
 
+METHODS = ("norms", "selective", "full")
 LLAMA = {"preset": "llama3-8b"}
 SMALL_LLAMA = {"preset": "llama3-8b", "num_layers": 10}
 OLMOE = {"preset": "olmoe-1b-7b"}
@@ -25,10 +26,10 @@ ZERO3 = {"data_parallel": "zero3"}
 ZERO1 = {"data_parallel": "zero1"}
 FULL_DEPTH_CASES = [
     (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 2}, 0.01),
-    (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 4}, 0.01),
+    (LLAMA, "h100", None, {**ZERO3, "micro_batch_size": 4}, 0.015),  # norms in the blocks that recompute nothing
     (LLAMA, "a100", None, {**ZERO3, "micro_batch_size": 2}, 0.01),
     (LLAMA, "h200", None, {**ZERO1, "tp": 2, "micro_batch_size": 4}, 0.01),
-    (LLAMA, "h100", 65e9, {**ZERO3, "cp": 2, "cp_method": "ulysses", "micro_batch_size": 4}, 0.01),
+    (LLAMA, "h100", 65e9, {**ZERO3, "cp": 2, "cp_method": "ulysses", "micro_batch_size": 4}, 0.025),
     (OLMOE, "h100", 60e9, {**ZERO1, "micro_batch_size": 8}, 0.01),
     (OLMOE, "h100", None, {**ZERO3, "ep": 8, "micro_batch_size": 8}, 0.025),  # one of its 16 blocks is 2 % of a step
 ]
@@ -60,17 +61,21 @@ def predict(run):
 
 
 def fastest_mix(run):
-    """The seconds of the fastest mix of blocks that recompute nothing, attention or all and that fits.
+    """The seconds of the fastest mix of blocks that recompute nothing, norms, attention or all and that fits.
 
     Time and memory are linear in the numbers of blocks, except for the peak of recomputation, which is left out."""
     seconds, size = predict(with_recomputation(run, "none", [0]))
-    one = {method: predict(with_recomputation(run, method, [1])) for method in ("selective", "full")}
+    one = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
     limit, layers = safe_capacity_bytes(run.cluster), run.model.num_layers
 
     def mixed(counts, part, base):
         return base + sum(count * (one[method][part] - base) for method, count in counts.items())
 
-    mixes = [{"selective": s, "full": f} for s in range(layers + 1) for f in range(layers + 1 - s)]
+    mixes = [
+        dict(zip(METHODS, counts, strict=True))
+        for counts in product(range(layers + 1), repeat=len(METHODS))
+        if sum(counts) <= layers
+    ]
     return min(mixed(counts, 0, seconds) for counts in mixes if mixed(counts, 1, size) <= limit)
 
 
@@ -87,9 +92,7 @@ def test_auto_recomputation_is_almost_as_fast_as_best_mix_of_methods(model, mach
 def test_auto_recomputation_equals_exhaustive_search_in_pipelines(model, machine, memory_bytes, layout):
     run = make_run(model, machine, memory_bytes, layout)
     blocks = [range(len(layers) + 1) for layers in layers_per_rank(run)]
-    variants = [
-        with_recomputation(run, method, counts) for method in ("selective", "full") for counts in product(*blocks)
-    ]
+    variants = [with_recomputation(run, method, counts) for method in METHODS for counts in product(*blocks)]
     fitting = [
         variant
         for variant in variants
@@ -107,7 +110,7 @@ def test_auto_recomputation_of_machine_without_speeds_recomputes_fewest_flops():
     choice = choose_recomputation(unknown, 8)
     assert choice.step_seconds is None
     assert choice.p_oom < SAFE_OOM_PROBABILITY
-    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("selective", 6)
+    assert (choice.layout.activation_checkpointing, choice.layout.recomputed_blocks) == ("norms", 8)
 
 
 def test_auto_recomputation_recomputes_all_blocks_if_nothing_fits():

@@ -16,12 +16,12 @@ from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.search.enumerate_layouts import METHODS_ON_DEVICE, enumerate_layouts, offload_variants
+from phalanx.plan.search.enumerate_layouts import METHODS_ON_DEVICE, enumerate_layouts, smaller_variants
 from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import TIE_TOLERANCE
-from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_offload_variants
+from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_smaller_variants
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from tests.helpers.planned_runs import make_run
@@ -44,13 +44,13 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
         for kept in enumerate_layouts(described, ranks)
         for way in ways
     }
-    pairs = [(kept, other) for kept in again for other in (kept, *offload_variants(described, kept))]
+    pairs = [(kept, other) for kept in again for other in (kept, *smaller_variants(described, kept))]
     plain, every = (list(side) for side in zip(*pairs, strict=True))
     found = search_layouts(described, ranks, keep=3)
     assert len(set(plain)) <= found.searched <= len(every)
     options = evaluate(described, ranks, every)
     likely = {
-        option.candidate for option in options if not option.candidate.offloads and option.p_oom < MAX_OOM_PROBABILITY
+        option.candidate for option in options if option.candidate in again and option.p_oom < MAX_OOM_PROBABILITY
     }
     for at in range(0, len(every), 1 + len(every) // 20):
         alone = evaluate(described, ranks, [every[at]])[0]
@@ -79,7 +79,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
 def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
     described = make_run(model, sequence=1024, sequences=48)
     for kept in enumerate_layouts(described, ranks):
-        for candidate in (kept, *offload_variants(described, kept)):
+        for candidate in (kept, *smaller_variants(described, kept)):
             own = described.model_copy(update={"layout": candidate.layout()})
             check_layout(own, ranks)
             assert candidate_from_run(own, ranks) == candidate
@@ -87,16 +87,16 @@ def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 1)])
 @pytest.mark.parametrize("machine", ["v100-16gb", "h100", "b200"])
-def test_offload_variants_never_shorten_a_step_and_always_save_memory(model, machine, ranks):
+def test_smaller_variants_never_shorten_a_step_and_always_save_memory(model, machine, ranks):
     """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
     rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
     described = make_run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
     pairs = [
-        (kept, other) for kept in enumerate_layouts(described, ranks) for other in offload_variants(described, kept)
+        (kept, other) for kept in enumerate_layouts(described, ranks) for other in smaller_variants(described, kept)
     ]
     assert {other.offload for _, other in pairs} == {"none", "cpu", "nvme"}
-    assert all(other.offloads for _, other in pairs)
+    assert all(other.offloads or other.activation_checkpointing == "norms" for _, other in pairs)
     kept, others = (evaluate(described, ranks, list(side)) for side in zip(*pairs, strict=True))
     for before, after in zip(kept, others, strict=True):
         alike = after.candidate.data_parallel == before.candidate.data_parallel
@@ -173,7 +173,7 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
     fastest = search_layouts(described, ranks, keep=1).layouts[0]
     assert plan.fastest == fastest
     bands = TimeBands(
-        described, ranks, with_offload_variants(described, ranks, enumerate_layouts(described, ranks))[1], fastest
+        described, ranks, with_smaller_variants(described, ranks, enumerate_layouts(described, ranks))[1], fastest
     )
     assert list(islice(bands, 2000))
     assert bands.ends[0] == fastest.step_seconds * (1 + UNCERTAIN_GAIN)

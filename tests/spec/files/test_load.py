@@ -81,7 +81,7 @@ def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text,
 
 def test_load_run_lists_auto_among_methods_of_activation_checkpointing(tmp_path):
     path = write_run_file(tmp_path, '[layout]\nactivation_checkpointing = "some"')
-    with pytest.raises(UserError, match="must be 'auto', 'none', 'selective', 'full' or 'offload'"):
+    with pytest.raises(UserError, match="must be 'auto', 'none', 'norms', 'selective', 'full' or 'offload'"):
         load_run(path, [], {})
 
 

@@ -71,6 +71,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
         ActivationCheckpointing.OPERATIONS: block_bytes * constants.operations_kept,
         ActivationCheckpointing.ATTENTION: block_bytes - attention_bytes,
         ActivationCheckpointing.OFFLOAD: input_bytes - host_input_bytes,
+        ActivationCheckpointing.NORMS: block_bytes - 2 * input_bytes,
     }
     recomputed = {
         ActivationCheckpointing.FULL: block_bytes,
@@ -78,6 +79,7 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
         ActivationCheckpointing.OPERATIONS: 0.0 * block_bytes,
         ActivationCheckpointing.ATTENTION: attention_bytes,
         ActivationCheckpointing.OFFLOAD: block_bytes + host_input_bytes,  # the next one is copied back
+        ActivationCheckpointing.NORMS: 0.0 * block_bytes,  # a sublayer has freed more when its norm is recomputed
     }
     conditions = [jobs.recompute == method for method in saved]
     return BlockActivations(

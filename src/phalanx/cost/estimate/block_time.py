@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.cost.estimate.block_activations import block_input_bytes
 from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.kernel_time import by_generation
+from phalanx.cost.estimate.kernel_time import by_generation, memory_pass_seconds
 from phalanx.cost.estimate.sublayer_time import (
     PassSeconds,
     SublayerTimes,
@@ -23,6 +24,7 @@ from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, Column
 
 ATTENTION_PRODUCTS = 4
+NORMS_PER_BLOCK = 2
 CAST_OPERATIONS = 12
 """Operations of a cast to float8 that is not compiled (`model.fp8.cast_rows`)."""
 
@@ -160,20 +162,24 @@ def _device_seconds(
         + pass_seconds * constants.backward_passes
         + 2 * gap_seconds
     )
-    return PassSeconds(forward, backward + _recompute_seconds(jobs, attention, mlp=mlp, forward=forward))
+    return PassSeconds(forward, backward + _recompute_seconds(constants, jobs, attention, mlp=mlp, forward=forward))
 
 
-def _recompute_seconds(jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, forward: Column) -> Column:
+def _recompute_seconds(
+    constants: TimeConstants, jobs: JobTable, attention: SublayerTimes, mlp: SublayerTimes, forward: Column
+) -> Column:
     """Return the seconds of the operations that the backward pass repeats, by method of activation checkpointing."""
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     repeated_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
     repeated_passes = attention.memory_passes + mlp.memory_passes
+    norm_seconds = memory_pass_seconds(constants, jobs, 2 * block_input_bytes(jobs)) + constants.gap_seconds
     seconds_by_method = {
         ActivationCheckpointing.FULL: forward,
         ActivationCheckpointing.OFFLOAD: forward,
         ActivationCheckpointing.SELECTIVE: np.where(is_flash, 0.0, attention.core.forward),
         ActivationCheckpointing.OPERATIONS: np.where(jobs.zero_stage >= 3, repeated_products, 0.0) + repeated_passes,
         ActivationCheckpointing.ATTENTION: attention.forward + attention.core.forward,
+        ActivationCheckpointing.NORMS: NORMS_PER_BLOCK * norm_seconds,  # each one reads and writes the stream
     }
     return np.select(
         [jobs.recompute == method for method in seconds_by_method],

@@ -28,6 +28,7 @@ from phalanx.cost.exact.saved_tensors import (
     deferred_weight_grad_bytes,
     fp8_cast_bytes,
     mlp_backward_bytes,
+    norm_output_bytes,
     saved_by_attention,
     saved_by_experts,
     saved_by_inputs,
@@ -251,7 +252,8 @@ def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 def _saved_by_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
     """Return what blocks share, and the input and output of a pipeline stage if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
-    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first, recomputes=stage.recomputed > 0))
+    recomputes = stage.recomputed > 0 and shape.layout.recomputes_attention
+    saved = Counter(inputs=saved_by_inputs(spec, shape, stage.first, recomputes=recomputes))
     if not stage.last:
         saved += Counter(tp_boundaries=stream_bytes)
     return saved
@@ -297,6 +299,7 @@ def _saved_by_blocks(
             saved += norm_saved + mlp_saved
         else:
             saved += norm_saved + attention_saved + norm_saved + mlp_saved
+            saved -= norm_output_bytes(spec, layer, shape) if method == "norms" else Counter()
     return saved, recompute_peaks
 
 
@@ -304,7 +307,11 @@ def _deferred_weight_grads(spec: ModelSpec, shape: ForwardShape, stage: StageBlo
     """Return the bytes saved between the halves of a split backward pass, per block and for the head."""
     if not stage.splits_backward:
         return []
-    deferred = [deferred_weight_grad_bytes(spec, layer, shape) for layer in stage.layers]
+    recomputes_norms = shape.layout.activation_checkpointing == "norms"
+    deferred = [
+        deferred_weight_grad_bytes(spec, layer, shape, recomputes_norms=recomputes_norms and index < stage.recomputed)
+        for index, layer in enumerate(stage.layers)
+    ]
     return deferred + ([deferred_head_grad_bytes(spec, shape)] if stage.last else [])
 
 

@@ -50,7 +50,7 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
             else _tp_pair_traffic(spec, shape)
         )
         traffic += attention.forward + attention.backward + mlp.forward + mlp.backward
-        if index < stage.recomputed:
+        if index < stage.recomputed and shape.layout.recomputes_attention:
             traffic += attention.recompute
             traffic += mlp.recompute if shape.layout.recomputes_full_blocks else []
     x, stream_bytes = (shape.tokens * spec.hidden_size * size for size in (shape.compute_bytes, shape.residual_bytes))

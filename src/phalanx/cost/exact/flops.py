@@ -116,6 +116,7 @@ def recomputed_flops_per_token(
     flops = forward_flops(spec, seq_len, causal)
     return {
         ActivationCheckpointing.NONE: 0.0,
+        ActivationCheckpointing.NORMS: 0.0,
         ActivationCheckpointing.SELECTIVE: 0.0 if flash else flops.core,
         ActivationCheckpointing.OPERATIONS: SELECTIVE_MATMUL_FRACTION * (flops.projections + flops.mlp)
         if sharded
@@ -155,11 +156,13 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     products = _block_product_flops(run, tensors, tokens, layers=layers)
     core = _attention_core_flops(run, layers, tokens)
     again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
+    again = again if run.layout.recomputes_attention else []
     recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
     recomputed = (
         _attention_core_flops(run, again, tokens)
         + {
             "none": 0.0,
+            "norms": 0.0,
             "selective": recomputed_products.attention,
             "full": recomputed_products.total,
             "offload": recomputed_products.total,

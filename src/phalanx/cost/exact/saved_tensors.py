@@ -175,6 +175,25 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     return Counter(experts=saved_bytes, weight_copies=shape.weight_copies(D * E + 3 * D * (F * E // ep + shared)))
 
 
+def norm_output_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> Counter[str]:
+    """Return the part of a block's saved bytes that are outputs of its norms, which products read.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+    """
+    D = spec.hidden_size
+    attention_bytes = shape.linear_input_bytes(D, readers=3)
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        num_up_layers = 2 if spec.activation == "swiglu" else 1
+        return Counter(attention=attention_bytes, mlp=shape.linear_input_bytes(D, readers=num_up_layers))
+    expert_bytes = shape.linear_input_bytes(D, readers=1)  # the router
+    if spec.moe.num_shared_experts and shape.autocast:
+        expert_bytes += shape.linear_input_bytes(D, readers=2)
+    return Counter(attention=attention_bytes, experts=expert_bytes)
+
+
 def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     """Return the temporary bytes of the casts for the input gradient of a block's last product; 0 without float8.
 
@@ -234,7 +253,7 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
     return tokens * moe.top_k, width
 
 
-def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
+def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, recomputes_norms: bool) -> int:
     """Return the bytes that the second half of a block's backward pass needs.
 
     `parallel.pipeline.split_backward` saves, for every linear layer, its input, the gradient of its output, and under
@@ -244,13 +263,18 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
         spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
+        recomputes_norms: True if the layers that read a norm share its recomputed output.
     """
+
+    def input_bytes(readers: int) -> int:
+        return shape.linear_input_bytes(spec.hidden_size, 1 if recomputes_norms else readers)
+
     D = spec.hidden_size
     q = shape.max_local_count(spec.num_heads) * spec.head_dim
     kv = shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     if shape.layout.tp_attention == "gathered":
         q = kv = spec.num_heads * spec.head_dim // shape.tp
-    saved_bytes = shape.linear_input_bytes(D, readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes
+    saved_bytes = input_bytes(readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes
     saved_bytes += saved_by_attention(spec, shape)["weight_copies"]
     if spec.moe is None or not spec.is_moe_layer(layer):
         saved_bytes += saved_by_mlp(spec, shape)["weight_copies"]
@@ -258,7 +282,7 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
         num_up_layers = 2 if spec.activation == "swiglu" else 1
         return (
             saved_bytes
-            + shape.linear_input_bytes(D, readers=num_up_layers)
+            + input_bytes(readers=num_up_layers)
             + shape.tokens * ((1 + num_up_layers) * ffn + D) * shape.compute_bytes
         )
     moe = spec.moe
@@ -266,8 +290,7 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
     shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     saved_bytes += saved_by_experts(spec, moe, shape)["weight_copies"]
     saved_bytes += (
-        shape.linear_input_bytes(D, readers=3 if shared else 1)
-        + shape.residual_tokens * moe.num_experts * shape.compute_bytes
+        input_bytes(readers=3 if shared else 1) + shape.residual_tokens * moe.num_experts * shape.compute_bytes
     )
     saved_bytes += shape.tokens * (3 * shared + D) * shape.compute_bytes if shared else 0
     return saved_bytes + rows * (2 * D + 3 * F) * shape.compute_bytes

@@ -23,7 +23,7 @@ from phalanx.plan.search.search import (
     runnable_layouts,
     search_layouts,
     smallest_layout,
-    with_offload_variants,
+    with_smaller_variants,
 )
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
@@ -77,7 +77,7 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
         UserError: If a speed of the cluster is unknown, or no layout fits.
     """
     layouts = enumerate_layouts(run, world_size)
-    layouts, ordered = with_offload_variants(run, world_size, layouts) if layouts else ([], [])
+    layouts, ordered = with_smaller_variants(run, world_size, layouts) if layouts else ([], [])
     every = EvaluatedLayouts(run, world_size, layouts, fitting=ordered)
     fastest = every.best(lambda _: True)
     if fastest is None:

@@ -75,7 +75,7 @@ def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         layout = run.layout
-        if kind == "offload" and run.cluster.uses_cpu:
+        if (kind == "offload" and run.cluster.uses_cpu) or (kind == "norms" and layout.fsdp_unit == "sublayer"):
             return
         step = kinds.index(kind) - kinds.index(layout.activation_checkpointing)
         if step > 0 or (step == 0 and layout.recomputed_blocks is not None):
@@ -187,6 +187,13 @@ REMEDIES = (
         source=GPIPE,
         changes=_reduce_micro_batch,
         no_change_reason="a micro-batch is one sequence",
+    ),
+    Remedy(
+        name="recompute norms",
+        cost="two more passes over the residual stream per block",
+        source=SEQUENCE_PARALLELISM,
+        changes=_increase_recompute("norms"),
+        no_change_reason="already applied, or norms are FSDP units",
     ),
     Remedy(
         name="recompute attention",

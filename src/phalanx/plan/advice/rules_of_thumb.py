@@ -206,7 +206,7 @@ BOTTLENECK_RULES = (
         kind="bottleneck",
         name="activations of a sequence",
         recommendation="recompute",
-        requirements={"activation_checkpointing": ("selective", "full", "offload")},
+        requirements={"activation_checkpointing": ("norms", "selective", "full", "offload")},
         applies=activations_are_largest,
         source=f"{CHECKPOINTING}; {SEQUENCE_PARALLELISM}",
     ),

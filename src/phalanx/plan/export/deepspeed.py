@@ -23,6 +23,7 @@ GAPS = (
     UnsupportedOption("layout.data_parallel", ("hsdp",), 'use "zero3": its MiCS was removed'),
     UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
     UnsupportedOption("layout.schedule_file", (), "remove it"),
+    UnsupportedOption("layout.activation_checkpointing", ("norms",), 'use "none"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
 )

@@ -65,6 +65,8 @@ def megatron(job: ExportJob) -> ExportedConfig:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
         notes.append("Expert capacities apply per micro-batch, not per sequence.")
+    if layout.activation_checkpointing == "norms":
+        notes.append("Norms that Transformer Engine fuses with the next product are not recomputed.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
     return ExportedConfig(_script(job, flags), notes)
@@ -215,6 +217,7 @@ def _parallel(job: ExportJob) -> Flags:
     )
     recompute: dict[str, Flags] = {
         "none": {},
+        "norms": {"recompute-granularity": "selective", "recompute-modules": "layernorm"},
         "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
         "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
     }

@@ -29,7 +29,7 @@ GAPS = (
     UnsupportedOption("layout.schedule_file", (), "remove it"),
     UnsupportedOption("layout.offload", (), "remove it"),
     UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
-    UnsupportedOption("layout.activation_checkpointing", ("selective", "full", "offload"), 'use "none"'),
+    UnsupportedOption("layout.activation_checkpointing", ("norms", "selective", "full", "offload"), 'use "none"'),
     UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("model.norm", ("layernorm",)),

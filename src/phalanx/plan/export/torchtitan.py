@@ -29,6 +29,7 @@ GAPS = (
     UnsupportedOption(
         "layout.activation_checkpointing", ("selective",), 'use "none" or "full": its own "selective" saves attention'
     ),
+    UnsupportedOption("layout.activation_checkpointing", ("norms",), 'use "none"'),
     UnsupportedOption("layout.activation_checkpointing", ("offload",), 'use "full"'),
     UnsupportedOption("layout.offload", ("nvme",), 'use "cpu"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),

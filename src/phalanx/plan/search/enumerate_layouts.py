@@ -22,7 +22,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 METHODS_ON_DEVICE: tuple[CheckpointingName, ...] = ("none", "selective", "full")
-"""Methods of recomputation without offload."""
+"""Methods of recomputation of all layouts."""
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
@@ -75,15 +75,19 @@ def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout
                         )
 
 
-def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
-    """Yield offload variants of a layout: state in CPU memory, or in files if the run names a directory.
+def smaller_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
+    """Yield the variants of a layout for less device memory: with recomputed norms, and with offload.
 
-    CPU memory is not a variant if ranks compute on CPUs. The state is that which ranks shard, or that of a single rank,
-    which offloads as with ZeRO-1 or 2. With full recomputation there are variants with the inputs of blocks in CPU
-    memory, with and without the state. A variant uses less device memory and, with the same strategy, never less time.
+    Norms are recomputed where nothing else is. Offload is of state, in CPU memory, or in files if the run names a
+    directory. CPU memory is not a variant if ranks compute on CPUs. The state is that which ranks shard, or that of a
+    single rank, which offloads as with ZeRO-1 or 2. With full recomputation there are variants with the inputs of
+    blocks in CPU memory, with and without the state. A variant uses less device memory and, with the same strategy,
+    never less time.
     """
-    if candidate.offloads:
+    if candidate.offloads or candidate.activation_checkpointing == "norms":
         return
+    if candidate.activation_checkpointing == "none":
+        yield replace(candidate, activation_checkpointing="norms")
     yield from _state_offload_variants(run, candidate)
     if candidate.activation_checkpointing == "full" and not run.cluster.uses_cpu:
         without_inputs = replace(candidate, activation_checkpointing="offload")

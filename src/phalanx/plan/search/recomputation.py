@@ -47,7 +47,9 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
     fits_plain = _ranks_that_fit(plain, world_size)
     if all(fits_plain):
         return _evaluate(plain, world_size)
-    methods: tuple[CheckpointingName, ...] = ("selective", "full")
+    methods: tuple[CheckpointingName, ...] = ("norms", "selective", "full")
+    if run.layout.fsdp_unit == "sublayer":  # which does not recompute norms
+        methods = methods[1:]
     sufficient = [_fewest_blocks(run, world_size, method, blocks=blocks, fits_plain=fits_plain) for method in methods]
     candidates = [_evaluate(candidate, world_size) for candidate in sufficient if candidate is not None]
     if not candidates:

@@ -13,7 +13,7 @@ from phalanx.cost.estimate.memory import estimate_memory, memory_utilisation, oo
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
-from phalanx.plan.search.enumerate_layouts import enumerate_layouts, offload_variants
+from phalanx.plan.search.enumerate_layouts import enumerate_layouts, smaller_variants
 from phalanx.plan.search.evaluate import can_run, evaluate, oom_probabilities, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order
@@ -47,7 +47,7 @@ def search_layouts(
     """Return the `keep` fastest layouts that are wanted and likely to fit.
 
     The memory of all layouts is computed before the time of any, so the search needs no bound on time and prunes
-    nothing. Layouts that fit without offload get no offload, which never makes a step shorter.
+    nothing. Layouts that fit get no variants with recomputed norms or offload, which never make a step shorter.
 
     Args:
         run: The run.
@@ -70,7 +70,7 @@ def search_layouts(
             fix="use a number of ranks whose factors divide the sequences of a step and the model",
         )
     report("evaluating layouts", 0, len(layouts))
-    layouts, ordered = with_offload_variants(run, world_size, layouts)
+    layouts, ordered = with_smaller_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting memory of the fastest", 0, keep)
     fastest = next(_offer_wanted(run, world_size, ordered, is_wanted=is_wanted), None)
@@ -98,7 +98,7 @@ def _offer_wanted(
     ordered: Iterable[CandidateLayout],
     is_wanted: Callable[[CandidateLayout], bool],
 ) -> Iterator[EvaluatedLayout]:
-    """Yield the wanted layouts that run and fit, in order, including offload variants."""
+    """Yield the wanted layouts that run and fit, in order, including smaller variants."""
     order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
     offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order)
     return (option for option in offering if is_wanted(option.candidate))
@@ -148,21 +148,21 @@ def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
     return replace(candidate, schedule="1f1b", virtual_stages=1)
 
 
-def with_offload_variants(
+def with_smaller_variants(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
-    """Return all layouts plus offload variants of those unlikely to fit, and the fitting ones in order.
+    """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order.
 
     Args:
         run: Run with the model, the batch and the cluster.
         world_size: Number of ranks.
-        layouts: Layouts without offload; at least one.
+        layouts: Result of `enumerate_layouts`; at least one.
     """
     risk = oom_probabilities(run, world_size, layouts)
     more = [
         other
         for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY)
-        for other in offload_variants(run, layouts[index])
+        for other in smaller_variants(run, layouts[index])
     ]
     fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
     return [*layouts, *more], rank_fitting(run, world_size, [*fitting, *more])
@@ -177,7 +177,7 @@ def runnable_layouts(
     """Yield the layouts that run and fit in memory, in order.
 
     The exact memory count is used for the first `MAX_EXACT_EVALUATIONS`. If a layout fits by the estimate only, its
-    offload variants follow, at the later position that `order` gives them.
+    smaller variants follow, at the later position that `order` gives them.
 
     Args:
         run: The run.
@@ -196,7 +196,7 @@ def runnable_layouts(
         option = with_exact_memory(run, world_size, option)
         yield from _if_likely_to_fit(option)
         if option.p_oom >= MAX_OOM_PROBABILITY:
-            later += evaluate(run, world_size, list(offload_variants(run, candidate)))
+            later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
     for option in sorted(later, key=order):
         yield from _if_likely_to_fit(with_exact_memory(run, world_size, option))
 

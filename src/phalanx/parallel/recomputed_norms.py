@@ -1,0 +1,148 @@
+"""Recomputation of the outputs of a block's norms in the backward pass.
+
+Matrix products save their input for the gradient of their weight. If the input is the output of a norm, the norm has
+saved its own input too, from which the output is recomputed: one elementwise operation instead of a tensor as wide as
+the residual stream. Products and attention are never repeated, and gradients are bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from phalanx.model.attention import Attention
+from phalanx.model.mlp import MLP
+from phalanx.model.moe import Router
+from phalanx.model.products import autocast_operands
+
+PackedOutput = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of a saved tensor that has the elements of the norm's output."""
+
+
+class NormCall:
+    """Output of one call of a norm, which products save without its memory."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], x: Tensor, output: Tensor, num_readers: int) -> None:
+        """Create the call.
+
+        Args:
+            norm: Function of the input that returns the output. It reads the parameters that are gathered then.
+            x: Input of the norm.
+            output: Output of the norm.
+            num_readers: Number of parts of the sublayer that read the output.
+        """
+        self.norm = norm
+        self.x = x.detach()
+        self.output: Tensor | None = output
+        """The output; None after the last reader has run."""
+        self.operand = output
+        """The output as products save it: in the dtype of autocast once a reader has cast it."""
+        self.pending_readers = num_readers
+        self.pending_uses = 0
+        self.recomputed: Tensor | None = None
+
+    def read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        """Return the result of a part that reads the output, without saving the output.
+
+        Args:
+            function: The part.
+            x: The output, perhaps as another tensor of the same memory.
+        """
+        with saved_tensors_hooks(self._pack, self._unpack):
+            result = function(x)
+        self.pending_readers -= 1
+        if self.pending_readers == 0:
+            del self.operand
+            self.output = None
+        return result
+
+    def cast_operand(self, x: Tensor) -> Tensor:
+        """Return a tensor in the dtype of autocast; all readers of the output share the memory of its cast."""
+        if x is not self.output:
+            return x
+        if self.operand is x:
+            (self.operand,) = autocast_operands(x.detach())
+        return x if self.operand.dtype == x.dtype else cast(Tensor, _SharedCast.apply(x, self.operand))
+
+    def _pack(self, tensor: Tensor) -> Tensor | PackedOutput:
+        saved = self.operand
+        if tensor.data_ptr() != saved.data_ptr() or tensor.dtype != saved.dtype or tensor.numel() != saved.numel():
+            return tensor
+        if not (tensor.is_contiguous() and saved.is_contiguous()):
+            return tensor
+        self.pending_uses += 1
+        return tensor.shape, tensor.dtype
+
+    def _unpack(self, packed: Tensor | PackedOutput) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, dtype = packed
+        if self.recomputed is None:
+            with torch.no_grad():
+                self.recomputed = self.norm(self.x).to(dtype)
+        value = self.recomputed
+        self.pending_uses -= 1
+        if self.pending_uses == 0:
+            self.recomputed = None
+        return value.view(shape)
+
+
+class _SharedCast(torch.autograd.Function):
+    """A cast whose result has been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, result: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class RecomputedNorm:
+    """A norm and the parts of a sublayer that read its output."""
+
+    def __init__(self, norm: nn.Module, sublayer: nn.Module) -> None:
+        """Change the norm and the sublayer in place."""
+        self.norm: Callable[[Tensor], Tensor] = norm.forward
+        self.call: NormCall | None = None
+        self.num_readers = 0
+        norm.forward = self._apply_norm
+        for part in sublayer.modules():
+            if isinstance(part, Attention | MLP):
+                # A product that is sharded over ranks casts the input once, for all layers.
+                project_in = self._with_cast(part.project_in) if "project_in" in vars(part) else part.project_in
+                part.project_in = partial(self._read, project_in)  # type: ignore[method-assign]
+            elif isinstance(part, Router):
+                part.forward = partial(self._read, part.forward)  # type: ignore[method-assign]
+            else:
+                if isinstance(part, nn.Linear):
+                    part.register_forward_pre_hook(self._cast_input)
+                continue
+            self.num_readers += 1
+
+    def _apply_norm(self, x: Tensor) -> Tensor:
+        output = self.norm(x)
+        self.call = NormCall(self.norm, x, output, num_readers=self.num_readers) if torch.is_grad_enabled() else None
+        return output
+
+    def _read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+        call = self.call
+        if call is None:
+            return function(x)
+        result = call.read(function, x)
+        if call.output is None:
+            self.call = None
+        return result
+
+    def _with_cast(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        return lambda x: function(x if self.call is None else self.call.cast_operand(x))
+
+    def _cast_input(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
+        return None if self.call is None else self.call.cast_operand(inputs[0])
