@@ -76,8 +76,10 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """Return the input of the first block, [B, T, D]."""
+        self.wait_for_parameters(self.embedding)
         x_BTD = self.embedding(tokens_BT)
         if self.spec.position_embedding == "learned":
+            self.wait_for_parameters(self.positions)
             x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
         return x_BTD
 
@@ -101,6 +103,7 @@ class Transformer(nn.Module):
             )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
+            self.wait_for_parameters(block)
             x_BTD, block_auxiliary = block(x_BTD, table, mask)
             if block_auxiliary is not None:
                 auxiliary = auxiliary + block_auxiliary
@@ -108,7 +111,11 @@ class Transformer(nn.Module):
 
     def apply_head(self, x_BTD: Tensor, head: HeadFunction | None) -> Tensor:
         """Return the logits of the last block's output, [B, T, V], or the result of `head`."""
+        self.wait_for_parameters(self)
         return (head or self.logits)(self.norm(x_BTD), self.head_weight)
+
+    def wait_for_parameters(self, module: nn.Module) -> None:
+        """No-op: wait until the parameters of a module can be read (not a hook, which would break compiled graphs)."""
 
     @property
     def head_weight(self) -> Tensor:

@@ -29,6 +29,7 @@ from phalanx.parallel.activation_checkpointing import apply_activation_checkpoin
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
 from phalanx.parallel.cross_entropy import EAGER, Kernels, compiled_kernels, in_place_cross_entropy
 from phalanx.parallel.data.distribute import apply_data_parallelism
+from phalanx.parallel.data.zero import ZeRO
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel
 from phalanx.parallel.expert.partial_experts import (
     TrainedExperts,
@@ -101,6 +102,8 @@ def apply_layout(
     data_parallel = apply_data_parallelism(
         module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
     )
+    if isinstance(data_parallel, ZeRO):
+        data_parallel.overlap_gathers(module)
     _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
     _connect_loss(data_parallel, spec.vocab_size, groups.tensor, precision=precision, kernels=kernels)

@@ -291,10 +291,12 @@ class Strategy:
     def sync_model_weights(self) -> None:
         """Copy the trained parameters to the model after a change other than by `step`."""
 
-    def drain_pending_updates(self) -> None:
-        """Wait for all pending updates, so that all ranks have the same weights.
+    def wait_for_weights(self) -> None:
+        """Finish the last update on all ranks, before code other than a forward pass reads parameters of `module`."""
 
-        It is called before any work other than a step, and at the end: asynchronous updates may be pending."""
+    def drain_pending_updates(self) -> None:
+        """Wait for all updates, also asynchronous ones: before any work other than a step, and at the end."""
+        self.wait_for_weights()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Return initial optimizer state of a parameter: zeros, in the storage of such state."""

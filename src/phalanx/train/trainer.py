@@ -106,10 +106,13 @@ class Trainer(StepRunner):
             self._report_checkpoint_before(record["step"])
             for name, callback in self.callbacks.items():
                 if not callback.reads_weights or (not self.launched and self._call(name, callback.is_due, self)):
+                    if callback.reads_weights:
+                        self.strategy.wait_for_weights()
                     self._call(name, callback.on_step_end, self, record)
 
     def call_hook(self, hook: str, *arguments: Any) -> None:
         """Call a hook of all callbacks; raises CallbackError if one of the user's fails."""
+        self.strategy.wait_for_weights()
         for name, callback in self.callbacks.items():
             self._call(name, getattr(callback, hook), self, *arguments)
 

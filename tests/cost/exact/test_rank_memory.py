@@ -4,21 +4,23 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.exact import comm_buffers
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.comm_buffers import bucket_sizes
 from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
-from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
-from phalanx.spec.layout import MAX_BF16_SUMS, Layout
+from phalanx.spec.layout import MAX_BF16_SUMS, MAX_BUCKETS_IN_FLIGHT, Layout
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
 
@@ -340,14 +342,19 @@ def test_zero_communication_buffers_match_bucket_formula():
         "hidden_size": 36,
         "ffn_hidden_size": 100,
     }  # no remainder on two ranks
-    size = 4 * count_parameters(make_run(model=model).model).total
+    spec = make_run(model=model).model
+    size = 4 * count_parameters(spec).total
     assert (
         predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
     )  # one bucket, sent, received, its half
     assert predict_rank_memory("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
-    small = {"bucket_mb": 1e-6}
-    embedding = 4 * 600 * 36
-    assert predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * embedding
+    small = {"bucket_mb": 1e-6}  # one bucket per parameter
+    sizes = [4 * num_elements(shape) for shape in parameter_shapes(spec).values()]
+    in_flight = max(sum(sizes[start : start + MAX_BUCKETS_IN_FLIGHT]) for start in range(len(sizes)))
+    assert predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * in_flight
+    with patch.object(comm_buffers, "LARGE_MESSAGE_BYTES", 1000):  # of two large buckets, one is sent at a time
+        alone = predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication
+    assert alone == 2.5 * max(sizes) + 2.5 * min(sizes)
     assert (
         predict_rank_memory("zero2", 2, "fp32", model=model, layout=small).communication
         < predict_rank_memory("zero2", 2, "fp32", model=model).communication

@@ -1,27 +1,32 @@
-"""What the parity table does not reach of ZeRO-1 and 2: large models are stepped in several pieces, and bf16 gradients
-of many micro-batches are added up in fp32."""
+"""What the parity table does not reach of ZeRO-1 and 2: large models are stepped in several pieces, bf16 gradients of
+many micro-batches are added up in fp32, and weights are gathered late."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from phalanx.parallel.data import zero
+from phalanx.parallel.comm.collectives import all_gather
+from phalanx.parallel.data import zero, zero_buckets
 from phalanx.parallel.data.offload import CpuOffload, DiskOffload
 from phalanx.parallel.data.zero import ZeRO
+from phalanx.parallel.data.zero_buckets import Bucket
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.chunks import chunk_by_bytes
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import MAX_BUCKETS_IN_FLIGHT, Layout
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, training_trajectory
+from phalanx.train.callbacks.callback import Callback
+from phalanx.train.trainer import Trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until, training_trajectory
 
 CHUNK_BYTES_BY_WORLD_SIZE = {2: 52_000, 4: 26_000}
 """By world size: without padding, the last rank's rows would make other pieces than the first's."""
@@ -114,3 +119,121 @@ def count_files_after_many_micro_batches(directory: Path) -> int:
 def test_gradient_on_disk_that_widens_to_fp32_leaves_one_file(tmp_path: Path) -> None:
     """Of the master rows and of their gradient, however it was summed before."""
     assert rank_pool(1).run(count_files_after_many_micro_batches, tmp_path) == [2]
+
+
+# -- several buckets in flight -----------------------------------------------------------------------------------------
+
+
+class LateGather:
+    """A gather that runs when it is waited for: nothing is received before."""
+
+    def __init__(self, out: Tensor, rows: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        self.arguments = out, rows, group
+        assert async_op
+
+    def wait(self) -> None:
+        out, rows, group = self.arguments
+        all_gather(out, rows, group=group)
+
+
+class WeightsReader(Callback):
+    """A user's callback that copies the weights after the first step."""
+
+    weights: dict[str, Tensor]
+
+    def on_step_end(self, trainer: Trainer, record: Any) -> None:
+        if trainer.step == 1:
+            self.weights = copy_weights(trainer)
+
+
+def copy_weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.module.named_parameters()}
+
+
+def read_weights_after_update(run: RunSpec, path: str) -> dict[str, Tensor]:
+    """The weights that a reader gets after some steps, or the loss of a forward pass with them."""
+    with patch.object(zero_buckets, "all_gather", LateGather):
+        trainer = make_trainer(run)
+        if path == "callback":
+            reader = WeightsReader()
+            train_to_end(trainer, user_callbacks={"callbacks.reader": reader})
+            return reader.weights
+        train_until(trainer, run.training.steps)
+        strategy = trainer.strategy
+        if isinstance(strategy, ZeRO):
+            assert len(strategy.gathers.pending) == len(strategy.buckets) > MAX_BUCKETS_IN_FLIGHT
+        match path:
+            case "forward":
+                tokens = torch.arange(32).view(1, 32)
+                with torch.no_grad():
+                    return {"logits": trainer.strategy.model(tokens)[0]}
+            case "evaluation":
+                return {"loss": torch.tensor(trainer.evaluate()["held_out_loss"], dtype=torch.float64)}
+            case "checkpoint":
+                trainer.save()
+                trainer.checkpointer.wait()
+            case "copy in memory":
+                trainer.in_memory_checkpointer = Mock()
+                trainer.save_in_memory()
+            case "sync":
+                for parameter in strategy.trainable_parameters.values():
+                    local_tensor(parameter.detach()).mul_(3)
+                strategy.sync_model_weights()
+            case "wait":
+                strategy.wait_for_weights()
+        return copy_weights(trainer)
+
+
+READERS = ("forward", "evaluation", "checkpoint", "copy in memory", "sync", "callback", "wait")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("path", READERS)
+def test_zero_weights_are_gathered_before_they_are_read(path: str, world_size: int, text: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"training.steps": 2, "training.tokens_per_step": 6 * 32, "layout.micro_batch_size": 1}
+    expected = read_weights_after_update(small_run(text, tmp_path / "one", changes), path)
+    changes |= {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}
+    run = small_run(text, tmp_path, changes)
+    for weights in rank_pool(world_size).run(read_weights_after_update, run, path):
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-13)
+
+
+def record_reductions(run: RunSpec, large_bytes: int) -> list[tuple[str, int]]:
+    """Starts and ends of reductions in a backward pass, with the index of the bucket."""
+    trainer, events = make_trainer(run), []
+    assert isinstance(trainer.strategy, ZeRO)
+    indices = {id(bucket): index for index, bucket in enumerate(trainer.strategy.buckets)}
+    start, finish = Bucket.start_reduce, Bucket.finish_reduce
+
+    def record_start(bucket: Bucket, keep_full: bool) -> None:
+        start(bucket, keep_full)
+        events.append(("start", indices[id(bucket)]))
+
+    def record_finish(bucket: Bucket, keep_full: bool) -> None:
+        events.append(("finish", indices[id(bucket)]))
+        finish(bucket, keep_full)
+
+    with (
+        patch.object(zero, "LARGE_MESSAGE_BYTES", large_bytes),
+        patch.object(Bucket, "start_reduce", record_start),
+        patch.object(Bucket, "finish_reduce", record_finish),
+    ):
+        train_until(trainer, 1)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("data", "large_bytes", "at_a_time"), [("zero1", 2**28, 2), ("zero2", 2**28, 2), ("zero1", 0, 1)]
+)
+def test_zero_reduces_several_buckets_at_a_time_unless_large(
+    data: str, large_bytes: int, at_a_time: int, text: Path, tmp_path: Path
+) -> None:
+    run = small_run(text, tmp_path, {"layout.data_parallel": data, "layout.bucket_mb": 0.01, "training.steps": 1})
+    first, *others = rank_pool(2).run(record_reductions, run, large_bytes)
+    assert others == [first]  # one order on all ranks
+    for kind in ("start", "finish"):
+        indices = [index for event, index in first if event == kind]
+        assert indices == list(range(len(indices)))
+    in_flight = list(accumulate(1 if event == "start" else -1 for event, _ in first))
+    assert max(in_flight) == at_a_time < len(first) / 2
+    assert in_flight[-1] == 0

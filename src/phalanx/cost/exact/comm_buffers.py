@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import inf
+from operator import add
 
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
@@ -19,7 +21,7 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
 from phalanx.spec.formatting import MIB
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -161,8 +163,10 @@ def zero_buffers(
 ) -> list[CommBufferPeak]:
     """Return the buffers of ZeRO-1 or ZeRO-2.
 
-    Each bucket is reduce-scattered when its gradients are complete. Meanwhile ZeRO-2 accumulates those of the next
-    bucket. After the update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket.
+    Each bucket is reduce-scattered when its gradients are complete, together with the one before unless both are large
+    (`MAX_BUCKETS_IN_FLIGHT` is two).
+    Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the update, the gathers of two consecutive buckets
+    overlap, each with an N-th and the full bucket.
     Buckets are those of `parallel.data.zero`, with padded rows; those of offload can be smaller.
 
     Args:
@@ -183,20 +187,36 @@ def zero_buffers(
         0 if full_gradients else _bucket_elements([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
     ]
     fractions = [size / sum(owned) for size in accumulate(owned)]
-    # A single rank sends nothing and copies nothing.
-    reduce_elements = [
-        (shard * (num_full_buffers * n + 1) if n > 1 else 0) + next_elements
-        for shard, n, next_elements in zip(owned, ranks, next_bucket_elements, strict=True)
-    ]
-    gather_elements = [shard * (n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
-    max_gather_elements = max(sum(pair) for pair in pairwise([0, *gather_elements]))
-    points = [*zip(fractions, reduce_elements, strict=True), (1.0, max_gather_elements)]
+    offloads = layout.offload != "none"
+    max_pair = -1 if offloads else LARGE_MESSAGE_BYTES / bytes_per_element
+    in_flight = _in_flight_elements(owned, ranks, num_full_buffers, max_pair=max_pair)
+    gathers = _in_flight_elements(owned, ranks, 1, max_pair=inf)
+    if not offloads:  # a forward pass gathers two buckets among as many activations as the backward pass reduces them
+        in_flight = [*map(max, in_flight, gathers)]
+    points = [*zip(fractions, map(add, in_flight, next_bucket_elements), strict=True), (1.0, max(gathers))]
     return [  # the last bucket contains the embedding, whose gradient follows that of the first block
         CommBufferPeak(
             backward_fraction=fraction, bytes=bytes_per_element * size, is_between_blocks=bucket == len(buckets) - 1
         )
         for bucket, (fraction, size) in enumerate(points)
         if size
+    ]
+
+
+def _in_flight_elements(owned: list[int], ranks: list[int], full_buffers: int, max_pair: float) -> list[int]:
+    """Return the elements of the buffers of each bucket, with those of the bucket before.
+
+    Args:
+        owned: Elements of a rank's rows of each bucket, with padding.
+        ranks: Number of ranks that share each bucket; a single one sends nothing and copies nothing.
+        full_buffers: Buffers of a bucket for the rows of all ranks.
+        max_pair: Elements of a message; if both are larger, the bucket before has been sent.
+    """
+    sizes = [shard * (full_buffers * n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
+    messages = pairwise([0, *(shard * n for shard, n in zip(owned, ranks, strict=True))])
+    return [
+        size + (previous if min(pair) <= max_pair else 0)
+        for (previous, size), pair in zip(pairwise([0, *sizes]), messages, strict=True)
     ]
 
 

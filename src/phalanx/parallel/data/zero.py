@@ -2,9 +2,12 @@
 
 Source: arXiv 1910.02054, sections 5.1 and 5.2. A rank owns an N-th of every parameter's rows and their optimizer state.
 Gradients are reduce-scattered in buckets to their owners (in bf16 exchanged, then summed in fp32): during the backward
-pass, or in a pipeline after all passes of the step. The owners step; then the new rows are gathered. ZeRO-1 keeps full
-gradients and sends them once per step. ZeRO-2 sends gradients at every micro-batch and keeps only its rows; in a
-pipeline it is ZeRO-1.
+pass, or in a pipeline after all passes of the step. The owners step; then the new rows are gathered, for a transformer
+during the next forward pass. ZeRO-1 keeps full gradients and sends them once per step. ZeRO-2 sends gradients at every
+micro-batch and keeps only its rows; in a pipeline it is ZeRO-1.
+
+At most `MAX_BUCKETS_IN_FLIGHT` reductions or gathers run at a time. Both start in the order of the buckets, and all
+gathers of an update start before the next reduction: the collectives have one order on all ranks.
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
@@ -17,6 +20,7 @@ Why: `docs/design/decisions/own-zero.md`.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.host_copy import copy_to_host, wait_for_host_copies
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
@@ -37,6 +42,7 @@ from phalanx.parallel.data.zero_buckets import (
     master_copy,
     trainable_parameters_of,
 )
+from phalanx.parallel.data.zero_gathers import WeightGathers
 from phalanx.parallel.grad_norm import clip_coefficient
 from phalanx.parallel.module_tensors import (
     materialize,
@@ -48,7 +54,7 @@ from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layout
 
 
 class ZeRO(Strategy):
@@ -110,9 +116,11 @@ class ZeRO(Strategy):
         self.buckets = [Bucket(parameters, self.comm_wait) for parameters in buckets]
         self._communicates = True
         self._num_started = 0
+        self._reducing: deque[Bucket] = deque()
+        """Buckets whose reductions have started."""
         self._gradient_factor: Tensor | None = None
         """Factor that offloaded gradients must still be multiplied by."""
-        self._gathering_bucket: Bucket | None = None
+        self.gathers = WeightGathers(self.buckets)
         self._register_gradient_hooks()
 
     def _register_gradient_hooks(self) -> None:
@@ -123,6 +131,13 @@ class ZeRO(Strategy):
             for owned in bucket.parameters:
                 ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))
                 owned.parameter.register_post_accumulate_grad_hook(ready)
+
+    def overlap_gathers(self, transformer: Transformer) -> None:
+        """Gather updated weights during the next forward pass; other readers of weights call `wait_for_weights`."""
+        if self.group is not None and self.offload is None:
+            self.gathers.overlaps_forward = True
+            wait = partial(WeightGathers.wait_for_module, weakref.proxy(self.gathers))
+            transformer.wait_for_parameters = wait  # type: ignore[method-assign]
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:
@@ -162,19 +177,33 @@ class ZeRO(Strategy):
             self._reduce_ready()
 
     def _reduce_ready(self) -> None:
-        """Send the complete buckets, in the same order on every rank, one at a time."""
+        """Send the complete buckets, in the same order on every rank."""
+        self.gathers.wait()
         while self._num_started < len(self.buckets) and not self.buckets[self._num_started].num_missing:
-            if self._num_started:
-                self.buckets[self._num_started - 1].finish_reduce(self.keeps_full_gradients)
-            self.buckets[self._num_started].start_reduce(self.keeps_full_gradients)
+            bucket = self.buckets[self._num_started]
+            while self._reducing and not self._can_start_reduce(bucket):
+                self._finish_first_reduction()
+            bucket.start_reduce(self.keeps_full_gradients)
+            self._reducing.append(bucket)
             self._num_started += 1
 
+    def _can_start_reduce(self, bucket: Bucket) -> bool:
+        """Return whether memory allows another reduction before the pending ones have ended.
+
+        Offloaded gradients leave the device as soon as they are summed."""
+        is_small = min(bucket.message_bytes, self._reducing[-1].message_bytes) <= LARGE_MESSAGE_BYTES
+        return len(self._reducing) < MAX_BUCKETS_IN_FLIGHT and is_small and self.offload is None
+
+    def _finish_first_reduction(self) -> None:
+        self._reducing.popleft().finish_reduce(self.keeps_full_gradients)
+
     def _reduce_remaining(self) -> None:
-        """Send the buckets that were not sent during a backward pass, and finish the last reduction."""
+        """Send the buckets that were not sent during a backward pass, and finish all reductions."""
         for bucket in self.buckets:
             bucket.num_missing = 0  # a missing gradient is missing on all ranks, or counts as 0
         self._reduce_ready()
-        self.buckets[-1].finish_reduce(self.keeps_full_gradients)
+        while self._reducing:
+            self._finish_first_reduction()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients of the owned rows."""
@@ -196,6 +225,7 @@ class ZeRO(Strategy):
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the owned rows piece by piece, in the order of the forward pass, and gather the results."""
         check_shardable_optimizers(optimizers)
+        self.gathers.wait()
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
         pieces = chunk_by_bytes(self.buckets[::-1], limit)
         for index, piece in enumerate(pieces):
@@ -210,8 +240,9 @@ class ZeRO(Strategy):
                 step_parameters(optimizers, masters, self._master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()
-                self._start_gather(bucket)
-        self._finish_gather()
+                self.gathers.add(bucket)
+        if not self.gathers.overlaps_forward:
+            self.gathers.wait()
 
     def _master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""
@@ -220,16 +251,9 @@ class ZeRO(Strategy):
             wait_for_host_copies(parameters[0].parameter.device)
         return gradients
 
-    def _start_gather(self, bucket: Bucket) -> None:
-        """Start to gather a bucket, and finish the previous one: at most two are in flight."""
-        bucket.start_gather()
-        self._finish_gather()
-        self._gathering_bucket = bucket
-
-    def _finish_gather(self) -> None:
-        if self._gathering_bucket is not None:
-            self._gathering_bucket.finish_gather()
-            self._gathering_bucket = None
+    def wait_for_weights(self) -> None:
+        """Finish all gathers."""
+        self.gathers.wait()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -259,6 +283,7 @@ class ZeRO(Strategy):
 
     def sync_model_weights(self) -> None:
         """Gather every parameter from the owners of its rows."""
-        for bucket in self.buckets:
-            self._start_gather(bucket)
-        self._finish_gather()
+        self.gathers.discard()
+        for bucket in self.buckets[::-1]:
+            self.gathers.add(bucket)
+        self.gathers.wait()

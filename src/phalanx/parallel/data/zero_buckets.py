@@ -191,6 +191,7 @@ class Bucket:
         self.comm_wait = comm_wait
         self.group = parameters[0].sharding.group
         self.sizes = [owned.size for owned in parameters]
+        self.message_bytes = parameters[0].sharding.ranks * sum(self.sizes) * parameters[0].parameter.element_size()
         self.num_missing = len(parameters)
         """Number of gradients of the current micro-batch that are not ready.
 
@@ -270,15 +271,15 @@ class Bucket:
         work = all_gather(gathered, local_rows, group=self.group, async_op=True)
         self._gathering = work, gathered.view(self.group.size(), -1)
 
-    def finish_gather(self) -> None:
-        """Wait for the gathered rows, and copy them to the model's parameters."""
+    def finish_gather(self, copies: bool = True) -> None:
+        """Wait for the gathered rows, and copy them to the model's parameters if `copies`."""
         if self._gathering is None:
             return
-        work, gathered = self._gathering
-        self._gathering = None
+        (work, gathered), self._gathering = self._gathering, None
         with self.comm_wait.measure():
             work.wait()
-        for owned, received in zip(self.parameters, gathered.split(self.sizes, dim=1), strict=True):
+        parameters = self.parameters if copies else []
+        for owned, received in zip(parameters, gathered.split(self.sizes, dim=1), strict=copies):
             matrix = owned.parameter.detach().view(owned.matrix)
             if matrix.numel() == received.numel():
                 matrix.view(received.shape).copy_(received)

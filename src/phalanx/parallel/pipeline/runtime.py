@@ -76,6 +76,7 @@ class PipelineStrategy(Strategy):
         self.trainable_parameters = data_parallel.trainable_parameters
         self.comm_wait = data_parallel.comm_wait
         self.model_parallel = data_parallel.model_parallel
+        self.wait_for_weights = data_parallel.wait_for_weights  # type: ignore[method-assign]
         self.loss_scale = data_parallel.loss_scale
         self.head_loss = data_parallel.head_loss
         self.autocast = data_parallel.autocast
@@ -310,6 +311,7 @@ class PipelineStrategy(Strategy):
             if copy is not None:
                 dist.recv(copy.detach(), group=self.p2p_groups[0], group_src=first)
             else:
+                self.stages.wait_for_parameters(self.stages.embedding)
                 dist.send(self.stages.embedding.weight.detach(), group=self.p2p_groups[0], group_dst=last)
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:

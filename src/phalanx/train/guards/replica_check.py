@@ -57,6 +57,7 @@ def check_replica_consistency(
     """
     if not dist.is_initialized():
         return None
+    strategy.wait_for_weights()
     local_hashes = {key: (name, value) for key, name, value in _hash_tensors(strategy, optimizers)}
     mismatch = find_mismatch(_gather_hashes({key: value for key, (_, value) in local_hashes.items()}))
     if mismatch is None:

@@ -186,6 +186,7 @@ def profile_step(
         memory.reclassify()
         profile.resident_bytes.update(memory.bytes_by_part)
 
+    strategy.wait_for_weights()  # the gathers of one update belong to the step
     learner.after_passes.append(record_flops)
     learner.after_reduction.append(record_resident_memory)
     try:
@@ -199,6 +200,7 @@ def profile_step(
             flop_counter,
         ):
             result = step()
+            strategy.wait_for_weights()
     finally:
         learner.after_passes.remove(record_flops)
         learner.after_reduction.remove(record_resident_memory)
