@@ -11,7 +11,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups
 from phalanx.spec.run import RunSpec
 
-NONE, SELECTIVE, FULL = (f"activation_checkpointing={kind}" for kind in ("none", "selective", "full"))
+NONE, NORMS, SELECTIVE, FULL = (f"activation_checkpointing={kind}" for kind in ("none", "norms", "selective", "full"))
 DENSE_LAYOUTS = {
     "zero3 none": (8, f"data_parallel=zero3 {NONE}"),
     "zero3 selective": (8, f"data_parallel=zero3 {SELECTIVE}"),
@@ -60,6 +60,9 @@ OTHER_RUNS = (
     ("llama3-70b", 80, "tp8 zero3 full", 64, f"data_parallel=zero3 tp=8 {FULL}"),
     ("qwen3-30b-a3b", 48, "zero3 full", 64, f"data_parallel=zero3 {FULL}"),
     ("mixtral-8x7b", 32, "tp8 zero3 full", 64, f"data_parallel=zero3 tp=8 {FULL}"),
+    ("llama3-8b", 32, "zero3 norms", 8, f"data_parallel=zero3 {NORMS}"),
+    ("llama3-8b", 32, "cp8 ring zero3 norms, T 131,072", 8, f"data_parallel=zero3 cp=8 {NORMS}"),
+    ("llama3-8b", 32, "cp64 ring zero3 full, T 1,048,576", 64, f"data_parallel=zero3 cp=64 {FULL}"),
 )
 
 
@@ -82,8 +85,10 @@ def all_rows() -> Iterator[Row]:
     """Yield a row for each layout of each model; pipelines have a row for their first and their last rank."""
     runs = [(model, layers, name, *run) for model, (layers, some) in MODELS.items() for name, run in some.items()]
     for model, layers, name, world_size, words in (*runs, *OTHER_RUNS):
-        tokens = 8192 if model.startswith("llama") else 4096
+        tokens = int(name.partition(", T ")[2].replace(",", "") or (8192 if model.startswith("llama") else 4096))
         settings = [f"model.preset={model}", f"model.num_layers={layers}", f"training.seq_len={tokens}"]
+        if tokens > 8192:
+            settings += [f"model.max_seq_len={tokens}", f"training.tokens_per_step={tokens}"]
         settings += ["training.compile=false", f"data.mask_documents={str(NONE not in words).lower()}"]
         row = Row(model, name, world_size, 0, settings + [f"layout.{word}" for word in words.split()])
         stages = pipeline_stage_groups(parallel_dims(described_run(row).layout, world_size))
