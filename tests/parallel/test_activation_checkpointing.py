@@ -8,7 +8,11 @@ MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts"
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("changes", [{"num_kv_heads": 2, "qk_norm": "head"}, {"moe": MOE}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_kv_heads": 2, "qk_norm": "head"}, {"norm": "layernorm"}, {"moe": MOE}],
+    ids=["dense", "layernorm", "experts"],
+)
 def test_activation_checkpointing_gradients_are_bitwise_identical(build_model, tokens, changes, autocast):
     def gradients(mode):
         model = build_model(**changes).to(torch.float32 if autocast else torch.float64)

@@ -41,9 +41,10 @@ class Block(nn.Module):
             mask: Result of `attention_mask`; None if all earlier tokens of the row are visible.
         """
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, mask)
-        out = self.mlp(self.mlp_norm(x_BTD))
-        out, auxiliary = out if isinstance(self.mlp, MoE) else (out, None)
-        return x_BTD + out, auxiliary
+        if isinstance(self.mlp, MoE):
+            out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
+            return x_BTD + out, auxiliary
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), None
 
 
 class Transformer(nn.Module):
@@ -115,7 +116,8 @@ class Transformer(nn.Module):
         return (head or self.logits)(self.norm(x_BTD), self.head_weight)
 
     def wait_for_parameters(self, module: nn.Module) -> None:
-        """No-op: wait until the parameters of a module can be read (not a hook, which would break compiled graphs)."""
+        """No-op: ZeRO waits here for the new weights of a module (`parallel.data.zero_gathers`)."""
+        # A call, because a forward hook would break the graphs of compiled blocks.
 
     @property
     def head_weight(self) -> Tensor:

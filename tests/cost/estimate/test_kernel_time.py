@@ -100,6 +100,14 @@ def test_ring_attention_costs_its_flash_kernels_and_merges():
         assert flash < ring < 1.5 * flash < separate / 2
 
 
+def test_ring_attention_has_no_kernels_of_new_devices():
+    kinds = (AttentionKernel.FLASH_3, AttentionKernel.RING)
+    for machine in ("h100", "b200"):
+        rows = [make_job_row("llama3-8b", machine=machine, cp=8, attention=kind, sequence=131_072) for kind in kinds]
+        for newest, ring in attention_seconds(TIME_CONSTANTS, make_job_table(*rows)):
+            assert ring > 1.5 * newest
+
+
 def test_flash_attention_seconds_grow_quadratically_with_sequence():
     short, long = attention_seconds(
         TIME_CONSTANTS, make_job_table(make_job_row(sequence=32768), make_job_row(sequence=65536))

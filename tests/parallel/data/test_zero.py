@@ -3,6 +3,8 @@ many micro-batches are added up in fp32, and weights are gathered late."""
 
 from __future__ import annotations
 
+import gc
+from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -198,9 +200,29 @@ def test_zero_weights_are_gathered_before_they_are_read(path: str, world_size: i
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-13)
 
 
+def logits_of_copies(run: RunSpec) -> list[Tensor]:
+    """Logits of a trained module whose trainer is gone, and of its copy."""
+    trainer = make_trainer(run)
+    train_until(trainer, 1)
+    trainer.strategy.wait_for_weights()
+    module = trainer.strategy.module
+    copied = deepcopy(module)
+    del trainer
+    gc.collect()
+    with torch.no_grad():
+        return [each(torch.arange(8)[None])[0] for each in (module, copied)]
+
+
+def test_zero_module_can_be_copied_and_outlives_its_strategy(text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {"layout.data_parallel": "zero1"})
+    for logits, of_copy in rank_pool(2).run(logits_of_copies, run):
+        assert torch.equal(logits, of_copy)
+
+
 def record_reductions(run: RunSpec, large_bytes: int) -> list[tuple[str, int]]:
     """Starts and ends of reductions in a backward pass, with the index of the bucket."""
-    trainer, events = make_trainer(run), []
+    trainer = make_trainer(run)
+    events = []
     assert isinstance(trainer.strategy, ZeRO)
     indices = {id(bucket): index for index, bucket in enumerate(trainer.strategy.buckets)}
     start, finish = Bucket.start_reduce, Bucket.finish_reduce

@@ -16,7 +16,7 @@ from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.search.enumerate_layouts import METHODS_ON_DEVICE, enumerate_layouts, smaller_variants
+from phalanx.plan.search.enumerate_layouts import ENUMERATED_METHODS, enumerate_layouts, smaller_variants
 from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
@@ -38,7 +38,7 @@ from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
 def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
-    ways = METHODS_ON_DEVICE
+    ways = ENUMERATED_METHODS
     again = {
         replace(kept, activation_checkpointing=way): None
         for kept in enumerate_layouts(described, ranks)

@@ -190,11 +190,12 @@ def _flash_attention_seconds(constants: TimeConstants, jobs: JobTable) -> Column
     peak_fraction = np.select(
         [
             jobs.attention == AttentionKernel.FLASH_1,
+            (jobs.attention == AttentionKernel.RING) & (jobs.hardware_generation > 0),
             jobs.hardware_generation == 0,
             jobs.hardware_generation == 2,
             jobs.attention == AttentionKernel.FLASH_3,
         ],
-        [constants.flash_1, constants.flash_2, constants.flash_4, constants.flash_3],
+        [constants.flash_1, constants.flash_2_later, constants.flash_2, constants.flash_4, constants.flash_3],
         constants.flash_2_later,
     )
     diagonal_factor = 1 + constants.flash_start / jobs.sequence

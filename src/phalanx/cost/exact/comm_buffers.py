@@ -164,10 +164,9 @@ def zero_buffers(
     """Return the buffers of ZeRO-1 or ZeRO-2.
 
     Each bucket is reduce-scattered when its gradients are complete, together with the one before unless both are large
-    (`MAX_BUCKETS_IN_FLIGHT` is two).
-    Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the update, the gathers of two consecutive buckets
-    overlap, each with an N-th and the full bucket.
-    Buckets are those of `parallel.data.zero`, with padded rows; those of offload can be smaller.
+    or offloaded (`MAX_BUCKETS_IN_FLIGHT` is two). Meanwhile ZeRO-2 accumulates gradients of the next bucket. After the
+    update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket. Buckets
+    are those of `parallel.data.zero`, with padded rows; those of offload can be smaller.
 
     Args:
         rank: Tensors of the rank.

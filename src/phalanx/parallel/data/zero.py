@@ -136,8 +136,13 @@ class ZeRO(Strategy):
         """Gather updated weights during the next forward pass; other readers of weights call `wait_for_weights`."""
         if self.group is not None and self.offload is None:
             self.gathers.overlaps_forward = True
-            wait = partial(WeightGathers.wait_for_module, weakref.proxy(self.gathers))
-            transformer.wait_for_parameters = wait  # type: ignore[method-assign]
+            gathers = weakref.ref(self.gathers)  # a copy of the module, or one without its strategy, waits for nothing
+
+            def wait_for_parameters(module: nn.Module) -> None:
+                if (pending := gathers()) is not None:
+                    pending.wait_for_module(module)
+
+            transformer.wait_for_parameters = wait_for_parameters  # type: ignore[method-assign]
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:

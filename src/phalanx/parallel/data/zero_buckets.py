@@ -275,7 +275,8 @@ class Bucket:
         """Wait for the gathered rows, and copy them to the model's parameters if `copies`."""
         if self._gathering is None:
             return
-        (work, gathered), self._gathering = self._gathering, None
+        work, gathered = self._gathering
+        self._gathering = None
         with self.comm_wait.measure():
             work.wait()
         parameters = self.parameters if copies else []

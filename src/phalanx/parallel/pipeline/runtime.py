@@ -29,6 +29,7 @@ from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
 from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
+from phalanx.parallel.pipeline.tied_embedding import TiedEmbedding
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
 from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
@@ -91,6 +92,9 @@ class PipelineStrategy(Strategy):
         self.model = cast(nn.Module, self._full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
+        self.tied_embedding = TiedEmbedding(
+            stage_module, data_parallel, end_ranks=self.forward_only.end_ranks, p2p_groups=p2p_groups
+        )
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
         self._loaded_cases: set[tuple[object, ...]] = set()
@@ -252,7 +256,7 @@ class PipelineStrategy(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
-        self._reduce_tied_gradient()
+        self.tied_embedding.reduce_gradient()
         self.data_parallel.finalize_gradients()
         self.data_parallel.reduce_partial_gradients()
         square = self.grad_norm().to(sums.device).square()
@@ -265,7 +269,7 @@ class PipelineStrategy(Strategy):
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the optimizers, and copy the tied embedding to the last stage."""
         self.data_parallel.update(optimizers)
-        self._send_tied_weight()
+        self.tied_embedding.send_weight()
 
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
@@ -274,45 +278,7 @@ class PipelineStrategy(Strategy):
     def sync_model_weights(self) -> None:
         """Copy the trained weights to the model, and the tied embedding to the last stage."""
         self.data_parallel.sync_model_weights()
-        self._send_tied_weight()
-
-    def _has_tied_embedding_peer(self) -> bool:
-        """Return whether this rank and another one have the tied embedding: the first and the last stage.
-
-        The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after
-        every update."""
-        first, last = self.forward_only.end_ranks
-        return self.stages.spec.tie_embeddings and first != last and self.rank in (first, last)
-
-    def _reduce_tied_gradient(self) -> None:
-        """Add the last rank's gradient of a tied embedding to that of the first rank."""
-        if not self._has_tied_embedding_peer():
-            return
-        first, last = self.forward_only.end_ranks
-        copy = self.stages.tied_embedding_copy
-        with self.comm_wait.measure():
-            if copy is not None:
-                assert copy.grad is not None
-                dist.send(copy.grad, group=self.p2p_groups[1], group_dst=first)
-                copy.grad = None
-                return
-            weight = self.stages.embedding.weight
-            received_grad = torch.empty_like(weight)
-            dist.recv(received_grad, group=self.p2p_groups[1], group_src=last)
-            self.data_parallel.add_gradient(weight, received_grad)
-
-    def _send_tied_weight(self) -> None:
-        """Send the trained weight of a tied embedding to the last rank."""
-        if not self._has_tied_embedding_peer():
-            return
-        first, last = self.forward_only.end_ranks
-        copy = self.stages.tied_embedding_copy
-        with self.comm_wait.measure():
-            if copy is not None:
-                dist.recv(copy.detach(), group=self.p2p_groups[0], group_src=first)
-            else:
-                self.stages.wait_for_parameters(self.stages.embedding)
-                dist.send(self.stages.embedding.weight.detach(), group=self.p2p_groups[0], group_dst=last)
+        self.tied_embedding.send_weight()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         """Return initial optimizer state of a parameter."""

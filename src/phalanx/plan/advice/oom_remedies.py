@@ -193,7 +193,7 @@ REMEDIES = (
         cost="two more passes over the residual stream per block",
         source=SEQUENCE_PARALLELISM,
         changes=_increase_recompute("norms"),
-        no_change_reason="already applied, or norms are FSDP units",
+        no_change_reason="already recomputed, alone or with more, or norms are FSDP units",
     ),
     Remedy(
         name="recompute attention",

@@ -21,7 +21,7 @@ from phalanx.spec.layout import (
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
-METHODS_ON_DEVICE: tuple[CheckpointingName, ...] = ("none", "selective", "full")
+ENUMERATED_METHODS: tuple[CheckpointingName, ...] = ("none", "selective", "full")
 """Methods of recomputation of all layouts."""
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
@@ -56,7 +56,7 @@ def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout
         for data_parallel, dp_shard in _data_parallel_options(degrees, domain):
             for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp):
                 for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches):
-                    for activation_checkpointing in METHODS_ON_DEVICE:
+                    for activation_checkpointing in ENUMERATED_METHODS:
                         yield CandidateLayout(
                             data_parallel=data_parallel,
                             dp=degrees.dp,

@@ -1,0 +1,71 @@
+"""The tied embedding of a pipeline, which its first and its last rank have.
+
+The first rank trains the weight. It adds the gradients of the last rank to its own, and sends its weights after every
+update.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.strategy import Strategy
+
+
+class TiedEmbedding:
+    """One rank's part in a tied embedding; nothing happens on ranks that have none, or have it alone."""
+
+    def __init__(
+        self,
+        stages: StageModule,
+        data_parallel: Strategy,
+        end_ranks: tuple[int, int],
+        p2p_groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ) -> None:
+        """Create the link.
+
+        Args:
+            stages: This rank's stages.
+            data_parallel: Data-parallel strategy of the stages.
+            end_ranks: Ranks with the first and the last stage.
+            p2p_groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
+        """
+        self.stages = stages
+        self.data_parallel = data_parallel
+        self.first, self.last = end_ranks
+        self.to_later, self.to_earlier = p2p_groups
+        has_end = self.to_later.rank() in end_ranks
+        self.is_shared = stages.spec.tie_embeddings and self.first != self.last and has_end
+
+    @property
+    def copy(self) -> Tensor | None:
+        """The last rank's copy of the weight."""
+        return self.stages.tied_embedding_copy
+
+    def reduce_gradient(self) -> None:
+        """Add the last rank's gradient to that of the first rank."""
+        if not self.is_shared:
+            return
+        with self.data_parallel.comm_wait.measure():
+            if self.copy is not None:
+                assert self.copy.grad is not None
+                dist.send(self.copy.grad, group=self.to_earlier, group_dst=self.first)
+                self.copy.grad = None
+                return
+            weight = self.stages.embedding.weight
+            received_grad = torch.empty_like(weight)
+            dist.recv(received_grad, group=self.to_earlier, group_src=self.last)
+            self.data_parallel.add_gradient(weight, received_grad)
+
+    def send_weight(self) -> None:
+        """Send the trained weight to the last rank."""
+        if not self.is_shared:
+            return
+        with self.data_parallel.comm_wait.measure():
+            if self.copy is not None:
+                dist.recv(self.copy.detach(), group=self.to_later, group_src=self.first)
+            else:
+                self.stages.wait_for_parameters(self.stages.embedding)
+                dist.send(self.stages.embedding.weight.detach(), group=self.to_later, group_dst=self.last)
