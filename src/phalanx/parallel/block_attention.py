@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 from typing import cast
 
 import torch
@@ -168,6 +169,33 @@ class RingBlock:
         grad_q[self.rows, :, self.queries] += gradients[0]
         grad_kv[0, self.rows, :, self.keys] += gradients[1]
         grad_kv[1, self.rows, :, self.keys] += gradients[2]
+
+
+@cache
+def load_kernels(heads: int, kv_heads: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the kernels of a ring's steps once.
+
+    The documents of a pipeline's rehearsal may be whole rows, or need no later steps. A kernel that CUDA loads while
+    messages are under way can block forever (`PipelineStrategy._load_kernels`).
+
+    Args:
+        heads: Number of heads of the queries.
+        kv_heads: Number of heads of the keys.
+        width: Width of a head.
+        dtype: Dtype of the queries.
+        device: Device that computes.
+    """
+    q = torch.zeros(1, heads, 16, width, dtype=dtype, device=device)
+    kv = q.new_zeros(2, 1, kv_heads, 16, width)
+    out = torch.zeros_like(q, dtype=at_least_fp32(q[:0]).dtype)
+    lse = out.new_zeros(q.shape[:3])
+    grad_q = torch.zeros_like(out)
+    grad_kv = torch.zeros_like(kv, dtype=out.dtype)
+    # All of a contiguous tensor and a part of it have different kernels.
+    for queries, keys in product((slice(16), slice(8, 16)), repeat=2):
+        block = RingBlock(rows=slice(None), queries=queries, keys=keys, causal=queries == keys)
+        block.attend(q, kv, out, lse=lse)
+        block.add(block.gradients(q, q, kv, out=q, lse=lse), grad_q, grad_kv)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from phalanx.model.attention_sinks import add_sinks, sinks_gradient
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.block_attention import Ring, find_ring_blocks
+from phalanx.parallel.block_attention import Ring, find_ring_blocks, load_kernels
 from phalanx.parallel.comm.wait_timer import WaitTimer
 
 Attend = Callable[..., Tensor]
@@ -185,6 +185,8 @@ def _ring_attention(
     ring = ring or find_ring_blocks(cp.rank, cp.size, q.shape[1] * cp.size)
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    if q.device.type != "cpu":
+        load_kernels(q.shape[1], k.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
     sinks = None if sinks_H is None else sinks_H[:, None]
     return cast(Tensor, _RingAttention.apply(q, k, v, sinks, ring, cp)).transpose(1, 2)
 
