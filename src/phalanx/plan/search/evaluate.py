@@ -175,49 +175,55 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     if not layouts:
         return []
     predictions = predict_layouts(run, world_size, layouts)
-    memory = predictions.memory
-    step_times = predictions.time.total
+    columns = {  # some are sums over all layouts
+        "seconds": predictions.time.total,
+        "interval_factor": predictions.interval_factor,
+        "recomputed_fraction": predictions.recomputed_fraction,
+        "memory_bytes": predictions.memory.allocated,
+        "host_bytes": predictions.memory.host,
+        "p_oom": predictions.p_oom,
+    }
+    parts = {part: getattr(predictions.time, part) for part in PARTS}
+    bytes_by_stage = {
+        "first": _columns_by_part(predictions.memory.first),
+        "last": _columns_by_part(predictions.memory.last),
+    }
     model_flops = training_flops_per_token(run.model, run.training.seq_len)
     recomputed_flops = _recomputed_flops_by_method(run)
     options = []
     for index, candidate in enumerate(layouts):
-        seconds = _value_at(step_times, index)
-        interval_factor = _value_at(predictions.interval_factor, index)
-        stages = {
-            name: _bytes_by_part(stage, index) for name, stage in (("first", memory.first), ("last", memory.last))
-        }
-        tokens_per_second = run.training.tokens_per_step / seconds
-        recomputed_fraction = _value_at(predictions.recomputed_fraction, index)
+        values = _values_at(columns, index)
+        stages = {name: _values_at(stage, index) for name, stage in bytes_by_stage.items()}
+        tokens_per_second = run.training.tokens_per_step / values["seconds"]
         utilization = partial(mfu, tokens_per_second, peak_flops=predictions.peak_flops, ranks=world_size)
+        repeated_flops = values["recomputed_fraction"] * recomputed_flops[candidate.activation_checkpointing]
         options.append(
             EvaluatedLayout(
                 candidate=candidate,
-                step_seconds=seconds,
-                low_seconds=seconds / interval_factor,
-                high_seconds=seconds * interval_factor,
-                parts={part: _value_at(getattr(predictions.time, part), index) for part in PARTS},
-                memory_bytes=_value_at(memory.allocated, index),
-                host_bytes=_value_at(memory.host, index),
+                step_seconds=values["seconds"],
+                low_seconds=values["seconds"] / values["interval_factor"],
+                high_seconds=values["seconds"] * values["interval_factor"],
+                parts=_values_at(parts, index),
+                memory_bytes=values["memory_bytes"],
+                host_bytes=values["host_bytes"],
                 stages=stages,
-                stage_bytes={name: sum(parts.values()) for name, parts in stages.items()},
-                p_oom=_value_at(predictions.p_oom, index),
+                stage_bytes={name: sum(stage.values()) for name, stage in stages.items()},
+                p_oom=values["p_oom"],
                 tokens_per_second=tokens_per_second,
                 mfu=utilization(model_flops),
-                hfu=utilization(
-                    model_flops + recomputed_fraction * recomputed_flops[candidate.activation_checkpointing]
-                ),
+                hfu=utilization(model_flops + repeated_flops),
             )
         )
     return options
 
 
-def _value_at(column: Column, index: int) -> float:
-    """Return a row's value; a column in which all rows agree may have one element."""
-    return float(column[index]) if column.size > 1 else float(column.item())
+def _values_at(columns: dict[str, Column], index: int) -> dict[str, float]:
+    """Return a row's values; a column in which all rows agree may have one element."""
+    return {name: float(column[index] if column.size > 1 else column.item()) for name, column in columns.items()}
 
 
-def _bytes_by_part(stage: StageMemory, index: int) -> dict[str, float]:
-    return {part: _value_at(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")}
+def _columns_by_part(stage: StageMemory) -> dict[str, Column]:
+    return {part: getattr(stage, part) for part in ("state", "activations", "logits", "buffers")}
 
 
 def _recomputed_flops_by_method(run: RunSpec) -> dict[str, float]:
