@@ -84,17 +84,13 @@ class PipelineStrategy(Strategy):
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
-        if stage_module.spec.tie_embeddings and self.has_loss and 0 not in stage_module.layers:
-            shape = torch.Size((stage_module.spec.vocab_size, stage_module.spec.hidden_size))
-            if self.model_parallel.sharding is not None:
-                shape = self.model_parallel.sharding.local_shape("embedding.weight", shape)
-            stage_module.tied_embedding_copy = activation_template.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
         self.tied_embedding = TiedEmbedding(
             stage_module, data_parallel, end_ranks=self.forward_only.end_ranks, p2p_groups=p2p_groups
         )
+        self.tied_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
         self._loaded_cases: set[tuple[object, ...]] = set()

@@ -39,6 +39,16 @@ class TiedEmbedding:
         has_end = self.to_later.rank() in end_ranks
         self.is_shared = stages.spec.tie_embeddings and self.first != self.last and has_end
 
+    def create_copy(self, template: Tensor) -> None:
+        """Give the last rank its copy of the weight, with the dtype and device of `template`."""
+        if not self.is_shared or self.to_later.rank() != self.last:
+            return
+        shape = torch.Size((self.stages.spec.vocab_size, self.stages.spec.hidden_size))
+        sharding = self.data_parallel.model_parallel.sharding
+        if sharding is not None:
+            shape = sharding.local_shape("embedding.weight", shape)
+        self.stages.tied_embedding_copy = template.new_zeros(shape).requires_grad_()
+
     @property
     def copy(self) -> Tensor | None:
         """The last rank's copy of the weight."""
