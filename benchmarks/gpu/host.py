@@ -59,7 +59,6 @@ RECOMPUTED = {**COMPILED, "layout.activation_checkpointing": "full"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": EAGER,
     "compile": COMPILED,
-    "zero1, compile": {**COMPILED, "layout.data_parallel": "zero1"},
     "full recomputation, compile": RECOMPUTED,
     "experts": {**EAGER, "model": EXPERTS},
     "experts, full recomputation, compile": {**RECOMPUTED, "model": EXPERTS},

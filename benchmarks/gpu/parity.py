@@ -65,6 +65,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, compiled": (2, {"layout.tp": 2, **COMPILED}),
     "pp 2, zb-v, compiled": (2, {**PIPELINE, "layout.schedule": "zb-v", **COMPILED}),
     "ep 2, bf16, compiled": (2, {"model": MOE, "layout.ep": 2, **BF16, **COMPILED}),
+    "zero2, bf16, compiled": (2, {"layout.data_parallel": "zero2", **BF16, **COMPILED}),
+    "recomputed norms, bf16, compiled": (1, {"layout.activation_checkpointing": "norms", **BF16, **COMPILED}),
+    "offloaded inputs of blocks, bf16, compiled": (
+        1,
+        {"layout.activation_checkpointing": "offload", **BF16, **COMPILED},
+    ),
+    "pp 2 x ring, bf16, compiled": (4, {**PIPELINE, "layout.cp": 2, **BF16, **COMPILED}),
 }
 LIMITS = {"fp64": 1e-10, "bf16": 2e-2}
 NOTES = f"""

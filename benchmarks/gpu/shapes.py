@@ -28,9 +28,7 @@ class Shape:
         """Tokens per step."""
         return self.seq_len * self.micro_batch * self.accumulation
 
-    def run(
-        self, compile: bool, documents: bool = False, data_parallel: str = "ddp", precision: str = "bf16"
-    ) -> RunSpec:
+    def run(self, compile: bool, documents: bool = False, precision: str = "bf16") -> RunSpec:
         """Return the run of these steps; `documents` masks the documents of a row."""
         return RunSpec(
             model=self.model,
@@ -44,7 +42,7 @@ class Shape:
                 seed=SEED,
             ),
             optimizer=OPTIMIZER,
-            layout=Layout(data_parallel=data_parallel, micro_batch_size=self.micro_batch),
+            layout=Layout(micro_batch_size=self.micro_batch),
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.parallel_dims import effective_strategy, expert_parallel_groups, parallel_dims, process_groups
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,26 @@ def test_process_groups_of_dp2_pp2_layout_match_expected_ranks() -> None:
     assert process_groups(sizes, "pp") == [(0, 1), (2, 3)]
     assert process_groups(sizes, "dp_replicate") == [(0, 2), (1, 3)]
     assert process_groups(sizes, "dp_replicate", "pp") == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "precision", "expected"),
+    [
+        ({}, 1, "bf16", "zero1"),
+        ({}, 1, "fp8", "zero1"),
+        ({}, 1, "fp32", "ddp"),
+        ({}, 2, "bf16", "ddp"),
+        ({"tp": 2, "pp": 2}, 4, "bf16", "zero1"),
+        ({"cp": 2}, 2, "bf16", "ddp"),
+        ({"tp": 2, "ep": 2}, 2, "bf16", "ddp"),
+        ({"data_parallel": "zero3"}, 1, "bf16", "zero1"),
+        ({"data_parallel": "zero3"}, 1, "fp64", "ddp"),
+        ({"data_parallel": "zero3", "offload": "cpu"}, 1, "bf16", "zero2"),
+        ({"data_parallel": "zero2", "pp": 2}, 4, "bf16", "zero1"),
+        ({"data_parallel": "zero3"}, 2, "bf16", "zero3"),
+    ],
+)
+def test_effective_strategy(layout: Any, world_size: int, precision: Any, expected: str) -> None:
+    described = Layout(**layout)
+    dims = parallel_dims(described, world_size).with_cp_as_data_parallel(described)
+    assert effective_strategy(described, dims, precision) == expected

@@ -53,7 +53,8 @@ from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_t
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.spec.layout import Layout, compiles_whole_blocks
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.parallel_dims import effective_strategy
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp8": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -64,7 +65,7 @@ def apply_layout(
     mesh: Mesh,
     device: torch.device,
     weights: WeightInitializer,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     compile: bool = False,
     layers: Sequence[range] = (),
     trained_experts: TrainedExperts | None = None,
@@ -84,6 +85,7 @@ def apply_layout(
     """
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
+    layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
     # Steps 1 and 2: the module on the meta device.
     sharded = _build_sharded_module(
         spec, layout, mesh, precision=precision, layers=layers, trained_experts=trained_experts

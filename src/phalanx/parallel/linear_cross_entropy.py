@@ -25,7 +25,7 @@ from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.cross_entropy import EAGER, Kernels, scale_saved_gradients, sum_losses
-from phalanx.parallel.data.zero_buckets import needs_fp32_sum
+from phalanx.parallel.data.zero_parameters import needs_fp32_sum
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import logits_chunk_rows, loss_chunk_rows
 

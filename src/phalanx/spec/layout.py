@@ -14,6 +14,7 @@ from phalanx.spec.formatting import plural
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 RankOrder = Literal["data_outer", "pipeline_outer"]
 CpMethod = Literal["ring", "ulysses"]
+StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 CheckpointingName = Literal["none", "norms", "selective", "full", "offload"]
 OffloadName = Literal["none", "cpu", "nvme"]
 EMBEDDINGS = ("embedding", "positions")
@@ -73,7 +74,7 @@ class Layout(Spec):
         'zb-h1'
     """
 
-    data_parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"
+    data_parallel: StrategyName = "ddp"
     """Data-parallel strategy. ddp: replicated model state. zero1: sharded optimizer state. zero2: also sharded
     gradients. zero3 (FSDP): also sharded parameters. hsdp: zero3 within groups, replicated between them.
     parameter_server: model state on dedicated server ranks."""

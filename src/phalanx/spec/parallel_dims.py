@@ -12,7 +12,8 @@ from math import prod
 
 from phalanx.spec.base import divisors
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, check_inapplicable_options
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, StrategyName, check_inapplicable_options
+from phalanx.spec.precision import BF16_PRECISIONS, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,26 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         ep=layout.ep,
         pipeline_outermost=pipeline_outermost,
     )
+
+
+def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
+    """Return the strategy of data parallelism that a transformer effectively uses.
+
+    FSDP on one shard is a replica, or ZeRO-2 if it offloads. A single replica in bf16 is ZeRO-1 on one rank, which
+    computes with bf16 parameters and trains an fp32 copy. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1 does.
+
+    Args:
+        layout: Layout of the run.
+        dims: Its ranks, with those of context parallelism counted as data-parallel.
+        precision: Precision of the run.
+    """
+    strategy = layout.data_parallel
+    if strategy in ("zero3", "hsdp") and dims.dp_shard == 1:
+        strategy = "ddp" if layout.offload == "none" else "zero2"
+    # Experts of one replica can have several copies, whose gradients a replica adds.
+    if strategy == "ddp" and dims.dp_size * layout.ep == 1 and precision in BF16_PRECISIONS:
+        return "zero1"
+    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")

@@ -148,7 +148,7 @@ def measure_saved_bytes_on_rank(cases):
     masked); where experts are apart they are balanced."""
     import torch.distributed as dist
 
-    from phalanx.parallel.apply import apply_layout
+    from phalanx.parallel import apply
     from phalanx.parallel.context_parallel import local_token_indices
     from phalanx.parallel.mesh import build_mesh
 
@@ -156,7 +156,13 @@ def measure_saved_bytes_on_rank(cases):
     for spec, precision, autocast, changes, masked in cases:
         layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
-        strategy = apply_layout(spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision)
+        # Autocast, as of several replicas.
+        with mock.patch.object(
+            apply, "effective_strategy", lambda layout, *_: layout.data_parallel
+        ):  # as several replicas
+            strategy = apply.apply_layout(
+                spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision
+            )
         model = strategy.module
         for part in model.modules():
             if isinstance(part, Router):

@@ -259,3 +259,14 @@ def test_zero_reduces_several_buckets_at_a_time_unless_large(
     in_flight = list(accumulate(1 if event == "start" else -1 for event, _ in first))
     assert max(in_flight) == at_a_time < len(first) / 2
     assert in_flight[-1] == 0
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_single_replica_trains_fp32_weights_of_model_in_its_precision(
+    precision: str, computed: torch.dtype, text: Path, tmp_path: Path
+) -> None:
+    """In bf16 a replica is ZeRO-1 on one rank, without autocast."""
+    strategy = make_trainer(small_run(text, tmp_path, {"training.precision": precision})).strategy
+    assert {parameter.dtype for parameter in strategy.module.parameters()} == {computed}
+    assert {parameter.dtype for parameter in strategy.trainable_parameters.values()} == {torch.float32}
+    assert strategy.autocast == (computed == torch.float32)

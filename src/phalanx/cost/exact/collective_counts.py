@@ -7,11 +7,11 @@ from typing import NamedTuple
 from phalanx.cost.exact.comm_buffers import bucket_names
 from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
+from phalanx.spec.parallel_dims import ParallelDims, effective_strategy
 from phalanx.spec.run import RunSpec
 
 
@@ -24,20 +24,22 @@ class CollectiveCounts(NamedTuple):
     """Collectives of ZeRO-3's other units: of embedding and head, or of a root that has both."""
 
 
-def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts: bool = False) -> CollectiveCounts:
+def count_collectives(
+    run: RunSpec, rank: RankTensors, data_dims: ParallelDims, for_experts: bool = False
+) -> CollectiveCounts:
     """Return the number of collectives for a rank's dense parameters or for its experts.
 
     Args:
         run: The run.
         rank: Tensors of the rank.
-        shards: Ranks that share the dense parameters.
+        data_dims: The ranks, with those of context parallelism counted as data-parallel.
         for_experts: Count for the experts with data-parallel ranks of their own.
     """
     layout = run.layout
     names = rank.expert if for_experts else rank.dense
     if not names:
         return CollectiveCounts(0)
-    match effective_strategy(layout, shards):
+    match effective_strategy(layout, data_dims, run.training.precision):
         case "ddp" if for_experts:
             return CollectiveCounts(1)
         case "ddp" if layout.pp > 1:

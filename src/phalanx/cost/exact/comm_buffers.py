@@ -108,19 +108,20 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     return exact_bytes * ring_elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * elements
 
 
-def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
+def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int, strategy: Strategy) -> int:
     """Return the bytes of messages between pipeline stages: posted receives on every link, and one send.
 
     Args:
         run: The run.
         batch: Sequences of a micro-batch.
         pp_rank: Pipeline rank.
+        strategy: Effective strategy of the layout.
     """
     links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
     num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     # Exact on CUDA; under autocast the residual stream is in the parameters' fp32.
-    is_exact = run.cluster.uses_cuda and run.layout.data_parallel != "ddp"
+    is_exact = run.cluster.uses_cuda and strategy != "ddp"
     message_bytes = compute_bytes if is_exact else max(4, compute_bytes)
     return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
 

@@ -27,7 +27,6 @@ from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.rank_state import (
     checkpoint_copy_bytes,
-    effective_strategy,
     owned_counts,
     rank_model_state,
     resident_and_offloaded,
@@ -37,7 +36,7 @@ from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.spec.batch import BatchPlan, plan_batch
 from phalanx.spec.layout import assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
+from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, parallel_dims
 from phalanx.spec.run import RunSpec
 
 
@@ -132,8 +131,11 @@ def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
 
     The state is exact, and is what remains from step to step. Without a pipeline the list has one entry.
     """
-    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
-    return [rank_model_state(run, rank, micro_batches) for rank in rank_tensors(run, world_size)]
+    setup = _setup(run, world_size)
+    return [
+        rank_model_state(run, rank, setup.strategy, micro_batches=setup.micro_batches)
+        for rank in rank_tensors(run, world_size)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ def _setup(run: RunSpec, world_size: int) -> _Setup:
         world_size=world_size,
         batch_plan=plan_batch(run, world_size),
         data_dims=data_dims,
-        strategy=effective_strategy(run.layout, data_dims.dp_shard),
+        strategy=effective_strategy(run.layout, data_dims, run.training.precision),
     )
 
 

@@ -13,21 +13,20 @@ from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.spec.layout import Layout
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 
 
-def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:
+def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int) -> StateBytes:
     """Return the bytes that a rank retains from step to step, before offload.
 
     Args:
         run: Run whose layout, precision and optimizer apply.
         rank: Tensors of the rank.
+        strategy: Effective strategy of the layout.
         micro_batches: Micro-batches per step.
     """
     precision = run.training.precision
-    strategy = effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # On one rank, ZeRO-3 splits nothing. A parameter server has the optimizer state of its workers.
@@ -58,7 +57,7 @@ def resident_and_offloaded(
         micro_batches: Micro-batches per step.
     """
     layout = run.layout
-    state = rank_model_state(run, rank, micro_batches)
+    state = rank_model_state(run, rank, strategy, micro_batches=micro_batches)
     if layout.offload == "none":
         return state, 0, 0
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
@@ -86,18 +85,6 @@ def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -
     owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
     counts = [owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in owners]
     return STATE_BYTES[run.training.precision] * sum(owned + states for owned, states in counts)
-
-
-def effective_strategy(layout: Layout, shards: int) -> Strategy:
-    """Return the strategy that a layout effectively uses.
-
-    FSDP on one shard is a replica, or ZeRO-2 if it offloads. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1
-    does.
-    """
-    strategy = layout.data_parallel
-    if strategy in ("zero3", "hsdp") and shards == 1:
-        strategy = "ddp" if layout.offload == "none" else "zero2"
-    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

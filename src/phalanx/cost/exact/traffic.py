@@ -24,7 +24,7 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import parallel_dims, uses_model_parallelism
+from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
 
@@ -95,9 +95,9 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
         ranks,
         replicas=data_dims.dp_replicate,
         num_reductions=num_reductions,
-        calls=count_collectives(run, rank, data_dims.dp_shard),
+        calls=count_collectives(run, rank, data_dims),
     )
-    expert_calls = count_collectives(run, rank, data_dims.dp_shard, for_experts=True)
+    expert_calls = count_collectives(run, rank, data_dims, for_experts=True)
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(
@@ -109,7 +109,7 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
             calls=expert_calls,
         )
     ]
-    return [*dense, *experts, *_partial_gradient_traffic(rank, run, shard_index)]
+    return [*dense, *experts, *_partial_gradient_traffic(rank, run, data_dims, shard_index=shard_index)]
 
 
 def _sharded_traffic(
@@ -168,14 +168,15 @@ def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
     return [replace(row, calls=count * row.calls) for row in traffic]
 
 
-def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int) -> list[Traffic]:
+def _partial_gradient_traffic(
+    rank: RankTensors, run: RunSpec, data_dims: ParallelDims, shard_index: int
+) -> list[Traffic]:
     """Return the traffic of gradients that tensor-parallel ranks hold as partial sums, by group."""
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
-    bytes_per_element = (
-        COMPUTE_BYTES[precision] if layout.data_parallel in ("zero1", "zero2") else STATE_BYTES[precision]
-    )
+    is_zero = effective_strategy(layout, data_dims, precision) in ("zero1", "zero2")
+    bytes_per_element = (COMPUTE_BYTES if is_zero else STATE_BYTES)[precision]
     for name, shape in rank.dense.items():
         sharding = tensor_sharding(run.model, layout, name)
         if sharding.is_partial_sum:

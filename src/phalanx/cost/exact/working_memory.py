@@ -68,7 +68,7 @@ def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Stra
     """
     memories = []
     for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, strategy)):
-        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
+        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank, strategy=strategy)
         memories.append(
             WorkingMemory(
                 activations=max(passes.forward_only, passes.with_gradients),

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.spec.communication_groups import GroupKind
+from phalanx.spec.layout import StrategyName
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
-Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
+Strategy = StrategyName
 
 
 def bus_factor(operation: Collective, ranks: int) -> float:

@@ -79,7 +79,7 @@ def apply_data_parallelism(
     precision: str,
     model_sharding: ModelSharding | None = None,
 ) -> Strategy:
-    """Apply ZeRO, FSDP, DDP or a parameter server, and allocate memory (step 5 of `parallel.apply`).
+    """Apply the data parallelism of a layout, and allocate memory (step 5 of `parallel.apply`).
 
     Args:
         module: This rank's module; `device` or the meta device has it.
@@ -111,11 +111,9 @@ def apply_data_parallelism(
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:
-        # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
-        stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
         return ZeRO(
             module,
-            stage,
+            layout,
             shards,
             device=device,
             compute_dtype=compute_dtype,

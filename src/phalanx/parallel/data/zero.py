@@ -12,7 +12,8 @@ gathers of an update start before the next reduction: the collectives have one o
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or 4 + (4 +
 8)/N. In bf16 the model and its gradients are bf16, and owners have separate fp32 rows: 2 + 2 + 12/N or 2 + (2 + 12)/N
 (section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches accumulate in fp32: 2 bytes more. The copy of a tied
-embedding on a pipeline's last stage is an exception: its own gradient accumulates in bf16.
+embedding on a pipeline's last stage is an exception: its own gradient accumulates in bf16. A single replica in bf16 is
+ZeRO-1 with N = 1.
 
 Why: `docs/design/decisions/own-zero.md`.
 """
@@ -33,16 +34,14 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.host_copy import copy_to_host, wait_for_host_copies
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
-from phalanx.parallel.data.zero_buckets import (
-    PIECE_BYTES,
-    Bucket,
+from phalanx.parallel.data.zero_buckets import PIECE_BYTES, Bucket, make_buckets
+from phalanx.parallel.data.zero_gathers import WeightGathers
+from phalanx.parallel.data.zero_parameters import (
     OwnedParameter,
     RowSharding,
-    make_buckets,
     master_copy,
     trainable_parameters_of,
 )
-from phalanx.parallel.data.zero_gathers import WeightGathers
 from phalanx.parallel.grad_norm import clip_coefficient
 from phalanx.parallel.module_tensors import (
     materialize,
@@ -229,7 +228,8 @@ class ZeRO(Strategy):
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the owned rows piece by piece, in the order of the forward pass, and gather the results."""
-        check_shardable_optimizers(optimizers)
+        if self.group is not None:
+            check_shardable_optimizers(optimizers)
         self.gathers.wait()
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
         pieces = chunk_by_bytes(self.buckets[::-1], limit)

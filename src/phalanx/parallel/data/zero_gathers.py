@@ -51,7 +51,7 @@ class WeightGathers:
     def discard(self) -> None:
         """Drop all gathers, whose rows are out of date and must not overwrite those of this rank."""
         for bucket in self.pending:
-            bucket.finish_gather(copies=False)
+            bucket.discard_gather()
         self.pending.clear()
 
     def _finish_until(self, index: int) -> None:
