@@ -19,8 +19,6 @@ PLAIN = {"documents": False, "window": False, "sinks": False}
     [
         ("cpu", True, 64, {}, AttentionBackend.SDPA),
         ("cuda", False, 20, {}, AttentionBackend.SDPA),
-        ("cuda", True, 64, {}, AttentionBackend.CUDNN),
-        ("cuda", True, 512, {}, AttentionBackend.SDPA),
         ("cpu", False, 20, {"documents": True}, AttentionBackend.CPU_FLASH),
         ("cpu", False, 20, {"window": True}, AttentionBackend.CPU_FLASH),
         ("cuda", True, 64, {"documents": True}, AttentionBackend.VARLEN),

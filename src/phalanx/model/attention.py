@@ -27,9 +27,6 @@ from phalanx.spec.model import ModelSpec
 
 # cuDNN's backward pass with a mask gives NaN on H100 where T % 128 is 64 (pytorch issue 196678, torch 2.11).
 MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CAUSAL_CUDA_KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *MASKED_CUDA_KERNELS]
-"""Kernels of rows without a mask, the fastest first. PyTorch skips those that cannot run: cuDNN's if steps must be
-deterministic, and flash kernels in fp32."""
 # From torch 2.12 on grouped heads must be enabled; 2.11 supports them without an option.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
@@ -159,8 +156,7 @@ class Attention(nn.Module):
             # On CUDA flash supports no mask, and the efficient kernel no groups.
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
             grouped = False
-        kernels = MASKED_CUDA_KERNELS if mask is not None else CAUSAL_CUDA_KERNELS if q_BTHK.is_cuda else []
-        with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
+        with sdpa_kernel(MASKED_CUDA_KERNELS) if mask is not None else nullcontext():
             out_BHTK = F.scaled_dot_product_attention(
                 q_BTHK.transpose(1, 2),
                 k_BTHK.transpose(1, 2),

@@ -13,9 +13,6 @@ class AttentionBackend(StrEnum):
 
     SDPA = "scaled_dot_product_attention"
     """All earlier tokens of a row are visible."""
-    CUDNN = "scaled_dot_product_attention (cuDNN, or else flash)"
-    """The same in half precision on CUDA. On an H100, cuDNN takes 0.63 of flash's time
-    (docs/results/benchmarks/gpu-attention.md)."""
     SDPA_MASKED = "scaled_dot_product_attention with a dense mask"
     """The documents of a row are hidden from each other by a mask of T x T."""
     CPU_FLASH = "flash by document"
@@ -39,12 +36,11 @@ def choose_backend(
         window: Rows are longer than the sliding window of some layers.
         sinks: The model has attention sinks.
     """
-    is_flash = device == "cuda" and half_precision and is_flash_head_dim(head_dim)
     if not (documents or window or sinks):
-        return AttentionBackend.CUDNN if is_flash else AttentionBackend.SDPA
+        return AttentionBackend.SDPA
     if device == "cpu":
         return AttentionBackend.CPU_FLASH
-    if is_flash:
+    if device == "cuda" and half_precision and is_flash_head_dim(head_dim):
         return AttentionBackend.VARLEN
     return AttentionBackend.FLEX if window or sinks else AttentionBackend.SDPA_MASKED
 
