@@ -24,8 +24,8 @@ COLUMNS = (
 NOTES = """
 Medians of three times four consecutive steps, after four warm-up steps. Between the four steps no trainer waits for the
 GPU. All trainers use bf16 with fp32 master weights, fused AdamW, gradient clipping and causal attention. bf16 comes
-from autocast in the plain loop, which compiles each block, as torchtitan does, and the loss. Phalanx has bf16 parameters.
-"Documents" are rows of masked documents with a mean length of 700 tokens; the plain loop masks no documents.
+from autocast in the plain loop, which compiles each block, as torchtitan does, and the loss. Phalanx has bf16
+parameters. "Documents" are rows of masked documents with a mean length of 700 tokens; the plain loop masks none.
 MFU is relative to 989 TFLOP/s, for the model's operations without recomputation.
 
 1.1B: 16 layers, width 2,048, twice 4 rows of 4,096 tokens per step. 124M: 12 layers, width 768, vocabulary 50,304,
