@@ -13,7 +13,7 @@ def make_run(cluster, **layout):
 
 
 def test_resolve_recomputation_prints_choice_for_memory_of_cluster(capsys):
-    run = resolve_recomputation(make_run({"preset": "h100", "memory_bytes": 56 * 10**9}), 1)
+    run = resolve_recomputation(make_run({"preset": "h100", "memory_bytes": 52 * 10**9}), 1)
     assert not run.layout.auto_checkpointing
     assert run.layout.activation_checkpointing == "full"
     assert 0 < run.layout.recomputed_blocks < 8
@@ -29,7 +29,7 @@ def test_resolve_recomputation_leaves_other_runs_unchanged(capsys):
 
 def test_resolve_recomputation_uses_memory_of_this_machine_for_cpus(monkeypatch):
     run = make_run({"device": "cpu"})
-    sizes = {"nothing": 10**12, "blocks": 55 * 10**9}
+    sizes = {"nothing": 10**12, "blocks": 51 * 10**9}
     layouts = {}
     for name, size in sizes.items():
         monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda size=size: size)
@@ -49,8 +49,8 @@ def test_resolve_recomputation_requires_memory_of_gpu():
 
 def test_resolve_recomputation_uses_actual_memory_if_cluster_describes_more(monkeypatch):
     run = make_run({"preset": "h100"})
-    monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda: 55 * 10**9)
-    for device, gpu_memory_bytes in (("cpu", None), ("cuda", 56 * 10**9)):
+    monkeypatch.setattr("phalanx.launch.recomputation.machine_memory_bytes", lambda: 51 * 10**9)
+    for device, gpu_memory_bytes in (("cpu", None), ("cuda", 52 * 10**9)):
         layout = resolve_recomputation(run.on_device(device), 1, gpu_memory_bytes).layout
         assert layout.activation_checkpointing != "none"
     assert resolve_recomputation(run, 1, gpu_memory_bytes=10**12).layout.activation_checkpointing == "none"
