@@ -140,24 +140,47 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     )
 
 
-def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
-    """Return the strategy of data parallelism that a transformer effectively uses.
+def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
+    """Return the strategy that a layout has on its ranks.
 
-    FSDP on one shard is a replica, or ZeRO-2 if it offloads. A single replica in bf16 is ZeRO-1 on one rank, which
-    computes with bf16 parameters and trains an fp32 copy. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1 does.
+    FSDP on one shard is a replica, or ZeRO-2 if it offloads. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1
+    does.
+
+    Args:
+        layout: Layout of the run.
+        shards: Ranks that share one sharded copy, including those of context parallelism.
+    """
+    strategy = layout.data_parallel
+    if strategy in ("zero3", "hsdp") and shards == 1:
+        strategy = "ddp" if layout.offload == "none" else "zero2"
+    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
+
+
+def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
+    """Return the strategy with which a transformer computes: in bf16, a single replica is ZeRO-1 on one rank.
+
+    It computes with bf16 parameters and trains an fp32 copy.
 
     Args:
         layout: Layout of the run.
         dims: Its ranks, with those of context parallelism counted as data-parallel.
         precision: Precision of the run.
     """
-    strategy = layout.data_parallel
-    if strategy in ("zero3", "hsdp") and dims.dp_shard == 1:
-        strategy = "ddp" if layout.offload == "none" else "zero2"
-    # Experts of one replica can have several copies, whose gradients a replica adds.
-    if strategy == "ddp" and dims.dp_size * layout.ep == 1 and precision in BF16_PRECISIONS:
-        return "zero1"
-    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
+    strategy = strategy_on_ranks(layout, dims.dp_shard)
+    is_replica = strategy == "ddp" and is_single_replica(dims.dp_size, layout.ep)
+    return "zero1" if is_replica and precision in BF16_PRECISIONS else strategy
+
+
+def is_single_replica(dp_size: int, ep: int) -> bool:
+    """Return whether one replica trains without other ranks' gradients.
+
+    With expert parallelism, a replica may have several copies of its experts, and adds their gradients.
+
+    Args:
+        dp_size: Ranks that read different data, including those of context parallelism.
+        ep: Ranks with different experts.
+    """
+    return dp_size * ep == 1
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")

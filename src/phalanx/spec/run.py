@@ -91,7 +91,7 @@ class TrainingSpec(Spec):
     base_dp_size: int | None = Field(None, gt=0, examples=[8])
     """Data-parallel ranks for which `tokens_per_step` and the learning rates are set (linear and sqrt)."""
     precision: Precision = "bf16"
-    """Arithmetic. bf16 computes in bf16 with fp32 parameters, gradients and optimizer state; fp8 is bf16 with the
+    """Arithmetic. bf16 computes in bf16 and trains fp32 parameters with fp32 optimizer state; fp8 is bf16 with the
     matrix products of blocks in float8, on GPUs of compute capability 9.0 or above (a CPU emulates it); fp64 is for
     proofs; "auto" selects bf16 or fp32 with a short measurement."""
     auto_precision: bool = False

@@ -408,7 +408,7 @@ def test_candidate_from_run_uses_effective_strategy():
     """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
     assert candidate_from_run(make_run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
     assert candidate_from_run(make_run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
-    assert candidate_from_run(make_run(layout={"data_parallel": "zero3"}), 1).data_parallel == "zero1"
+    assert candidate_from_run(make_run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
 
 
 def test_search_options_fit_by_exact_rank_memory():

@@ -48,7 +48,7 @@ NOTES = (
     "communication buffers",
     "total: peak of the sum, less than the sum of the parts, which peak at different times",
     f"may not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more; does not fit: {MAX_OOM_PROBABILITY:.0%} or more, as in "
-    "`phalanx plan` and `phalanx advise oom`",
+    "`phalanx advise oom`; in `phalanx plan` the P(OOM) of an estimate counts if it is larger",
 )
 CUDA_NOTE = (
     "unused: reserved by PyTorch's allocator beyond the total (estimated); nccl: NCCL's buffers (published "

@@ -145,7 +145,7 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
         table.add_row(part, *(f"{size / GIB:.2f}" for size in sizes), bar)
     table.add_row("total", *(f"{total / GIB:.2f}" for total in totals), "", style="bold")
     console.print(table)
-    note = "parts: a formula's estimate; total: Phalanx's tensors as in `phalanx memory`"
+    note = "parts: a formula's estimate; total: the exact count, as in `phalanx memory`"
     if cluster.calibration:
         note += ", with the rest of the process as measured"
     if option.memory_bytes > max(totals):

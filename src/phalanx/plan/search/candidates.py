@@ -19,7 +19,7 @@ from phalanx.spec.layout import (
     ScheduleName,
     describe_recomputation,
 )
-from phalanx.spec.parallel_dims import effective_strategy, parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims, strategy_on_ranks
 from phalanx.spec.run import RunSpec
 
 ZERO_STAGES: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
@@ -123,7 +123,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     require(
         known, "layout", value, problem=NOT_PREDICTED, fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}"
     )
-    data_parallel = effective_strategy(layout, sizes.with_cp_as_data_parallel(layout), run.training.precision)
+    data_parallel = strategy_on_ranks(layout, sizes.with_cp_as_data_parallel(layout).dp_shard)
     keeps_parameters = layout.pp == 1 or ZERO_STAGES[data_parallel] < 3
     require(
         keeps_parameters,

@@ -18,7 +18,6 @@ from phalanx.spec.layout import (
     RankOrder,
     ScheduleName,
 )
-from phalanx.spec.precision import BF16_PRECISIONS, Precision
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
@@ -54,7 +53,7 @@ def _generate_layouts(run: RunSpec, world_size: int) -> Iterator[CandidateLayout
     domain = run.cluster.fast_link_domain_size
     for degrees in _enumerate_degrees(run, world_size):
         rank_order = choose_rank_order(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, domain=domain)
-        for data_parallel, dp_shard in _data_parallel_options(run.training.precision, degrees, domain):
+        for data_parallel, dp_shard in _data_parallel_options(degrees, domain):
             for micro_batch_size, micro_batches in _micro_batch_options(run, degrees.dp):
                 for schedule, virtual_stages in _schedule_options(run, degrees.pp, micro_batches):
                     for activation_checkpointing in ENUMERATED_METHODS:
@@ -97,7 +96,7 @@ def smaller_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
 
 
 def _state_offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
-    alone = candidate.dp * candidate.cp == 1
+    alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
     targets: dict[OffloadName, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
     if run.layout.offload_directory is not None:
@@ -140,10 +139,9 @@ def _cp_methods(run: RunSpec, world_size: int, *, tp: int, pp: int, cp: int, ep:
         yield cp_method
 
 
-def _data_parallel_options(precision: Precision, degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
+def _data_parallel_options(degrees: Degrees, domain: int) -> Iterator[tuple[Strategy, int]]:
     """Yield data-parallel strategies with the ranks that share a copy; with hsdp, those of a domain."""
-    is_alone = degrees.dp * degrees.cp * degrees.ep == 1
-    yield "zero1" if is_alone and precision in BF16_PRECISIONS else "ddp", 1  # as `effective_strategy`
+    yield "ddp", 1
     if degrees.dp * degrees.cp == 1:
         return
     yield "zero1", degrees.dp
