@@ -48,7 +48,7 @@ class Strategy:
 
     A step is: forward and backward passes of summed losses inside `accumulate`, then `step`. The trainer calls the
     pieces of `step` itself: `reduce`, then `update` or `zero_grad`; it also scales its losses by `loss_scale`.
-    This class is one process, the reference that every layout must equal.
+    This class is one process, the reference that every layout must equal; in bf16 a transformer has `ZeRO` instead.
 
     Example:
         >>> strategy = phalanx.distribute(torch.nn.Linear(4, 1), phalanx.Layout(data_parallel="zero2"))

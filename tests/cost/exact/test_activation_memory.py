@@ -157,9 +157,7 @@ def measure_saved_bytes_on_rank(cases):
         layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
         # Autocast, as of several replicas.
-        with mock.patch.object(
-            apply, "effective_strategy", lambda layout, *_: layout.data_parallel
-        ):  # as several replicas
+        with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
             strategy = apply.apply_layout(
                 spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision
             )

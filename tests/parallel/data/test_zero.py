@@ -270,3 +270,36 @@ def test_single_replica_trains_fp32_weights_of_model_in_its_precision(
     assert {parameter.dtype for parameter in strategy.module.parameters()} == {computed}
     assert {parameter.dtype for parameter in strategy.trainable_parameters.values()} == {torch.float32}
     assert strategy.autocast == (computed == torch.float32)
+
+
+class CountingSGD(torch.optim.SGD):
+    """Optimizer of a user that counts its steps."""
+
+    calls = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(CountingSGD, 1), (torch.optim.SGD, 4)])
+def test_single_rank_steps_optimizer_of_user_once(kind: type[torch.optim.SGD], calls: int) -> None:
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    layout = Layout(data_parallel="zero1", bucket_mb=1e-5)
+    strategy = ZeRO(layers, layout, None, torch.device("cpu"), torch.bfloat16, None)
+    optimizer = kind(strategy.trainable_parameters.values(), lr=0.1)
+    with strategy.accumulate():
+        layers(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    with patch.object(zero, "PIECE_BYTES", 1), patch.object(kind, "step", autospec=True, side_effect=kind.step) as step:
+        strategy.update([optimizer])
+    assert step.call_count == calls
+
+
+def test_stack_without_experts_has_no_rows() -> None:
+    """As on a node of a swarm that trains no expert."""
+    module = nn.ParameterDict({"experts": torch.empty(0, 4, 8), "norm": torch.ones(8)})
+    strategy = ZeRO(module, Layout(data_parallel="zero1"), None, torch.device("cpu"), torch.bfloat16, None)
+    assert {name: tuple(p.shape) for name, p in strategy.trainable_parameters.items()} == {
+        "experts": (0, 4, 8),
+        "norm": (8,),
+    }

@@ -31,7 +31,7 @@ MACHINE_FIELDS = (
     "watts_per_device",
 )
 FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
-STATE_NOTE = "for bf16 and fp32 alike, before sharding; twice that for fp64; without activations"
+STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp64; without activations"
 
 
 def info(

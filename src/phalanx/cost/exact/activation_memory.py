@@ -199,7 +199,7 @@ def activation_bytes(
         seq_len: Tokens of a sequence.
         precision: Precision of the run.
         layout: Layout of the run.
-        autocast: bf16 is autocast over fp32 parameters (one process, DDP), not parameters in bf16 (ZeRO).
+        autocast: bf16 is autocast over fp32 parameters (several replicas of DDP), not parameters in bf16 (ZeRO).
         masked: Documents in a sequence are hidden from each other.
         stage: Stage of the pipeline.
         on_cuda: Count CUDA's kernels instead of a CPU's.

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from phalanx.cost.exact.comm_buffers import bucket_names
 from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
+from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
-from phalanx.spec.parallel_dims import ParallelDims, effective_strategy
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
 
@@ -39,7 +40,7 @@ def count_collectives(
     names = rank.expert if for_experts else rank.dense
     if not names:
         return CollectiveCounts(0)
-    match effective_strategy(layout, data_dims, run.training.precision):
+    match run_strategy(run, data_dims):
         case "ddp" if for_experts:
             return CollectiveCounts(1)
         case "ddp" if layout.pp > 1:

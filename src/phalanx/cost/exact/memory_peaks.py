@@ -13,12 +13,17 @@ from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.activation_memory import ActivationBytes
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.comm_buffers import bucket_names
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
+from phalanx.spec.formatting import MIB
+from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 
 
@@ -69,12 +74,14 @@ def split_persistent_memory(
     if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
         summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
+    casts = strategy in ("zero1", "zero2") and layout.offload == "none" and accumulation <= MAX_BF16_SUMS
+    cast_bytes = gradient_cast_bytes(run, rank, strategy) if casts else 0
     return PersistentMemory(
         parameters_and_optimizer=state.parameters + state.optimizer,
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
-        optimizer_workspace=optimizer_step_bytes(run, rank, strategy),
+        optimizer_workspace=optimizer_step_bytes(run, rank, strategy) + cast_bytes,
     )
 
 
@@ -142,6 +149,37 @@ def without_other_streams(
     """
     computing = [replace(peak, bytes=peak.bytes - peak.gather_stream_bytes) for peak in buffer_peaks]
     return replace(persistent, gradients=0, accumulated_gradients=0), computing
+
+
+def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
+    """Return the temporary bytes of the fp32 gradients that ZeRO-1 and 2 step with, in addition to the bf16 gradients.
+
+    They step in pieces (`PIECE_BYTES`), and drop the gradients of each.
+
+    Args:
+        run: Run whose precision and layout apply.
+        rank: Tensors of the rank.
+        strategy: Effective data-parallel strategy.
+    """
+    if run.training.precision not in BF16_PRECISIONS:
+        return 0
+    shapes = rank.all
+    rows = {
+        name: max_shard_elements(shape, rank.expert_shards if name in rank.expert else rank.shards)
+        for name, shape in shapes.items()
+    }
+
+    def row_bytes(bucket: list[str]) -> int:
+        return STATE_BYTES[run.training.precision] * sum(rows[name] for name in bucket)
+
+    buckets = bucket_names(shapes, run.layout.bucket_mb * MIB / COMPUTE_BYTES[run.training.precision], rank.expert)
+    most = dropped = 0
+    for piece in chunk_by_bytes(buckets[::-1], PIECE_BYTES, row_bytes):
+        names = [name for bucket in piece for name in bucket]
+        most = max(most, row_bytes(names) - dropped)
+        gradients = (num_elements(shapes[name]) if strategy == "zero1" else rows[name] for name in names)
+        dropped += COMPUTE_BYTES[run.training.precision] * sum(gradients)
+    return most
 
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:

@@ -9,12 +9,13 @@ from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import needs_all_logits, plan_batch
-from phalanx.spec.parallel_dims import effective_strategy, parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 
@@ -54,7 +55,7 @@ def _forward_shape(run: RunSpec, world_size: int) -> ForwardShape:
         sequence=run.training.seq_len,
         precision=run.training.precision,
         layout=run.layout,
-        autocast=effective_strategy(run.layout, data_dims, run.training.precision) == "ddp",
+        autocast=run_strategy(run, data_dims) == "ddp",
         masked=run.data.mask_documents,
         all_logits=needs_all_logits(run),
     )

@@ -30,13 +30,14 @@ from phalanx.cost.exact.rank_state import (
     owned_counts,
     rank_model_state,
     resident_and_offloaded,
+    run_strategy,
 )
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.working_memory import WorkingMemory, working_memories
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.spec.batch import BatchPlan, plan_batch
 from phalanx.spec.layout import assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, parallel_dims
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 
@@ -183,7 +184,7 @@ def _setup(run: RunSpec, world_size: int) -> _Setup:
         world_size=world_size,
         batch_plan=plan_batch(run, world_size),
         data_dims=data_dims,
-        strategy=effective_strategy(run.layout, data_dims, run.training.precision),
+        strategy=run_strategy(run, data_dims),
     )
 
 

@@ -13,6 +13,7 @@ from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, strategy_on_ranks
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
 
@@ -85,6 +86,20 @@ def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -
     owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
     counts = [owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in owners]
     return STATE_BYTES[run.training.precision] * sum(owned + states for owned, states in counts)
+
+
+def run_strategy(run: RunSpec, data_dims: ParallelDims) -> Strategy:
+    """Return the strategy with which a run computes.
+
+    Networks of the user compute with autocast in a single replica.
+
+    Args:
+        run: The run.
+        data_dims: Its ranks, with those of context parallelism counted as data-parallel.
+    """
+    if run.model.implementation is not None:
+        return strategy_on_ranks(run.layout, data_dims.dp_shard)
+    return effective_strategy(run.layout, data_dims, run.training.precision)
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:

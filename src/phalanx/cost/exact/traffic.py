@@ -18,13 +18,14 @@ from phalanx.cost.exact.parameter_shapes import (
     num_elements,
     parameter_shapes,
 )
+from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
-from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, parallel_dims, uses_model_parallelism
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
 
@@ -175,7 +176,7 @@ def _partial_gradient_traffic(
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
-    is_zero = effective_strategy(layout, data_dims, precision) in ("zero1", "zero2")
+    is_zero = run_strategy(run, data_dims) in ("zero1", "zero2")
     bytes_per_element = (COMPUTE_BYTES if is_zero else STATE_BYTES)[precision]
     for name, shape in rank.dense.items():
         sharding = tensor_sharding(run.model, layout, name)

@@ -32,6 +32,14 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
                 raise UserError("optimizer", type(optimizer).__name__, problem, fix=fix)
 
 
+def steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps of some parameters at a time equal one step of all: not for an optimizer of the user.
+
+    It may count its steps, or use a norm of all gradients."""
+    is_ours = type(optimizer).__module__.startswith(("torch.optim.", "phalanx."))
+    return is_ours and not isinstance(optimizer, tuple(UNSPLITTABLE))
+
+
 def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
     """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block.
 

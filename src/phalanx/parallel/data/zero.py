@@ -20,6 +20,7 @@ Why: `docs/design/decisions/own-zero.md`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.host_copy import copy_to_host, wait_for_host_copies
 from phalanx.parallel.data.offload import CpuOffload
-from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
-from phalanx.parallel.data.zero_buckets import PIECE_BYTES, Bucket, make_buckets
+from phalanx.parallel.data.sharding_checks import check_shardable_optimizers, steps_in_pieces
+from phalanx.parallel.data.zero_buckets import Bucket, make_buckets
 from phalanx.parallel.data.zero_gathers import WeightGathers
 from phalanx.parallel.data.zero_parameters import (
     OwnedParameter,
@@ -51,7 +52,7 @@ from phalanx.parallel.module_tensors import (
 )
 from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.chunks import chunk_by_bytes
+from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, MAX_BUCKETS_IN_FLIGHT, Layout
 
@@ -227,11 +228,15 @@ class ZeRO(Strategy):
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step the owned rows piece by piece, in the order of the forward pass, and gather the results."""
+        """Step the owned rows piece by piece, in the order of the forward pass, and gather the results.
+
+        A single rank steps all rows at once with an optimizer that may use all gradients together."""
         if self.group is not None:
             check_shardable_optimizers(optimizers)
         self.gathers.wait()
-        limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
+        limit: float = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
+        if self.group is None and self.offload is None and not all(map(steps_in_pieces, optimizers)):
+            limit = math.inf
         pieces = chunk_by_bytes(self.buckets[::-1], limit)
         for index, piece in enumerate(pieces):
             parameters = [owned for bucket in piece for owned in bucket.parameters]

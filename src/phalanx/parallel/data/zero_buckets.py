@@ -12,10 +12,6 @@ from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.host_copy import copy_to_host
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.zero_parameters import OwnedParameter
-from phalanx.spec.formatting import MIB
-
-PIECE_BYTES = 256 * MIB
-"""Bytes of owned rows that are stepped at once; their gradients are cast to the rows' precision."""
 
 
 class Bucket:

@@ -71,7 +71,7 @@ class OwnedParameter:
         self.parameter = parameter
         self.sharding = sharding
         self.offload = offload
-        self.matrix = (len(parameter), parameter[0].numel())
+        self.matrix = (len(parameter), parameter.shape[1:].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
         """Number of elements per rank, with padding."""
         self.largest_numel = largest_shape.numel()
