@@ -50,8 +50,8 @@ from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
-from phalanx.schedule.registry import layout_schedule, representative_schedule
-from phalanx.spec.layout import Layout, compiles_whole_blocks
+from phalanx.schedule.registry import layout_compiles_whole_blocks, layout_schedule, representative_schedule
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import effective_strategy
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
@@ -120,9 +120,7 @@ def apply_layout(
 
 def _compile_blocks(module: Transformer, layout: Layout) -> bool:
     """Compile the blocks (step 3), and return whether each one is compiled to one graph."""
-    splits_backward = representative_schedule(layout).splits_backward
-    degree = layout.tp * layout.cp * layout.ep
-    whole = compiles_whole_blocks(degree, splits_backward, layout.fsdp_unit)
+    whole = layout_compiles_whole_blocks(layout)
     compile_blocks(module.blocks.children(), whole)
     return whole
 

@@ -10,7 +10,7 @@ from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, on
 from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import Layout, compiles_whole_blocks
 
 PUBLISHED: dict[str, Callable[[int, int], Schedule]] = {
     "naive": naive,
@@ -69,6 +69,12 @@ def representative_schedule(layout: Layout) -> Schedule:
     if layout.schedule_file is not None:
         return load_schedule_csv(layout.schedule_file, layout.pp)
     return layout_schedule(layout, 2 * layout.pp)
+
+
+def layout_compiles_whole_blocks(layout: Layout) -> bool:
+    """Return whether each block of a layout is compiled to one graph."""
+    splits_backward = representative_schedule(layout).splits_backward
+    return compiles_whole_blocks(layout.tp * layout.cp * layout.ep, splits_backward, layout.fsdp_unit)
 
 
 @cache

@@ -157,9 +157,7 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
 
 
 def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
-    """Return the strategy with which a transformer computes: in bf16, a single replica is ZeRO-1 on one rank.
-
-    It computes with bf16 parameters and trains an fp32 copy.
+    """Return the strategy with which a transformer computes (`replica_strategy`).
 
     Args:
         layout: Layout of the run.
@@ -167,20 +165,23 @@ def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision)
         precision: Precision of the run.
     """
     strategy = strategy_on_ranks(layout, dims.dp_shard)
-    is_replica = strategy == "ddp" and is_single_replica(dims.dp_size, layout.ep)
-    return "zero1" if is_replica and precision in BF16_PRECISIONS else strategy
+    return replica_strategy(strategy, precision, dp_size=dims.dp_size, ep=layout.ep)
 
 
-def is_single_replica(dp_size: int, ep: int) -> bool:
-    """Return whether one replica trains without other ranks' gradients.
+def replica_strategy(strategy: StrategyName, precision: Precision, *, dp_size: int, ep: int) -> StrategyName:
+    """Return the strategy with which the replicas of a transformer compute.
 
-    With expert parallelism, a replica may have several copies of its experts, and adds their gradients.
+    In bf16 a single replica is ZeRO-1 on one rank: it computes with bf16 parameters and trains an fp32 copy. With
+    expert parallelism, one replica may have several copies of its experts, and adds their gradients.
 
     Args:
+        strategy: Strategy of the ranks; only "ddp" has replicas.
+        precision: Precision of the run.
         dp_size: Ranks that read different data, including those of context parallelism.
         ep: Ranks with different experts.
     """
-    return dp_size * ep == 1
+    is_alone = strategy == "ddp" and dp_size * ep == 1
+    return "zero1" if is_alone and precision in BF16_PRECISIONS else strategy
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")

@@ -409,8 +409,9 @@ def test_sharded_state_never_grows_with_ranks_and_covers_the_model(spec, n, extr
     )
     assert many.state <= fewer.state
     alone = predict_model_memory(table, stage, 1, precision, "adamw")
-    trained = alone.optimizer + (0 if precision == "bf16" else alone.parameters)
-    assert n * (fewer.parameters + fewer.optimizer) >= trained
+    # The fp32 copy of a bf16 model is part of the optimizer state, except for zero3, whose parameters are fp32.
+    masters = fewer.parameters if stage == "zero3" and precision == "bf16" and n > 1 else 0
+    assert n * (fewer.optimizer + masters) >= alone.optimizer
 
 
 @settings(max_examples=30, deadline=None)

@@ -204,11 +204,10 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     """Return the run as TOML, after the checks before reading all text. Raises UserError if one fails."""
     from phalanx.data.source_checks import check_sources
     from phalanx.launch.process import select_nproc
-    from phalanx.schedule.registry import representative_schedule
+    from phalanx.schedule.registry import layout_compiles_whole_blocks
     from phalanx.spec.attention_backend import describe_attention
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
-    from phalanx.spec.layout import compiles_whole_blocks
     from phalanx.train.create_run import offer_recorded_tokens
 
     ranks = select_nproc(run)
@@ -223,9 +222,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
         device_run = run.on_device(select_device(run))
         comments.append(f"# attention kernel: {describe_attention(device_run)}")
         if device_run.compiles:
-            degree = run.layout.tp * run.layout.cp * run.layout.ep
-            splits_backward = representative_schedule(run.layout).splits_backward
-            is_whole = compiles_whole_blocks(degree, splits_backward, run.layout.fsdp_unit)
+            is_whole = layout_compiles_whole_blocks(run.layout)
             compiled = "blocks" if is_whole else "rotary embeddings and activations of blocks"
             comments.append(f"# compiled: {compiled}, and the loss on GPUs")
     return "\n".join([*comments, to_toml(run)]).rstrip()

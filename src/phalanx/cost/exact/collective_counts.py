@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.cost.exact.comm_buffers import bucket_names
+from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import run_strategy
@@ -49,8 +49,7 @@ def count_collectives(
         case "ddp":
             return CollectiveCounts(_ddp_buckets(run, rank))
         case "zero1" | "zero2":
-            limit = layout.bucket_mb * MIB / COMPUTE_BYTES[run.training.precision]
-            buckets = bucket_names(rank.all, limit, rank.expert)
+            buckets = zero_bucket_names(rank, layout, COMPUTE_BYTES[run.training.precision])
             return CollectiveCounts(sum((bucket[0] in rank.expert) == for_experts for bucket in buckets))
         case "zero3" | "hsdp" if for_experts:
             return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))

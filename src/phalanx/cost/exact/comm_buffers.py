@@ -179,7 +179,7 @@ def zero_buffers(
     shapes = rank.all
     ranks = list[int]()
     owned = list[int]()
-    buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
+    buckets = zero_bucket_names(rank, layout, bytes_per_element)
     for bucket in buckets:
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
@@ -237,6 +237,17 @@ def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | No
 def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
     """Return the shapes of the parameters of each bucket of `bucket_names`."""
     return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
+
+
+def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int) -> list[list[str]]:
+    """Return the parameter names of each bucket of ZeRO-1 and 2, in the order of the backward pass.
+
+    Args:
+        rank: Tensors of the rank.
+        layout: Layout of the run.
+        bytes_per_element: Bytes of a number of parameters and gradients.
+    """
+    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
 
 
 def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:

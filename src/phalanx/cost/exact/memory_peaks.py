@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.activation_memory import ActivationBytes
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
-from phalanx.cost.exact.comm_buffers import bucket_names
+from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
@@ -21,7 +21,6 @@ from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
-from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
@@ -74,14 +73,13 @@ def split_persistent_memory(
     if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
         summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
-    casts = strategy in ("zero1", "zero2") and layout.offload == "none" and accumulation <= MAX_BF16_SUMS
-    cast_bytes = gradient_cast_bytes(run, rank, strategy) if casts else 0
     return PersistentMemory(
         parameters_and_optimizer=state.parameters + state.optimizer,
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
-        optimizer_workspace=optimizer_step_bytes(run, rank, strategy) + cast_bytes,
+        optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
+        + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
     )
 
 
@@ -151,34 +149,34 @@ def without_other_streams(
     return replace(persistent, gradients=0, accumulated_gradients=0), computing
 
 
-def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
+def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, accumulation: int) -> int:
     """Return the temporary bytes of the fp32 gradients that ZeRO-1 and 2 step with, in addition to the bf16 gradients.
 
-    They step in pieces (`PIECE_BYTES`), and drop the gradients of each.
+    They step in pieces (`PIECE_BYTES`), and drop the gradients of each. Offloaded gradients are cast in CPU memory, and
+    those of many micro-batches are fp32 already.
 
     Args:
         run: Run whose precision and layout apply.
         rank: Tensors of the rank.
         strategy: Effective data-parallel strategy.
+        accumulation: Micro-batches per step.
     """
-    if run.training.precision not in BF16_PRECISIONS:
+    precision = run.training.precision
+    is_zero = strategy in ("zero1", "zero2") and run.layout.offload == "none"
+    if not is_zero or precision not in BF16_PRECISIONS or accumulation > MAX_BF16_SUMS:
         return 0
-    shapes = rank.all
-    rows = {
-        name: max_shard_elements(shape, rank.expert_shards if name in rank.expert else rank.shards)
-        for name, shape in shapes.items()
-    }
+    rows = _owned_elements(rank, strategy)
 
     def row_bytes(bucket: list[str]) -> int:
-        return STATE_BYTES[run.training.precision] * sum(rows[name] for name in bucket)
+        return STATE_BYTES[precision] * sum(rows[name] for name in bucket)
 
-    buckets = bucket_names(shapes, run.layout.bucket_mb * MIB / COMPUTE_BYTES[run.training.precision], rank.expert)
+    buckets = zero_bucket_names(rank, run.layout, COMPUTE_BYTES[precision])
+    kept = {name: num_elements(shape) for name, shape in rank.all.items()} if strategy == "zero1" else rows
     most = dropped = 0
     for piece in chunk_by_bytes(buckets[::-1], PIECE_BYTES, row_bytes):
         names = [name for bucket in piece for name in bucket]
         most = max(most, row_bytes(names) - dropped)
-        gradients = (num_elements(shapes[name]) if strategy == "zero1" else rows[name] for name in names)
-        dropped += COMPUTE_BYTES[run.training.precision] * sum(gradients)
+        dropped += COMPUTE_BYTES[precision] * sum(kept[name] for name in names)
     return most
 
 
@@ -197,10 +195,7 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes = STATE_BYTES[run.training.precision]
-    owned_elements = dict[str, int]()
-    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
-        ranks = 1 if strategy == "ddp" else shards
-        owned_elements |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+    owned_elements = _owned_elements(rank, strategy)
     if run.optimizer.name == "sgd":
         return state_bytes * sum(owned_elements.values()) if run.optimizer.weight_decay else 0
     groups = Counter[Shape]()
@@ -218,6 +213,15 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
         ),
         default=0,
     )
+
+
+def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
+    """Return the elements of each parameter that the rank trains."""
+    owned = dict[str, int]()
+    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
+        ranks = 1 if strategy == "ddp" else shards
+        owned |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+    return owned
 
 
 def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:

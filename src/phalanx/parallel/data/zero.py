@@ -228,16 +228,11 @@ class ZeRO(Strategy):
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step the owned rows piece by piece, in the order of the forward pass, and gather the results.
-
-        A single rank steps all rows at once with an optimizer that may use all gradients together."""
+        """Step the owned rows piece by piece, in the order of the forward pass, and gather the results."""
         if self.group is not None:
             check_shardable_optimizers(optimizers)
         self.gathers.wait()
-        limit: float = PIECE_BYTES if self.offload is None else self.offload.piece_bytes
-        if self.group is None and self.offload is None and not all(map(steps_in_pieces, optimizers)):
-            limit = math.inf
-        pieces = chunk_by_bytes(self.buckets[::-1], limit)
+        pieces = chunk_by_bytes(self.buckets[::-1], self._piece_bytes(optimizers))
         for index, piece in enumerate(pieces):
             parameters = [owned for bucket in piece for owned in bucket.parameters]
             masters = [owned.master for owned in parameters]
@@ -253,6 +248,12 @@ class ZeRO(Strategy):
                 self.gathers.add(bucket)
         if not self.gathers.overlaps_forward:
             self.gathers.wait()
+
+    def _piece_bytes(self, optimizers: Sequence[torch.optim.Optimizer]) -> float:
+        """Return the bytes of rows to step at once: on a single rank all, if an optimizer may use all gradients."""
+        if self.offload is not None:
+            return self.offload.piece_bytes
+        return math.inf if self.group is None and not all(map(steps_in_pieces, optimizers)) else PIECE_BYTES
 
     def _master_gradients(self, parameters: Sequence[OwnedParameter]) -> list[Tensor | None]:
         """Return the scaled gradients of these masters, with a single wait for the device."""

@@ -20,8 +20,7 @@ from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import needs_all_logits
 from phalanx.spec.layout import compiles_whole_blocks
-from phalanx.spec.parallel_dims import is_single_replica
-from phalanx.spec.precision import BF16_PRECISIONS
+from phalanx.spec.parallel_dims import replica_strategy
 from phalanx.spec.run import RunSpec
 
 OFFLOAD_TARGETS = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
@@ -94,7 +93,9 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
             strategy, run.training.precision, 1, owned=1, states=states, micro_batches=micro_batches
         )
 
-    strategies = [_state_strategy(run, c) for c in layouts]
+    strategies = [
+        replica_strategy(c.data_parallel, run.training.precision, dp_size=c.dp * c.cp, ep=c.ep) for c in layouts
+    ]
     state = [per_parameter(strategy, c.micro_batches) for strategy, c in zip(strategies, layouts, strict=True)]
     pipelines = {_pipeline(c): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
@@ -139,12 +140,6 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
         "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in layouts],
     }
-
-
-def _state_strategy(run: RunSpec, candidate: CandidateLayout) -> Strategy:
-    """Return the strategy that determines the state of a rank, as `effective_strategy`."""
-    is_replica = candidate.data_parallel == "ddp" and is_single_replica(candidate.dp * candidate.cp, candidate.ep)
-    return "zero1" if is_replica and run.training.precision in BF16_PRECISIONS else candidate.data_parallel
 
 
 def _pipeline(candidate: CandidateLayout) -> Hashable:
