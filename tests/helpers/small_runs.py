@@ -109,7 +109,7 @@ def make_trainer(run: RunSpec, device: str = "cpu", **data: Any) -> Trainer:
 
 def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
     """Train one step with the step profiler; return its record and what was measured."""
-    record, profile = profile_step(under_way, partial(under_way.train_step, batches))
+    record, profile = profile_step(under_way, lambda _: under_way.train_step(batches))
     return record, {"step": record["step"], **profile.as_dict}
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.chunks import row_chunks
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.spec.model import ModelSpec
 
 CHUNK_ELEMENTS = 2**15
-"""Elements that are in fp32 at one time."""
+"""Elements that are in fp32 at one time: they fit a CPU's caches."""
 
 
 class RMSNorm(nn.Module):
@@ -40,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)
         inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part, rms_part, out_part in _row_chunks(x, inverse_rms, out):
+        for part, rms_part, out_part in _chunks(x, inverse_rms, out):
             exact = at_least_fp32(part)
             torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps, out=rms_part)
             out_part.copy_((exact * rms_part).mul_(weight))
@@ -52,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x = x.new_empty(x.shape)
         grad_weight = at_least_fp32(weight).new_zeros(weight.shape)
-        for part, rms_part, gradient_part, grad_part in _row_chunks(x, inverse_rms, gradient, grad_x):
+        for part, rms_part, gradient_part, grad_part in _chunks(x, inverse_rms, gradient, grad_x):
             normalized = at_least_fp32(part) * rms_part
             exact = at_least_fp32(gradient_part)
             grad_weight += (exact * normalized).sum(0)
@@ -62,10 +63,9 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), None
 
 
-def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of the rows of tensors [..., width], whose values in fp32 fit a CPU's caches."""
-    rows = max(1, CHUNK_ELEMENTS // tensors[0].shape[-1])
-    return zip(*(tensor.flatten(0, -2).split(rows) for tensor in tensors), strict=True)
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of the rows of tensors [..., width]."""
+    return row_chunks(max(1, CHUNK_ELEMENTS // tensors[0].shape[-1]), *(tensor.flatten(0, -2) for tensor in tensors))
 
 
 def build_norm(spec: ModelSpec) -> nn.Module:

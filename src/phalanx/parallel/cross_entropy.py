@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.model.chunks import row_chunks
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
 
 
-def log_sum_exp(x_NV: Tensor) -> Tensor:
+def log_sum_exp(x_NV: Tensor, out: Tensor | None = None) -> Tensor:
     """Return log sum_v exp(x_v) of each row, [N], at least in fp32."""
     max_N = at_least_fp32(x_NV.amax(1))
-    return max_N + torch.sub(x_NV, max_N[:, None]).exp_().sum(1).log_()
+    return torch.add(max_N, torch.sub(x_NV, max_N[:, None]).exp_().sum(1).log_(), out=out)
 
 
 def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
@@ -71,7 +72,10 @@ KNOWN_VALUE = "known_value"
 
 def log_sum_exp_in_chunks(x_NV: Tensor) -> Tensor:
     """Return `log_sum_exp` of chunks of rows, because it allocates values of the size of its rows."""
-    return torch.cat([log_sum_exp(x) for x in x_NV.split(_chunk_rows(x_NV))])
+    logsumexp_N = x_NV.new_empty(len(x_NV), dtype=torch.promote_types(x_NV.dtype, torch.float32))
+    for rows, logsumexp in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N):
+        log_sum_exp(rows, out=logsumexp)
+    return logsumexp_N
 
 
 def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
@@ -83,8 +87,7 @@ def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale
         column_N: As in `replace_by_gradient`.
         scale: Factor of the loss.
     """
-    rows = _chunk_rows(x_NV)
-    for chunk in zip(x_NV.split(rows), logsumexp_N.split(rows), column_N.split(rows), strict=True):
+    for chunk in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
         replace_by_gradient(*chunk, scale=scale)
     return x_NV
 

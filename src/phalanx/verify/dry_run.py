@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,10 +37,10 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
-from phalanx.train.profiling.step_profiler import first_steady_step, profile_step
+from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
 from phalanx.verify.fake_tensors import shape_only_tensors
+from phalanx.verify.repetition import few_chunks, forward_backward_once
 
-_ALL = sys.maxsize
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
 """Memory, traffic and FLOPs of a rank's step (see `profile_step`), and the cost of tracing it."""
@@ -59,7 +58,9 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
         )
 
 
-def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2) -> Iterator[Traced]:
+def trace_ranks(
+    run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2, full: bool = False
+) -> Iterator[Traced]:
     """Yield the traces of these ranks in order, each from a separate process.
 
     Args:
@@ -67,6 +68,7 @@ def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers
         world_size: Number of ranks of the run.
         ranks: Ranks to trace.
         max_workers: Maximum number of concurrent processes.
+        full: Trace all micro-batches and chunks, also equal ones (`verify.repetition`).
 
     Raises:
         UserError: the run cannot be traced; then no process is started.
@@ -77,7 +79,7 @@ def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
-            yield from pool.map(partial(_trace_or_raise, run, world_size), ranks)
+            yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -99,20 +101,21 @@ class TraceError(RuntimeError):
     """A failure of a rank's program; some PyTorch errors cannot be sent between processes."""
 
 
-def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
+def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
     try:
-        return trace_rank(run, world_size, rank)
+        return trace_rank(run, world_size, rank, full=full)
     except Exception:
         raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
 
 
-def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
+def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> Traced:
     """Trace a step of one rank in this process, which must not have a process group.
 
     Args:
         run: Run to trace.
         world_size: Number of ranks of the run.
         rank: Rank to trace.
+        full: Trace all micro-batches and chunks, also equal ones.
     """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
@@ -124,11 +127,11 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
-        with shape_only_tensors():
+        with shape_only_tensors(), nullcontext() if full else few_chunks():
             learner = Learner(run, mesh, CPU, weights=_empty_weight)
             for _ in range(_num_warmup_steps(learner)):
-                run_step(learner, _min_micro_batches(run))
-            _, profile = profile_step(learner, partial(run_step, learner))
+                run_step(learner, None, full, max_micro_batches=_min_micro_batches(run))
+            _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, full))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -151,7 +154,7 @@ def _num_warmup_steps(learner: Learner) -> int:
     return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
 
 
-def _min_micro_batches(run: RunSpec) -> int:
+def _min_micro_batches(run: RunSpec) -> int | None:
     """Return the number of micro-batches that suffices for a warm-up step."""
     if run.layout.pp == 1:
         return 1
@@ -159,13 +162,22 @@ def _min_micro_batches(run: RunSpec) -> int:
         with suppress(UserError):
             layout_schedule(run.layout, count)
             return count
-    return _ALL
+    return None
 
 
-def run_step(learner: Learner, micro_batches: int = _ALL) -> None:
-    """Run a step like `Trainer.train_step`, without reading its results."""
-    micros = _make_micro_batches(learner)[:micro_batches] if learner.strategy.runs_model else []
-    learner.reduce(learner.forward_backward(micros))
+def run_step(
+    learner: Learner, recorders: StepRecorders | None, full: bool, max_micro_batches: int | None = None
+) -> None:
+    """Run a step like `Trainer.train_step`, without reading its results.
+
+    Args:
+        learner: Learner of the step.
+        recorders: Recorders of the step; None if it is not recorded.
+        full: Run all micro-batches, also equal ones.
+        max_micro_batches: Maximum number of micro-batches; None: those of the run.
+    """
+    micros = _make_micro_batches(learner)[:max_micro_batches] if learner.strategy.runs_model else []
+    learner.reduce(learner.forward_backward(micros) if full else forward_backward_once(learner, micros, recorders))
     learner.update(1.0)
 
 

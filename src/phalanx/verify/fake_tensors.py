@@ -66,9 +66,11 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(dtype in INTEGER_DTYPES for dtype in dtypes) and prod(shape) <= MAX_REAL_ELEMENTS
     if all(tensor.is_meta for tensor in tensors):
         return device is None
-    # What comes of several is at most as large as all pairs of their elements, but where it is written into the first.
+    # A result has at most as many elements as there are pairs of the operands' elements, and fewer where it is written
+    # into the first operand, or taken from a list by an index.
     sizes = [tensor.numel() for tensor in tensors]
-    largest = sizes[0] if func._schema.is_mutable else prod(sizes)
+    takes_entries = func is torch.ops.aten.index.Tensor and tensors[0].ndim == 1
+    largest = sizes[0] if func._schema.is_mutable else prod(sizes[1:]) if takes_entries else prod(sizes)
     all_integer = all(dtype in INTEGER_DTYPES for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
     return all_integer and largest <= MAX_REAL_ELEMENTS
 

@@ -87,7 +87,8 @@ class OwnedParameter:
         self._full_sum: Tensor | None = None
         """Full gradient of a step's micro-batches in fp32, if there are many."""
         self._host_gradient: Tensor | None = None
-        self._num_added = 0
+        self.num_added = 0
+        """Number of micro-batches whose gradients are in the sum."""
         self._seen_version = -1
         """Version of `parameter.grad` that was counted last."""
 
@@ -106,9 +107,9 @@ class OwnedParameter:
         gradient = self.parameter.grad
         if gradient is None or gradient._version == self._seen_version:
             return
-        self._num_added += 1
+        self.num_added += 1
         self._seen_version = gradient._version
-        if needs_fp32_sum(gradient.dtype, self._num_added):
+        if needs_fp32_sum(gradient.dtype, self.num_added):
             self._full_sum = gradient.float() if self._full_sum is None else self._full_sum.add_(gradient)
             self._drop_parameter_gradient()
 
@@ -132,7 +133,7 @@ class OwnedParameter:
         """Drop the gradients of the step."""
         self.drop_full_gradient()
         self.gradient = None
-        self._num_added = 0
+        self.num_added = 0
 
     def accumulate(self, received: Tensor, keep_full: bool) -> None:
         """Save a reduced gradient in the full gradient's rows, or add it to those of earlier micro-batches."""
@@ -142,7 +143,7 @@ class OwnedParameter:
             if received is not full_gradient:
                 self.gradient.copy_(received)
             return
-        self._num_added += 1
+        self.num_added += 1
         if self.offload is None:
             self.gradient = self._add_on_device(received)
             return
@@ -153,9 +154,9 @@ class OwnedParameter:
     def _add_on_device(self, received: Tensor) -> Tensor:
         """Return the sum; the step's first gradient starts it."""
         if self.gradient is None:
-            self._num_added = 1
+            self.num_added = 1
             return received
-        if needs_fp32_sum(self.gradient.dtype, self._num_added):
+        if needs_fp32_sum(self.gradient.dtype, self.num_added):
             self.gradient = self.gradient.float()
         return self.gradient.add_(received)
 
@@ -167,7 +168,7 @@ class OwnedParameter:
         elif is_first:
             self._host_gradient.copy_(received)
         else:
-            if needs_fp32_sum(self._host_gradient.dtype, self._num_added):
+            if needs_fp32_sum(self._host_gradient.dtype, self.num_added):
                 narrow_sum = self._host_gradient
                 self._host_gradient = offload.to_host(narrow_sum.float())
                 offload.release(narrow_sum)

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operations whose tensors are communication buffers, unless `known` names them."""
+
+
+@dataclass
+class MemoryChange:
+    """How the bytes by part change while some code runs, relative to those before it."""
+
+    peaks: Counter[str] = field(default_factory=Counter)
+    """Maximum of each part."""
+    peak_working: int = 0
+    peak_total: int = 0
+    net: Counter[str] = field(default_factory=Counter)
+    """Change of each part from start to end."""
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -107,11 +120,45 @@ class MemoryMeter(TorchDispatchMode):
             self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
         for part, size_bytes in self.bytes_by_part.items():
             self.peaks[part] = max(self.peaks[part], size_bytes)
-        self.peak_working = max(
-            self.peak_working, self.bytes_by_part["activations"] + self.bytes_by_part["communication"]
-        )
+        self.peak_working = max(self.peak_working, self._working_bytes)
+        self.peak_total = max(self.peak_total, self._total_bytes)
+
+    @property
+    def _working_bytes(self) -> int:
+        return self.bytes_by_part["activations"] + self.bytes_by_part["communication"]
+
+    @property
+    def _total_bytes(self) -> int:
         elsewhere = sum(self.bytes_by_part[part] for part in self.other_memory)
-        self.peak_total = max(self.peak_total, sum(self.bytes_by_part.values()) - elsewhere)
+        return sum(self.bytes_by_part.values()) - elsewhere
+
+    @contextmanager
+    def recording_change(self) -> Iterator[MemoryChange]:
+        """Record the change while the code inside runs; it is complete at the end."""
+        self._update_peaks()
+        before = self.peaks, self.peak_working, self.peak_total
+        start = self.bytes_by_part.copy(), self._working_bytes, self._total_bytes
+        self.peaks, self.peak_working, self.peak_total = start[0].copy(), *start[1:]
+        change = MemoryChange()
+        yield change
+        self._update_peaks()
+        change.peaks = _difference(self.peaks, start[0])
+        change.peak_working = self.peak_working - start[1]
+        change.peak_total = self.peak_total - start[2]
+        change.net = _difference(self.bytes_by_part, start[0])
+        self.peaks |= before[0]
+        self.peak_working = max(self.peak_working, before[1])
+        self.peak_total = max(self.peak_total, before[2])
+
+    def repeat_change(self, change: MemoryChange) -> None:
+        """Count a recorded change again, without its tensors."""
+        self._update_peaks()
+        for part, added in change.peaks.items():
+            self.peaks[part] = max(self.peaks[part], self.bytes_by_part[part] + added)
+        self.peak_working = max(self.peak_working, self._working_bytes + change.peak_working)
+        self.peak_total = max(self.peak_total, self._total_bytes + change.peak_total)
+        for part, added in change.net.items():
+            self.bytes_by_part[part] += added
 
     @contextmanager
     def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -131,6 +178,11 @@ class MemoryMeter(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _difference(after: Counter[str], before: Counter[str]) -> Counter[str]:
+    """Return the differences, of either sign (those of Counter's minus are positive)."""
+    return Counter({part: after[part] - before[part] for part in after.keys() | before.keys()})
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class StepProfiler:
         tokens = trainer.experts.current.clone()
         step = partial(trainer.train_step, batches)
         if step_number == self.metered_step:
-            record, profile = profile_step(trainer, step, over_time=True)
+            record, profile = profile_step(trainer, lambda _: step(), over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         elif step_number == self.traced_step:
             file = gpu_trace_file(trainer.directory, trainer.mesh.rank, step_number)
@@ -158,29 +158,39 @@ class StepProfile:
         }
 
 
+class StepRecorders:
+    """The recorders of one step: memory, collectives and FLOPs."""
+
+    def __init__(self, learner: Learner, history: list[tuple[float, Mapping[str, int]]] | None = None) -> None:
+        """Create the recorders; `history` receives the bytes by part over time."""
+        strategy = learner.strategy
+        self.memory = MemoryMeter(
+            lambda: strategy.resident_tensors(learner.optimizers),
+            strategy.resizable_buffers(),
+            history,
+            other_memory=() if learner.device.type == "cpu" else ("offloaded",),
+        )
+        self.collectives = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
+        self.flops = FlopCounter()
+
+
 def profile_step(
-    learner: Learner, step: Callable[[], StepResult], over_time: bool = False
+    learner: Learner, step: Callable[[StepRecorders], StepResult], over_time: bool = False
 ) -> tuple[StepResult, StepProfile]:
     """Run a step several times slower, without compiled code, and return its result and full profile.
 
     Args:
         learner: Learner of the step.
-        step: Function that runs the step.
+        step: Function that runs the step, under the given recorders.
         over_time: Record the memory over time, not only its peak.
     """
     strategy = learner.strategy
     profile = StepProfile(waits={})
-    memory = MemoryMeter(
-        lambda: strategy.resident_tensors(learner.optimizers),
-        strategy.resizable_buffers(),
-        profile.memory_history if over_time else None,
-        other_memory=() if learner.device.type == "cpu" else ("offloaded",),
-    )
-    recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
-    flop_counter = FlopCounter()
+    recorders = StepRecorders(learner, profile.memory_history if over_time else None)
+    memory = recorders.memory
 
     def record_flops() -> None:
-        profile.flops = flop_counter.flops
+        profile.flops = recorders.flops.flops
 
     def record_resident_memory() -> None:
         memory.reclassify()
@@ -196,17 +206,17 @@ def profile_step(
             _recorded_waits(strategy) as profile.waits,
             _without_compiled_code(learner),
             memory,
-            recorder,
-            flop_counter,
+            recorders.collectives,
+            recorders.flops,
         ):
-            result = step()
+            result = step(recorders)
             strategy.wait_for_weights()
     finally:
         learner.after_passes.remove(record_flops)
         learner.after_reduction.remove(record_resident_memory)
-    recorder.resolve_device_times()
+    recorders.collectives.resolve_device_times()
     profile.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
-    profile.calls = recorder.calls
+    profile.calls = recorders.collectives.calls
     return result, profile
 
 

@@ -1,0 +1,18 @@
+"""Chunks of the rows of tensors, whose temporary values are in memory one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+
+def row_chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of the same `rows` rows of each tensor, in order; the last chunk may have fewer."""
+    for start in chunk_starts(len(tensors[0]), rows):
+        yield tuple(tensor[start : start + rows] for tensor in tensors)
+
+
+def chunk_starts(total: int, rows: int) -> Sequence[int]:
+    """Return the first row of each chunk; a dry run computes only some of them (`verify.repetition`)."""
+    return range(0, total, rows)

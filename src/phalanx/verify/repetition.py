@@ -1,0 +1,311 @@
+"""Equal work of a step is traced once, and counted as often as the step repeats it.
+
+Chunks of rows: the first two and the last. Micro-batches: the first, which creates gradients, and some after it; the
+one that turns bf16 sums into fp32, and some after it; the last, which may reduce. Each of the others counts as the one
+before it: its collectives, its FLOPs and its changes of memory. In a pipeline this is done for each pass of a stage,
+whereas all messages between ranks are traced, because the schedule determines their order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.data.zero import ZeRO
+from phalanx.parallel.data.zero_parameters import OwnedParameter
+from phalanx.parallel.pipeline.runtime import PipelineStrategy
+from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
+from phalanx.parallel.strategy import Strategy
+from phalanx.schedule.schedule import Action
+from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.train.learner import Learner, MicroBatch
+from phalanx.train.profiling.collective_recorder import CollectiveCall
+from phalanx.train.profiling.memory_meter import MemoryChange
+from phalanx.train.profiling.step_profiler import StepRecorders
+from phalanx.train.step_sums import StepSums
+
+KEPT_FOR_WEIGHTS = frozenset({"input", "output gradient"})
+"""Messages that the second half of a backward pass may read."""
+NUM_TRACED = 3
+"""Traced passes of a phase: the first differs, the second follows one that differs."""
+
+
+@contextmanager
+def few_chunks() -> Iterator[None]:
+    """Compute only the first two chunks of rows and the last: the others need as much memory as the second."""
+
+    def first_two_and_last(total: int, rows: int) -> Sequence[int]:
+        starts = range(0, total, rows)
+        return starts if len(starts) <= 3 else [*starts[:2], starts[-1]]
+
+    with mock.patch("phalanx.model.chunks.chunk_starts", first_two_and_last):
+        yield
+
+
+def phases(kinds: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on.
+
+    Args:
+        kinds: Kinds of passes, in their order.
+    """
+    bounds = sorted([MAX_BF16_SUMS, MAX_BF16_SUMS + 1, len(kinds) - 1])
+    return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
+
+
+def first_of_phases(kinds: Sequence[str]) -> set[int]:
+    """Return the positions of passes that need to be traced."""
+    earlier = Counter[tuple[str, int]]()
+    positions = set()
+    for position, phase in enumerate(phases(kinds)):
+        if earlier[phase] < NUM_TRACED:
+            positions.add(position)
+        earlier[phase] += 1
+    return positions
+
+
+def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
+    """Return for each action of a rank the one that is traced in its place: itself, or an equal one before it.
+
+    All actions of a stage and micro-batch are traced, or none. Backward passes of weights change the sums of gradients,
+    alone or as part of a full backward pass; forward passes and those of inputs are equal independently.
+
+    Args:
+        actions: Actions of a step, in their order.
+    """
+    sequences = defaultdict[tuple[int, str], list[Action]](list)
+    for action in actions:
+        sequences[action.stage, "BW" if action.kind in "BW" else action.kind].append(action)
+    needed = {
+        (stage, sequence[position].micro)
+        for (stage, _), sequence in sequences.items()
+        for position in first_of_phases([action.kind for action in sequence])
+    }
+    traced: dict[Action, Action] = {}
+    for (stage, _), sequence in sequences.items():
+        newest: dict[tuple[str, int], Action] = {}
+        for action, phase in zip(sequence, phases([action.kind for action in sequence]), strict=True):
+            if (stage, action.micro) in needed:
+                newest[phase] = action
+            traced[action] = newest[phase]
+    return traced
+
+
+def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> StepSums:
+    """Compute gradients like `Learner.forward_backward`, and run equal micro-batches once.
+
+    Args:
+        learner: Learner of the step.
+        micros: Micro-batches of this rank.
+        recorders: Recorders of the step, which count all micro-batches; None if it is not recorded.
+    """
+    strategy = learner.strategy
+    if isinstance(strategy, PipelineStrategy):
+        schedule = strategy.schedule_of(len(micros))
+        passes = RepeatedPasses(strategy.passes, list(schedule.actions(strategy.rank)), recorders)
+        with mock.patch.object(strategy, "passes", passes):
+            return learner.forward_backward(micros)
+    repeated = RepeatedMicroBatches(learner, micros, recorders)
+    with mock.patch.object(learner, "compute_losses", repeated.compute_losses):
+        return learner.forward_backward(repeated.traced)
+
+
+class _Mark(NamedTuple):
+    """What recorders and counters show at one time."""
+
+    calls: int
+    flops: int
+    num_added: list[int]
+
+
+@dataclass
+class _Work:
+    """What a micro-batch, or a pass of it, adds to recorders and counters."""
+
+    calls: list[CollectiveCall]
+    flops: int
+    num_added: list[int]
+
+
+class RepeatedWork:
+    """Recorders of a step, and the counters of the trainer's state that depend on the number of micro-batches."""
+
+    def __init__(self, strategy: Strategy, recorders: StepRecorders | None) -> None:
+        """Create it; `recorders` is None in a step that is not recorded."""
+        self.recorders = recorders
+        self._owned: list[OwnedParameter] = []
+        if isinstance(strategy, ZeRO):
+            self._owned = [owned for bucket in strategy.buckets for owned in bucket.parameters]
+
+    def mark(self) -> _Mark:
+        """Return the present state."""
+        calls, flops = (0, 0)
+        if self.recorders is not None:
+            calls, flops = len(self.recorders.collectives.calls), self.recorders.flops.flops
+        return _Mark(calls, flops, [owned.num_added for owned in self._owned])
+
+    def since(self, mark: _Mark) -> _Work:
+        """Return what was added since the mark."""
+        now = self.mark()
+        calls = [] if self.recorders is None else self.recorders.collectives.calls[mark.calls :]
+        added = [after - before for after, before in zip(now.num_added, mark.num_added, strict=True)]
+        return _Work(calls, now.flops - mark.flops, added)
+
+    def repeat(self, work: _Work, times: int = 1) -> None:
+        """Add the same again."""
+        if self.recorders is not None:
+            self.recorders.collectives.calls += times * work.calls
+            self.recorders.flops.flops += times * work.flops
+        for owned, added in zip(self._owned, work.num_added, strict=True):
+            owned.num_added += times * added
+
+
+# -- micro-batches without a pipeline ----------------------------------------------------------------------------------
+
+
+class RepeatedMicroBatches:
+    """The micro-batches of a step that are traced; those left out count when the next one starts."""
+
+    def __init__(self, learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> None:
+        indices = sorted(first_of_phases(["FB"] * len(micros)))
+        self.traced = [micros[index] for index in indices]
+        self._left_out = [after - before - 1 for before, after in zip([-1, *indices], indices, strict=False)]
+        self._compute_losses = learner.compute_losses
+        self._work = RepeatedWork(learner.strategy, recorders)
+        self._mark = self._work.mark()
+        self._num_started = 0
+
+    def compute_losses(self, model: object, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Count the micro-batches left out before this one as its predecessor, and start it."""
+        self._work.repeat(self._work.since(self._mark), times=self._left_out[self._num_started])
+        self._num_started += 1
+        self._mark = self._work.mark()
+        return self._compute_losses(model, micro)  # type: ignore[arg-type]
+
+
+# -- passes of a pipeline ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _TracedPass:
+    """A traced pass of a stage, for those that repeat it."""
+
+    work: _Work
+    memory: MemoryChange
+    """Change by all tensors but the messages between stages."""
+    output: Callable[[], Tensor | None]
+    """Returns an empty tensor like the message to another stage, or like the loss."""
+    losses: Callable[[], Tensor | None]
+    """The same for the losses of a forward pass."""
+
+
+class RepeatedPasses(StagePasses):
+    """Passes of a pipeline rank, of which those of some micro-batches run, and the others repeat one of these.
+
+    A repeated pass has its messages as tensors, which live as long as those of the pass that it repeats. All its other
+    tensors are numbers."""
+
+    def __init__(self, passes: StagePasses, actions: Sequence[Action], recorders: StepRecorders | None) -> None:
+        """Create the passes.
+
+        Args:
+            passes: Passes that are traced.
+            actions: Actions of this rank in the step.
+            recorders: Recorders of the step; None if it is not recorded.
+        """
+        super().__init__(passes.data_parallel, passes.stages, passes.forward_context)
+        self._traced_action = traced_actions(actions)
+        self._meter = None if recorders is None else recorders.memory
+        self._work = RepeatedWork(passes.data_parallel, recorders)
+        self._traced: dict[Action, _TracedPass] = {}
+        self._messages: dict[tuple[int, int], dict[str, Tensor | None]] = defaultdict(dict)
+        """Messages of repeated passes, by stage and micro-batch: the input and output, and their gradients."""
+        self._storages: dict[tuple[int, int], dict[str, ref[torch.UntypedStorage]]] = defaultdict(dict)
+        """The messages of traced passes."""
+        self._kept: dict[tuple[int, int], Set[str]] = {}
+        """Messages that a traced backward pass leaves to the second half, by stage and micro-batch."""
+        self._last_backward: tuple[int, int] | None = None
+
+    def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
+        """Run or repeat an action, and return its output for another stage, if any."""
+        if self._last_backward is not None:  # only now the caller has dropped the gradient that it received
+            self._kept[self._last_backward] = self._alive(self._last_backward).keys() & KEPT_FOR_WEIGHTS
+            self._last_backward = None
+        traced_action = self._traced_action[action]
+        if traced_action == action:
+            return self._trace(action, received, state)
+        return self._repeat(action, traced_action, received, state)
+
+    def _trace(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
+        key = action.stage, action.micro
+        is_forward = action.kind == "F"
+        self._name(key, "input" if is_forward else "output gradient", received)
+        mark = self._work.mark()
+        messages = self._message_bytes(key)
+        with nullcontext(MemoryChange()) if self._meter is None else self._meter.recording_change() as change:
+            output = super().execute(action, received, state)
+        self._name(key, "output" if is_forward else "input gradient", output)
+        losses = state.losses_by_micro_batch[action.micro][-1] if is_forward else None
+        self._name(key, "losses", losses)
+        change.net.update(messages)
+        change.net.subtract(self._message_bytes(key))
+        self._traced[action] = _TracedPass(self._work.since(mark), change, _empty_like(output), _empty_like(losses))
+        if action.kind == "I":
+            self._last_backward = key
+        return output
+
+    def _repeat(
+        self, action: Action, traced_action: Action, received: Tensor | None, state: PipelineStepState
+    ) -> Tensor | None:
+        traced = self._traced[traced_action]
+        messages = self._messages[action.stage, action.micro]
+        if self._meter is not None:
+            self._meter.repeat_change(traced.memory)
+        self._work.repeat(traced.work)
+        output = traced.output()
+        if (losses := traced.losses()) is not None:
+            state.losses_by_micro_batch[action.micro].append(losses)
+            messages.update(input=received, output=output)
+            return output
+        messages["output gradient"] = received
+        kept = self._kept.get((traced_action.stage, traced_action.micro), frozenset()) if action.kind == "I" else set()
+        for name in messages.keys() - kept:
+            del messages[name]
+        if "input" in kept:  # whose attribute `grad` is the output
+            messages["input gradient"] = output
+        return output
+
+    def _name(self, key: tuple[int, int], name: str, message: Tensor | None) -> None:
+        """Remember a message of a traced pass."""
+        if message is not None:
+            self._storages[key][name] = ref(message.untyped_storage())
+
+    def _alive(self, key: tuple[int, int]) -> dict[str, torch.UntypedStorage]:
+        """Return the messages of traced passes that are still in memory."""
+        storages = {name: storage() for name, storage in self._storages[key].items()}
+        return {name: storage for name, storage in storages.items() if storage is not None}
+
+    def _message_bytes(self, key: tuple[int, int]) -> Counter[str]:
+        """Return the recorded bytes of messages in memory, by part."""
+        size_bytes = Counter[str]()
+        if self._meter is not None:
+            for storage in self._alive(key).values():
+                if (part := self._meter.part_by_storage.get(storage._cdata)) is not None:
+                    size_bytes[part] += self._meter.bytes_by_storage[storage._cdata]
+        return size_bytes
+
+
+def _empty_like(tensor: Tensor | None) -> Callable[[], Tensor | None]:
+    """Return a function that creates a tensor like this one, without keeping it."""
+    if tensor is None:
+        return lambda: None
+    return partial(torch.empty, tensor.shape, dtype=tensor.dtype)
