@@ -8,11 +8,14 @@ from torch import Tensor
 
 
 def row_chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of the same `rows` rows of each tensor, in order; the last chunk may have fewer."""
+    """Yield views of the same `rows` rows of each tensor, in order; the last chunk may have fewer.
+
+    For elementwise work and sums only: a dry run computes the first chunks and the last, whose products it would miss.
+    """
     for start in chunk_starts(len(tensors[0]), rows):
         yield tuple(tensor[start : start + rows] for tensor in tensors)
 
 
 def chunk_starts(total: int, rows: int) -> Sequence[int]:
-    """Return the first row of each chunk; a dry run computes only some of them (`verify.repetition`)."""
+    """Return the first row of each chunk; `verify.repetition` replaces this function."""
     return range(0, total, rows)

@@ -87,8 +87,8 @@ def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale
         column_N: As in `replace_by_gradient`.
         scale: Factor of the loss.
     """
-    for chunk in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
-        replace_by_gradient(*chunk, scale=scale)
+    for rows, logsumexp, columns in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
+        replace_by_gradient(rows, logsumexp, columns, scale=scale)
     return x_NV
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.chunks import row_chunks
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
@@ -86,8 +85,8 @@ class _Gradients:
             return
         # In pieces, because each is in memory in the dtype of the product before it is added.
         piece = loss_chunk_rows(x.shape[1], on_cuda=x.is_cuda)
-        for total, columns in row_chunks(piece, self.weight, logits_gradient.T):
-            total += columns @ x
+        for total, columns in zip(self.weight.split(piece), logits_gradient.split(piece, dim=1), strict=True):
+            total += columns.T @ x
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

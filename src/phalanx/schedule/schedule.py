@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
@@ -137,10 +138,10 @@ class Schedule:
                 yield message, self.receiver(message)
 
     @cached_property
-    def links(self) -> frozenset[tuple[int, int]]:
-        """Pairs of ranks of which the first sends to the second."""
+    def links(self) -> Mapping[tuple[int, int], int]:
+        """Number of messages by pair of ranks, of which the first sends to the second."""
         ranks = range(self.ranks)
-        return frozenset((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
+        return Counter((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 
     def output_message(self, action: Action) -> Action | None:
         """Return the message of an action to another stage; None if there is none."""

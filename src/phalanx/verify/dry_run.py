@@ -39,7 +39,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
 from phalanx.verify.fake_tensors import shape_only_tensors
-from phalanx.verify.repetition import few_chunks, forward_backward_once
+from phalanx.verify.repetition import few_chunks, forward_backward_once, num_traced_micro_batches
 
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
@@ -132,11 +132,18 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
             for _ in range(_num_warmup_steps(learner)):
                 run_step(learner, None, full, max_micro_batches=_min_micro_batches(run))
             _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, full))
+            count = learner.batch.gradient_accumulation_steps
+            traced_count = count if full else num_traced_micro_batches(learner, count)
     finally:
         if world_size > 1:
             dist.destroy_process_group()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    tracing = {"seconds": time.perf_counter() - started_at, "process_bytes": peak}
+    tracing = {
+        "seconds": time.perf_counter() - started_at,
+        "process_bytes": peak,
+        "micro_batches": count,
+        "traced_micro_batches": traced_count,
+    }
     traced = profile.as_dict
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -66,13 +67,17 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return any(dtype in INTEGER_DTYPES for dtype in dtypes) and prod(shape) <= MAX_REAL_ELEMENTS
     if all(tensor.is_meta for tensor in tensors):
         return device is None
-    # A result has at most as many elements as there are pairs of the operands' elements, and fewer where it is written
-    # into the first operand, or taken from a list by an index.
-    sizes = [tensor.numel() for tensor in tensors]
-    takes_entries = func is torch.ops.aten.index.Tensor and tensors[0].ndim == 1
-    largest = sizes[0] if func._schema.is_mutable else prod(sizes[1:]) if takes_entries else prod(sizes)
+    largest = tensors[0].numel() if func._schema.is_mutable else _max_elements(tensors)
     all_integer = all(dtype in INTEGER_DTYPES for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
     return all_integer and largest <= MAX_REAL_ELEMENTS
+
+
+def _max_elements(tensors: list[Tensor]) -> int:
+    """Return an upper bound of the elements of a result: of all operands, broadcast or in sequence."""
+    try:
+        return prod(np.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    except ValueError:
+        return sum(tensor.numel() for tensor in tensors)
 
 
 def _empty_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

@@ -100,6 +100,15 @@ def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
     return traced
 
 
+def num_traced_micro_batches(learner: Learner, count: int) -> int:
+    """Return how many micro-batches of a step `forward_backward_once` runs, fully or in some of a rank's stages."""
+    strategy = learner.strategy
+    if not isinstance(strategy, PipelineStrategy):
+        return len(first_of_phases(["FB"] * count))
+    traced = traced_actions(list(strategy.schedule_of(count).actions(strategy.rank)))
+    return len({action.micro for action, traced_action in traced.items() if action == traced_action})
+
+
 def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> StepSums:
     """Compute gradients like `Learner.forward_backward`, and run equal micro-batches once.
 

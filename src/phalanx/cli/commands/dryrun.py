@@ -33,6 +33,9 @@ def dryrun(
         ),
     ] = "corners",
     jobs: Annotated[int, typer.Option(help="Ranks traced in parallel, one core each.", min=1, metavar="N")] = 2,
+    full: Annotated[
+        bool, typer.Option("--full", help="Run all micro-batches; by default equal ones run once.")
+    ] = False,
     machine: Machine = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -41,8 +44,8 @@ def dryrun(
 
     The program of `phalanx train` runs rank by rank on tensors without data: forward and backward passes, clipping, the
     optimizer. Its collectives (operation, ranks, calls, bytes), memory and FLOPs are compared with the plan.
-    Collectives and state must be equal, peak memory and FLOPs within 5 %. Experts are balanced. The exit code is 1 if
-    plan and program disagree.
+    Collectives and state must be equal, peak memory within 2 % (or 256 KiB), FLOPs within 0.1 %. Equal micro-batches
+    run once. Experts are balanced. The exit code is 1 if plan and program disagree.
 
     Examples:
 
@@ -64,7 +67,7 @@ def dryrun(
     check_traceable(described, world_size)
     traced_ranks = _parse_ranks(ranks, world_size, lambda: corner_ranks(described, world_size))
     with _tracing_progress(len(traced_ranks), jobs) as done:
-        report = dry_run(described, world_size, traced_ranks, max_workers=jobs, on_rank_traced=done)
+        report = dry_run(described, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
     if json_:
         from phalanx.cli.views.dryrun import dry_run_to_json
 

@@ -57,7 +57,7 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
             console.print(f"\nrank {traced['rank']}: differences", style="bold")
             console.print(_detail(wrong), soft_wrap=True)
     console.print()
-    for note in NOTES:
+    for note in [*NOTES, *_repetition_note(report)]:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
     if not report.ok:
@@ -66,6 +66,15 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
         console.print(
             f"plan and program agree on all {len(results)} traced ranks of {report.world_size:,}", style="bold green"
         )
+
+
+def _repetition_note(report: DryRunReport) -> list[str]:
+    """Return a line on the micro-batches that were counted as others, if there are any."""
+    counts = {(rank["tracing"]["traced_micro_batches"], rank["tracing"]["micro_batches"]) for rank, _ in report.results}
+    traced, count = max(counts)
+    if traced == count:
+        return []
+    return [f"{traced} of {count} micro-batches ran, the others equal one of them (--full runs all)"]
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:
@@ -123,7 +132,11 @@ def _format_deviation(check: PlanCheck) -> str:
     """Format the deviation of the program from the plan."""
     if check.traced == check.planned:
         return "="
-    return f"{100 * (check.traced / check.planned - 1):+.1f}%" if check.planned else "not planned"
+    if not check.planned:
+        return "not planned"
+    difference = check.traced - check.planned
+    sign = "+" if difference > 0 else "-"
+    return f"{100 * difference / check.planned:+.1f}%, {sign}{format_si(abs(difference))}{UNITS[check.kind]}"
 
 
 def _format_coordinates(run: RunSpec, world_size: int, rank: int) -> str:

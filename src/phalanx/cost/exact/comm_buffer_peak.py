@@ -13,7 +13,9 @@ class CommBufferPeak:
     """Communication buffers at a time of a step's last micro-batch."""
 
     backward_fraction: float
-    """Completed fraction of the backward pass: 0 at its start, 1 at its end and at the update."""
+    """Completed fraction of the blocks' backward pass: 0 at its start, 1 at its end and at the update."""
+    gradient_fraction: float | None = None
+    """Fraction of the gradients that exist by then, if it differs: those of a head precede all blocks."""
     bytes: int
     is_between_blocks: bool = False
     """True between blocks, when the inner gradients of a block have been freed."""

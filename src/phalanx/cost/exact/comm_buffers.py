@@ -12,14 +12,13 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 
-from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
-from phalanx.schedule.registry import representative_schedule
-from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
+from phalanx.schedule.schedule import MAX_POSTED_RECEIVES, Schedule
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
@@ -76,8 +75,8 @@ def comm_buffer_peaks(
 def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks.
 
-    Tensor-parallel ranks have two gathered inputs, and a term of the sum before and after the reduction. Without
-    sequence parallelism they have a sum and its copy. Ring attention has keys, values and their gradients, two of each
+    Tensor-parallel ranks have a gathered input, and a term of the sum before and after the exchange. Without sequence
+    parallelism they have a sum and its copy. Ring attention has keys, values and their gradients, two of each
     (one in transit). An all-to-all has its input and output, and with experts also the rows before sorting.
 
     Args:
@@ -90,7 +89,11 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     elements = 0
     ring_elements = 0
     if layout.tp > 1:
-        elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
+        num_buffers = 2
+        if layout.sequence_parallel:
+            # Tokens of several sequences are gathered by rank, then reordered. On CUDA, measured ranks reserve as much.
+            num_buffers = 3 if batch == 1 and not run.cluster.uses_cuda else 4
+        elements += num_buffers * tokens * (spec.hidden_size + 1)
         # Received queries and keys, contiguous, and with their gradients in transit.
         elements += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
     if layout.cp > 1:
@@ -103,26 +106,27 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     if layout.ep > 1 and spec.moe:
         elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
     compute_bytes = COMPUTE_BYTES[run.training.precision]
-    exact_bytes = max(4, compute_bytes)
-    # On CUDA everything except a ring's sums is in the compute dtype; on a CPU this is an upper estimate.
-    return exact_bytes * ring_elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * elements
+    return max(4, compute_bytes) * ring_elements + compute_bytes * elements
 
 
-def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int, strategy: Strategy) -> int:
+def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank: int, strategy: Strategy) -> int:
     """Return the bytes of messages between pipeline stages: posted receives on every link, and one send.
 
     Args:
         run: The run.
         batch: Sequences of a micro-batch.
+        schedule: Schedule of a step.
         pp_rank: Pipeline rank.
         strategy: Effective strategy of the layout.
     """
-    links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
-    num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
+    num_messages = sum(
+        min(count, MAX_POSTED_RECEIVES if pp_rank == receiver else 1)
+        for (sender, receiver), count in schedule.links.items()
+        if pp_rank in (sender, receiver)
+    )
     compute_bytes = COMPUTE_BYTES[run.training.precision]
-    # Exact on CUDA; under autocast the residual stream is in the parameters' fp32.
-    is_exact = run.cluster.uses_cuda and strategy != "ddp"
-    message_bytes = compute_bytes if is_exact else max(4, compute_bytes)
+    # Under autocast the residual stream is in the parameters' fp32.
+    message_bytes = max(4, compute_bytes) if strategy == "ddp" else compute_bytes
     return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
 
 
@@ -186,21 +190,37 @@ def zero_buffers(
     next_bucket_elements = [
         0 if full_gradients else _bucket_elements([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
     ]
-    fractions = [size / sum(owned) for size in accumulate(owned)]
+    fractions = _completed_fractions([sum(num_elements(shapes[name]) for name in bucket) for bucket in buckets])
+    block_fractions = _completed_fractions(
+        [sum(num_elements(shapes[name]) for name in bucket if name.startswith("blocks.")) for bucket in buckets]
+    )
     offloads = layout.offload != "none"
     max_pair = -1 if offloads else LARGE_MESSAGE_BYTES / bytes_per_element
     in_flight = _in_flight_elements(owned, ranks, num_full_buffers, max_pair=max_pair)
     gathers = _in_flight_elements(owned, ranks, 1, max_pair=inf)
     if not offloads:  # a forward pass gathers two buckets among as many activations as the backward pass reduces them
         in_flight = [*map(max, in_flight, gathers)]
-    points = [*zip(fractions, map(add, in_flight, next_bucket_elements), strict=True), (1.0, max(gathers))]
+    points = zip(
+        [*block_fractions, 1.0],
+        [*fractions, 1.0],
+        [*map(add, in_flight, next_bucket_elements), max(gathers)],
+        strict=True,
+    )
     return [  # the last bucket contains the embedding, whose gradient follows that of the first block
         CommBufferPeak(
-            backward_fraction=fraction, bytes=bytes_per_element * size, is_between_blocks=bucket == len(buckets) - 1
+            backward_fraction=max(FIRST_BLOCK, block_fraction),
+            gradient_fraction=fraction,
+            bytes=bytes_per_element * size,
+            is_between_blocks=bucket == len(buckets) - 1,
         )
-        for bucket, (fraction, size) in enumerate(points)
+        for bucket, (block_fraction, fraction, size) in enumerate(points)
         if size
     ]
+
+
+def _completed_fractions(sizes: list[int]) -> list[float]:
+    """Return the fraction of the sum that each size completes; all of a sum of 0."""
+    return [size / sum(sizes) if sum(sizes) else 1.0 for size in accumulate(sizes)]
 
 
 def _in_flight_elements(owned: list[int], ranks: list[int], full_buffers: int, max_pair: float) -> list[int]:

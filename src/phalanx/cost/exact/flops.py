@@ -155,19 +155,15 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     layers = sorted(layers_per_rank(run)[coordinates["pp"]])
     products = _block_product_flops(run, tensors, tokens, layers=layers)
     core = _attention_core_flops(run, layers, tokens)
-    again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
-    again = again if run.layout.recomputes_attention else []
-    recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
-    recomputed = (
-        _attention_core_flops(run, again, tokens)
-        + {
-            "none": 0.0,
-            "norms": 0.0,
-            "selective": recomputed_products.attention,
-            "full": recomputed_products.total,
-            "offload": recomputed_products.total,
-        }[run.layout.activation_checkpointing]
-    )
+    recomputed = 0.0
+    if run.layout.recomputes_attention:
+        again = layers[: run.layout.recomputed_on_rank(coordinates["pp"], len(layers))]
+        recomputed_products = _block_product_flops(run, tensors, tokens, layers=again)
+        recomputed = _attention_core_flops(run, again, tokens) + (
+            recomputed_products.total
+            if run.layout.recomputes_full_blocks
+            else _recomputed_attention_flops(run, recomputed_products)
+        )
     head_shape = lm_head_shape(run, tensors, coordinates["pp"])
     head = 6 * tokens * num_elements(head_shape) if head_shape else 0
     return 3 * (products.total + core) + recomputed + head
@@ -189,6 +185,8 @@ class _BlockProductFlops:
     total: float
     attention: float
     """Part of `total` in attention's projections."""
+    output: float
+    """Part of `attention` in its output projection."""
 
 
 def _block_product_flops(
@@ -196,6 +194,7 @@ def _block_product_flops(
 ) -> _BlockProductFlops:
     total = 0.0
     attention = 0.0
+    output = 0.0
     names = {str(layer) for layer in layers}
     for name, shape in tensors.all.items():
         if name.startswith("blocks.") and len(shape) > 1 and name.split(".")[1] in names:
@@ -203,7 +202,18 @@ def _block_product_flops(
             flops = 2 * tokens_through_parameter(name, run, tokens) * num_elements(matrix)
             total += flops
             attention += flops * (".attention." in name)
-    return _BlockProductFlops(total, attention)
+            output += flops * (".attention.wo." in name)
+    return _BlockProductFlops(total, attention, output)
+
+
+def _recomputed_attention_flops(run: RunSpec, products: _BlockProductFlops) -> float:
+    """Return the FLOPs of attention's projections that selective recomputation repeats.
+
+    PyTorch stops at the last saved tensor, the input of the output projection. A product of our own saves its operands
+    after it is computed."""
+    splits_backward = run.layout.pp > 1 and representative_schedule(run.layout).splits_backward
+    has_own_product = run.layout.tp > 1 or run.training.precision == "fp8" or splits_backward
+    return products.attention if has_own_product else products.attention - products.output
 
 
 def _attention_core_flops(run: RunSpec, layers: Sequence[int], tokens: float) -> float:

@@ -36,16 +36,24 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
     else:
         deferred = not has_replicas
         summed_twice = deferred and accumulation > 1 and layout.offload == "none"
-        peaks = _cpu_peaks(rank, layout, precision, summed_twice=summed_twice)
+        peaks = _cpu_peaks(rank, layout, precision, summed_twice=summed_twice, deferred=deferred)
     return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks] if layout.pp > 1 else peaks
 
 
-def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_twice: bool) -> list[CommBufferPeak]:
+def _cpu_peaks(
+    rank: RankTensors, layout: Layout, precision: Precision, summed_twice: bool, deferred: bool
+) -> list[CommBufferPeak]:
     """Return the buffers on a CPU. With separate experts, one gradient is in transit at a time."""
 
     def unit_peaks(shapes: Shapes, ranks: int, num_full_buffers: int = 2) -> list[CommBufferPeak]:
         return _cpu_unit_peaks(
-            shapes, layout, ranks, precision=precision, num_full_buffers=num_full_buffers, summed_twice=summed_twice
+            shapes,
+            layout,
+            ranks,
+            precision=precision,
+            num_full_buffers=num_full_buffers,
+            summed_twice=summed_twice,
+            deferred=deferred,
         )
 
     if not rank.expert:
@@ -83,11 +91,16 @@ class _CpuUnits:
     total: int
     """Elements of all units."""
 
-    def gathered(self, layout: Layout) -> int:
-        """Return the gathered elements, except the head's unit, during the backward pass.
+    def gathered(self, layout: Layout, num_started: int = 0) -> int:
+        """Return the gathered elements, except the head's unit and the current block, during the backward pass.
 
-        They are the root and the prefetched blocks, or without resharding all blocks and the embedding."""
-        num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks)
+        They are the root and the prefetched blocks, or without resharding all blocks and the embedding.
+
+        Args:
+            layout: Layout of the run.
+            num_started: Number of blocks whose backward pass has started, after which fewer may be left to prefetch.
+        """
+        num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks - num_started)
         return self.root + (
             num_ahead * self.block if layout.reshard_after_forward else self.all_blocks + self.embedding
         )
@@ -112,7 +125,13 @@ def _cpu_units(shapes: Shapes, layout: Layout, ranks: int) -> _CpuUnits:
 
 
 def _cpu_unit_peaks(
-    shapes: Shapes, layout: Layout, ranks: int, precision: Precision, num_full_buffers: int, summed_twice: bool
+    shapes: Shapes,
+    layout: Layout,
+    ranks: int,
+    precision: Precision,
+    num_full_buffers: int,
+    summed_twice: bool,
+    deferred: bool,
 ) -> list[CommBufferPeak]:
     """Return ZeRO-3's buffers at the start of backward, at each block's gradients, and at the end.
 
@@ -123,7 +142,8 @@ def _cpu_unit_peaks(
     in the compute dtype, those of a root's head all the time; they are sent and summed in the parameters' dtype.
     Without `num_full_buffers`, other tensors are in transit then. The copies that FSDP2 makes of gathered blocks are
     smaller (torch/distributed/fsdp/_fully_shard). With `summed_twice`, a micro-batch's sums exist in addition to those
-    of previous ones (`parallel.data.fsdp`)."""
+    of previous ones (`parallel.data.fsdp`). Exchanges that are not `deferred` (with replicas) end before the backward
+    pass of the next block."""
     compute_bytes = COMPUTE_BYTES[precision] * ranks
     state_bytes = STATE_BYTES[precision] * ranks
     units = _cpu_units(shapes, layout, ranks)
@@ -136,27 +156,65 @@ def _cpu_unit_peaks(
         total = round(size + sum_bytes * fraction)
         return CommBufferPeak(backward_fraction=fraction, bytes=total, is_between_blocks=is_between_blocks)
 
+    def block_peak(num_started: int, size: int, is_between_blocks: bool) -> CommBufferPeak:
+        """Return a peak in or after a block's backward pass, with `size` bytes and what is gathered then."""
+        num_started = min(max(1, num_started), units.num_blocks)
+        computing = units.gathered(layout, num_started) + units.root_head_gradient + units.block
+        fraction = num_started / max(1, units.num_blocks)
+        return peak(fraction, compute_bytes * computing + size, is_between_blocks=is_between_blocks)
+
     gathered_bytes = compute_bytes * units.gathered(layout)
-    computing_bytes = gathered_bytes + compute_bytes * (units.root_head_gradient + units.block)
-    block_bytes = computing_bytes + reduce_bytes(units.block)
-    copy_bytes = block_bytes + state_bytes * units.block
+    sent_bytes = reduce_bytes(units.block)
+    copied_bytes = sent_bytes + state_bytes * units.block
     end_bytes = max(
         (compute_bytes + state_bytes) * units.last_reduced + reduce_bytes(units.block), reduce_bytes(units.last_reduced)
     )
-    block_fraction = 1 / max(1, units.num_blocks)
-    first_block_bytes = computing_bytes + reduce_bytes(units.head)
+    if not deferred:
+        exchanged_bytes = sent_bytes - compute_bytes * units.block  # gradients have been copied and freed
+        first_computing = compute_bytes * (units.gathered(layout, 1) + units.root_head_gradient + units.block)
+        head_sum = STATE_BYTES[precision] * units.head
+        return [
+            peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
+            peak(
+                FIRST_BLOCK,
+                gathered_bytes + compute_bytes * units.head + reduce_bytes(units.head),
+                is_between_blocks=True,
+            ),
+            # FSDP2 keeps the buffer that a unit has sent until the next unit sends.
+            peak(FIRST_BLOCK, first_computing + state_bytes * units.head + head_sum, is_between_blocks=False),
+            *(
+                block_peak(number, state_bytes * units.block, is_between_blocks=False)
+                for number in (units.num_blocks - 1, units.num_blocks)
+                if number > 1
+            ),
+            *(
+                block_peak(number, exchanged_bytes, is_between_blocks=True)
+                for number in (1, units.num_blocks - 1, units.num_blocks)
+            ),
+            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True),
+        ]
     head_peaks = [
         peak(FIRST_BLOCK, gathered_bytes + (compute_bytes + state_bytes) * units.head, is_between_blocks=True),
-        peak(FIRST_BLOCK, first_block_bytes, is_between_blocks=False),
-        peak(block_fraction, first_block_bytes + state_bytes * units.block, is_between_blocks=True),
+        peak(
+            FIRST_BLOCK,
+            compute_bytes * (units.gathered(layout, 1) + units.root_head_gradient + units.block)
+            + reduce_bytes(units.head),
+            is_between_blocks=False,
+        ),
+        block_peak(1, reduce_bytes(units.head) + state_bytes * units.block, is_between_blocks=True),
     ]
     return [
         peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
         *(head_peaks if units.head else []),
-        peak(block_fraction, block_bytes, is_between_blocks=False),
-        peak(1.0, block_bytes, is_between_blocks=False),
+        *(
+            block_peak(number, sent_bytes, is_between_blocks=False)
+            for number in (1, units.num_blocks - 1, units.num_blocks)
+        ),
         # When the first block's gradients are copied, no other block's are in transit yet.
-        peak(block_fraction, block_bytes, is_between_blocks=True),
-        peak(min(1.0, 2 * block_fraction), copy_bytes, is_between_blocks=True),
-        peak(1.0, max(copy_bytes, end_bytes), is_between_blocks=True),
+        block_peak(1, sent_bytes, is_between_blocks=True),
+        *(
+            block_peak(number, copied_bytes, is_between_blocks=True)
+            for number in (2, units.num_blocks - 1, units.num_blocks)
+        ),
+        peak(1.0, end_bytes, is_between_blocks=True),
     ]

@@ -33,7 +33,7 @@ def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
 
     The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
-    gradients of its weight and input, and on CUDA what tensor-parallel ranks exchange meanwhile."""
+    gradients of its weight and input, and what tensor-parallel ranks exchange meanwhile."""
     if shape.num_logits_chunks(spec) > 1:
         return _chunked_loss_bytes(spec, shape)
     vocab = shape.max_local_count(spec.vocab_size)
@@ -45,14 +45,15 @@ def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 
 
 def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """Return the bytes of the head's sequence-parallel communication on CUDA, in its backward pass.
+    """Return the bytes of the head's sequence-parallel communication in its backward pass.
 
-    They are its input of all ranks, the received terms of the input's gradient, and their sum, in fp32 and cast."""
-    if not shape.on_cuda or not shape.layout.sequence_parallel or shape.tp == 1:
+    They are its input of all ranks, and the received terms of the input's gradient. On CUDA their sum follows, in fp32
+    and cast; on a CPU it is allocated before."""
+    if not shape.layout.sequence_parallel or shape.tp == 1:
         return 0
     all_tokens_bytes = 2 * shape.tokens * shape.compute_bytes
-    local_tokens_bytes = shape.residual_tokens * (shape.high_precision_bytes + shape.compute_bytes)
-    return (all_tokens_bytes + local_tokens_bytes) * spec.hidden_size
+    sum_bytes = shape.residual_tokens * (shape.on_cuda * shape.high_precision_bytes + shape.compute_bytes)
+    return (all_tokens_bytes + sum_bytes) * spec.hidden_size
 
 
 def _chunked_loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

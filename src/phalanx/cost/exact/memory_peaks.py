@@ -102,7 +102,8 @@ def memory_peaks(
         + _max_gathered_bytes(buffer_peaks)
     )
     for peak in buffer_peaks:
-        gradient_bytes = max(persistent.accumulated_gradients, round(peak.backward_fraction * persistent.gradients))
+        done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
+        gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
         inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
         yield (
             persistent.parameters_and_optimizer

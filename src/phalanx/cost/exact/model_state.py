@@ -95,6 +95,11 @@ def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
     return spec.name
 
 
+def zero_gradient_bytes(precision: Precision, micro_batches: int) -> int:
+    """Return the bytes of a gradient that ZeRO-1 or 2 accumulates: in fp32 if there are many micro-batches."""
+    return (STATE_BYTES if micro_batches > MAX_BF16_SUMS else COMPUTE_BYTES)[precision]
+
+
 def sharded_state_bytes(
     strategy: Strategy, precision: Precision, total: int, owned: int, states: int, micro_batches: int = 1
 ) -> StateBytes:
@@ -124,7 +129,7 @@ def sharded_state_bytes(
     """
     compute_size = COMPUTE_BYTES[precision]
     state_size = STATE_BYTES[precision]
-    gradient_size = state_size if micro_batches > MAX_BF16_SUMS else compute_size
+    gradient_size = zero_gradient_bytes(precision, micro_batches)
     master_row_bytes = state_size * owned if precision in BF16_PRECISIONS else 0
     match strategy:
         case "zero1":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_parallel_traffic import model_parallel_traffic
+from phalanx.cost.exact.model_state import zero_gradient_bytes
 from phalanx.cost.exact.parameter_shapes import (
     Shapes,
     is_muon_parameter,
@@ -110,7 +111,10 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
             calls=expert_calls,
         )
     ]
-    return [*dense, *experts, *_partial_gradient_traffic(rank, run, data_dims, shard_index=shard_index)]
+    partial = _partial_gradient_traffic(
+        rank, run, data_dims, shard_index=shard_index, micro_batches=batch_plan.gradient_accumulation_steps
+    )
+    return [*dense, *experts, *partial]
 
 
 def _sharded_traffic(
@@ -170,14 +174,14 @@ def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
 
 
 def _partial_gradient_traffic(
-    rank: RankTensors, run: RunSpec, data_dims: ParallelDims, shard_index: int
+    rank: RankTensors, run: RunSpec, data_dims: ParallelDims, shard_index: int, micro_batches: int
 ) -> list[Traffic]:
     """Return the traffic of gradients that tensor-parallel ranks hold as partial sums, by group."""
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
     is_zero = run_strategy(run, data_dims) in ("zero1", "zero2")
-    bytes_per_element = (COMPUTE_BYTES if is_zero else STATE_BYTES)[precision]
+    bytes_per_element = zero_gradient_bytes(precision, micro_batches) if is_zero else STATE_BYTES[precision]
     for name, shape in rank.dense.items():
         sharding = tensor_sharding(run.model, layout, name)
         if sharding.is_partial_sum:

@@ -19,6 +19,7 @@ from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipe
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.schedule.registry import layout_schedule
+from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import BatchPlan, needs_all_logits
 from phalanx.spec.run import RunSpec
 
@@ -67,8 +68,9 @@ def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Stra
     The bytes of a micro-batch in flight include the exchanges inside blocks.
     """
     memories = []
-    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, strategy)):
-        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank, strategy=strategy)
+    schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
+    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, schedule, strategy)):
+        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, schedule, pp_rank, strategy=strategy)
         memories.append(
             WorkingMemory(
                 activations=max(passes.forward_only, passes.with_gradients),
@@ -98,10 +100,11 @@ def _stage_activations(
     )
 
 
-def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
+def _in_flight_peaks(
+    run: RunSpec, batch_plan: BatchPlan, schedule: Schedule, strategy: Strategy
+) -> list[PeakInFlightBytes]:
     """Return the peak activations per pipeline rank, with the bytes that are exchanged inside blocks."""
     batch = batch_plan.micro_batch_size
-    schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
     stages = pipeline_stages(layers_per_stage(run), schedule, run.layout)
     # Stages repeat: those with blocks of the same kinds, between the first and the last, save equal activations if they
     # recompute equally many blocks.
