@@ -18,8 +18,10 @@ from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
 from phalanx.cost.exact.model_state import StateBytes
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.exact.saved_tensors import INDEX_BYTES
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.batch import BatchPlan
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.precision import BF16_PRECISIONS
@@ -32,6 +34,8 @@ class PersistentMemory:
 
     parameters_and_optimizer: int
     """Parameters and optimizer state."""
+    inputs: int
+    """Tokens, targets and documents of all micro-batches of a step, which are on the device from its start."""
     gradients: int
     """Gradients at the end of a step."""
     accumulated_gradients: int
@@ -41,9 +45,14 @@ class PersistentMemory:
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
 
+    @property
+    def always(self) -> int:
+        """Bytes that exist at all times of a step."""
+        return self.parameters_and_optimizer + self.inputs
+
 
 def split_persistent_memory(
-    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, num_replicas: int
+    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, batch_plan: BatchPlan, num_replicas: int
 ) -> PersistentMemory:
     """Split a rank's state by the time at which it exists.
 
@@ -56,10 +65,11 @@ def split_persistent_memory(
         rank: Tensors of the rank.
         strategy: Effective strategy of the layout.
         state: State of the rank on its device.
-        accumulation: Micro-batches per step.
+        batch_plan: Sizes of the run's batches.
         num_replicas: Number of data-parallel ranks.
     """
     layout = run.layout
+    accumulation = batch_plan.gradient_accumulation_steps
     gradients = state.gradients
     has_buckets = strategy == "ddp" and num_replicas > 1 and layout.pp == 1
     num_gradient_sets = max(has_buckets, accumulation > 1) + (
@@ -75,12 +85,21 @@ def split_persistent_memory(
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
         parameters_and_optimizer=state.parameters + state.optimizer,
+        inputs=_input_bytes(run, batch_plan),
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
     )
+
+
+def _input_bytes(run: RunSpec, batch_plan: BatchPlan) -> int:
+    """Return the bytes of a rank's tokens and targets, and of the start of each token's document, in full rows."""
+    rows = -(-batch_plan.global_batch_size // batch_plan.dp_size)
+    local_tokens = rows * run.training.seq_len // run.layout.cp
+    start_bytes = 4 * rows * run.training.seq_len if run.data.mask_documents else 0
+    return 2 * INDEX_BYTES * local_tokens + start_bytes
 
 
 def memory_peaks(
@@ -95,18 +114,13 @@ def memory_peaks(
         exchange: Bytes of model-parallel communication inside blocks.
     """
     start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
-    yield (
-        persistent.parameters_and_optimizer
-        + persistent.accumulated_gradients
-        + start_bytes
-        + _max_gathered_bytes(buffer_peaks)
-    )
+    yield (persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks))
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
         inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
         yield (
-            persistent.parameters_and_optimizer
+            persistent.always
             + gradient_bytes
             + (activations.between_blocks(peak.backward_fraction) if peak.is_between_blocks else inside_bytes)
             + peak.bytes
@@ -114,10 +128,10 @@ def memory_peaks(
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        yield persistent.parameters_and_optimizer + gradient_bytes + activations.within_blocks(done) + exchange
+        yield persistent.always + gradient_bytes + activations.within_blocks(done) + exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
-    yield persistent.parameters_and_optimizer + end_gradient_bytes + activations.within_blocks(1.0) + exchange
-    yield persistent.parameters_and_optimizer + end_gradient_bytes + persistent.optimizer_workspace
+    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0) + exchange
+    yield persistent.always + end_gradient_bytes + persistent.optimizer_workspace
 
 
 def pipeline_memory_peaks(
@@ -132,11 +146,11 @@ def pipeline_memory_peaks(
         links: Bytes of messages between stages.
     """
     working_bytes = links + _max_gathered_bytes(buffer_peaks)
-    yield persistent.parameters_and_optimizer + passes.forward_only + working_bytes
-    yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + passes.with_gradients + working_bytes
+    yield persistent.always + passes.forward_only + working_bytes
+    yield persistent.always + persistent.pipeline_gradients + passes.with_gradients + working_bytes
     for peak in buffer_peaks:
-        yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + peak.bytes
-    yield persistent.parameters_and_optimizer + persistent.gradients + persistent.optimizer_workspace
+        yield persistent.always + persistent.pipeline_gradients + peak.bytes
+    yield persistent.always + persistent.gradients + persistent.optimizer_workspace
 
 
 def without_other_streams(

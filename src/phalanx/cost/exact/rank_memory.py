@@ -230,7 +230,7 @@ def _stage_memory(setup: _Setup, rank: RankTensors, state: _StageState, working:
         rank,
         setup.strategy,
         state=state.resident,
-        accumulation=setup.micro_batches,
+        batch_plan=setup.batch_plan,
         num_replicas=setup.data_dims.dp_size,
     )
     peaks = _stage_peaks(persistent, state, working)
