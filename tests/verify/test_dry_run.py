@@ -12,7 +12,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
-from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
+from phalanx.verify.plan_comparison import MEMORY_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
 from tests.helpers.dry_run_cases import BF16, DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, WINDOWS, Table, dry_run_case
 from tests.helpers.small_runs import measure_steady_step, small_run
@@ -62,13 +62,13 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
         its = real[mine["rank"]]
         if balanced:
             assert traffic_by_operation(mine["collectives"]) == traffic_by_operation(its["collectives"]), mine["rank"]
-            assert _peak_bytes(mine) == pytest.approx(_peak_bytes(its), rel=RELATIVE_TOLERANCE), mine["rank"]
+            assert _peak_bytes(mine) == pytest.approx(_peak_bytes(its), rel=MEMORY_TOLERANCE), mine["rank"]
         wrong = [line for line in compare_with_plan(run, world_size, mine) if not line.agrees]
         near = PEAK_MEMORY_TOLERANCES.get(_case_id(changes), 0.0)
         assert [line for line in wrong if line.what != "total" or not _is_within(line, near)] == [], mine["rank"]
     if not balanced:
         assert _total_traffic(traced) == _total_traffic(real)
-        assert sum(map(_peak_bytes, traced)) == pytest.approx(sum(map(_peak_bytes, real)), rel=RELATIVE_TOLERANCE)
+        assert sum(map(_peak_bytes, traced)) == pytest.approx(sum(map(_peak_bytes, real)), rel=MEMORY_TOLERANCE)
 
 
 TRACED_IN_BF16 = (

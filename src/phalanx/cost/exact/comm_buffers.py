@@ -72,16 +72,18 @@ def comm_buffer_peaks(
             return []
 
 
-def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
+def activation_exchange_bytes(run: RunSpec, batch: int, expert_gradients: int) -> int:
     """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks.
 
     Tensor-parallel ranks have a gathered input, and a term of the sum before and after the exchange. Without sequence
     parallelism they have a sum and its copy. Ring attention has keys, values and their gradients, two of each
-    (one in transit). An all-to-all has its input and output, and with experts also the rows before sorting.
+    (one in transit). An all-to-all has its input and output, and with experts also the rows before sorting. On a CPU,
+    rows of experts are exchanged before and after the gradients inside experts exist.
 
     Args:
         run: The run.
         batch: Sequences of a micro-batch.
+        expert_gradients: Bytes of the gradients inside an MLP or experts, which are counted already.
     """
     spec = run.model
     layout = run.layout
@@ -103,10 +105,12 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
             ring_elements = 8 * kv * tokens * spec.head_dim
         else:
             elements += 2 * (q + 2 * max(kv, layout.cp)) * tokens * spec.head_dim
-    if layout.ep > 1 and spec.moe:
-        elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
     compute_bytes = COMPUTE_BYTES[run.training.precision]
-    return max(4, compute_bytes) * ring_elements + compute_bytes * elements
+    exchanged_bytes = max(4, compute_bytes) * ring_elements + compute_bytes * elements
+    if layout.ep > 1 and spec.moe:
+        row_bytes = compute_bytes * 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
+        exchanged_bytes += row_bytes if run.cluster.uses_cuda else max(0, row_bytes - expert_gradients)
+    return exchanged_bytes
 
 
 def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank: int, strategy: Strategy) -> int:

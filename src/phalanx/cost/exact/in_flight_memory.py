@@ -22,7 +22,7 @@ class PeakInFlightBytes:
 
 
 def peak_in_flight_bytes(
-    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: int
+    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: Sequence[int]
 ) -> PeakInFlightBytes:
     """Return the peak activations of a pipeline rank.
 
@@ -30,15 +30,15 @@ def peak_in_flight_bytes(
         schedule: Schedule of the pipeline.
         rank: Pipeline rank.
         saved: Activations per stage and micro-batch, from forward to backward and between the halves of backward.
-        inside: Bytes of communication inside blocks.
+        inside: Bytes of communication inside blocks, by stage.
     """
     stage_activations = {stage: saved[stage] for stage in schedule.stages_of(rank)}
     sizes = {
         stage: (
             activations.total,
-            max(activations.at_backward_start, activations.within_blocks() + inside),
+            max(activations.at_backward_start, activations.within_blocks() + inside[stage]),
             activations.deferred_weight_grads,
-            activations.within_blocks(1.0) + inside,
+            activations.within_blocks(1.0) + inside[stage],
         )
         for stage, activations in stage_activations.items()
     }

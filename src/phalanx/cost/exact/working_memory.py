@@ -52,8 +52,8 @@ def working_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
 
 def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
     """Return the working memory without a pipeline: one micro-batch at a time, and the exchanges inside blocks."""
-    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
     activations = _stage_activations(run, batch_plan.micro_batch_size, strategy)
+    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size, activations.mlp_gradients)
     return WorkingMemory(
         activations=activations.peak,
         exchanged=exchange,
@@ -114,9 +114,9 @@ def _in_flight_peaks(
         if signature not in activations_by_signature:
             activations_by_signature[signature] = _stage_activations(run, batch, strategy, stage=stage)
     stage_activations = [activations_by_signature[signature] for signature in signatures]
-    exchange = activation_exchange_bytes(run, batch)
+    exchanges = [activation_exchange_bytes(run, batch, activations.mlp_gradients) for activations in stage_activations]
     return [
-        peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchange) for pp_rank in range(run.layout.pp)
+        peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchanges) for pp_rank in range(run.layout.pp)
     ]
 
 

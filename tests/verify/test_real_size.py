@@ -1,0 +1,37 @@
+"""Models of real size: the traced program agrees with the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups
+from phalanx.verify.dry_run import corner_ranks, trace_ranks
+from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
+from tests.helpers.real_dry_run_cases import KNOWN_DEVIATIONS, QUICK_CASES, REAL_CASES, RealCase
+
+
+def _disagreements(case: RealCase, ranks: list[int]) -> list[tuple[int, PlanCheck]]:
+    """Return the differences from the plan of these ranks, except deviations of the peak that are known."""
+    run = case.run()
+    known = KNOWN_DEVIATIONS.get(str(case), 0.0)
+    return [
+        (traced["rank"], check)
+        for traced in trace_ranks(run, case.world_size, ranks)
+        for check in compare_with_plan(run, case.world_size, traced)
+        if not check.agrees and not (check.what == "total" and abs(check.traced / check.planned - 1) <= known)
+    ]
+
+
+@pytest.mark.parametrize("case", QUICK_CASES, ids=str)
+def test_first_and_last_role_of_real_size_agree_with_plan(case: RealCase) -> None:
+    stages = pipeline_stage_groups(parallel_dims(case.run().layout, case.world_size))
+    assert _disagreements(case, sorted({stages[0][0], stages[-1][0]})) == []
+
+
+@pytest.mark.parametrize("case", REAL_CASES, ids=str)
+def test_corner_ranks_of_real_size_agree_with_plan(case: RealCase) -> None:
+    assert _disagreements(case, corner_ranks(case.run(), case.world_size)) == []
+
+
+def test_known_deviations_name_cases() -> None:
+    assert KNOWN_DEVIATIONS.keys() <= set(map(str, REAL_CASES))
