@@ -147,21 +147,33 @@ def _cpu_unit_peaks(
     compute_bytes = COMPUTE_BYTES[precision] * ranks
     state_bytes = STATE_BYTES[precision] * ranks
     units = _cpu_units(shapes, layout, ranks)
-    sum_bytes = STATE_BYTES[precision] * units.total if summed_twice else 0
+    row_bytes = STATE_BYTES[precision]
 
     def reduce_bytes(unit: int) -> int:
-        return state_bytes * unit * num_full_buffers + (STATE_BYTES[precision] * unit if num_full_buffers else 0)
+        return (state_bytes * num_full_buffers + row_bytes) * unit if num_full_buffers else 0
 
-    def peak(fraction: float, size: int, is_between_blocks: bool) -> CommBufferPeak:
-        total = round(size + sum_bytes * fraction)
-        return CommBufferPeak(backward_fraction=fraction, bytes=total, is_between_blocks=is_between_blocks)
+    def peak(fraction: float, size: int, is_between_blocks: bool, summed: int = 0) -> CommBufferPeak:
+        """Return a peak of `size` bytes, when the gradients of `summed` elements have been summed."""
+        return CommBufferPeak(
+            backward_fraction=fraction,
+            gradient_fraction=summed / max(1, units.total),
+            bytes=size + (row_bytes * summed if summed_twice else 0),
+            is_between_blocks=is_between_blocks,
+        )
 
-    def block_peak(num_started: int, size: int, is_between_blocks: bool) -> CommBufferPeak:
-        """Return a peak in or after a block's backward pass, with `size` bytes and what is gathered then."""
-        num_started = min(max(1, num_started), units.num_blocks)
-        computing = units.gathered(layout, num_started) + units.root_head_gradient + units.block
-        fraction = num_started / max(1, units.num_blocks)
-        return peak(fraction, compute_bytes * computing + size, is_between_blocks=is_between_blocks)
+    def block_peak(number: int, size: int, is_between_blocks: bool) -> CommBufferPeak:
+        """Return a peak in or after the backward pass of a block, with `size` bytes and what is gathered then.
+
+        Sums of the block before are a part of its exchange."""
+        number = min(max(1, number), max(1, units.num_blocks))
+        computing = units.gathered(layout, number) + units.root_head_gradient + units.block
+        num_completed = number if is_between_blocks else number - 1
+        return peak(
+            max(FIRST_BLOCK, num_completed / max(1, units.num_blocks)),
+            compute_bytes * computing + size,
+            is_between_blocks=is_between_blocks,
+            summed=units.head + (number - 2) * units.block if number > 1 else 0,
+        )
 
     gathered_bytes = compute_bytes * units.gathered(layout)
     sent_bytes = reduce_bytes(units.block)
@@ -169,52 +181,31 @@ def _cpu_unit_peaks(
     end_bytes = max(
         (compute_bytes + state_bytes) * units.last_reduced + reduce_bytes(units.block), reduce_bytes(units.last_reduced)
     )
+    late_blocks = sorted({2, units.num_blocks - 1, units.num_blocks} - {0, 1}) if units.num_blocks > 1 else []
+    all_but_last = units.total - units.last_reduced
     if not deferred:
         exchanged_bytes = sent_bytes - compute_bytes * units.block  # gradients have been copied and freed
-        first_computing = compute_bytes * (units.gathered(layout, 1) + units.root_head_gradient + units.block)
-        head_sum = STATE_BYTES[precision] * units.head
+        head_bytes = compute_bytes * units.head + reduce_bytes(units.head)
         return [
             peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
-            peak(
-                FIRST_BLOCK,
-                gathered_bytes + compute_bytes * units.head + reduce_bytes(units.head),
-                is_between_blocks=True,
-            ),
+            peak(FIRST_BLOCK, gathered_bytes + head_bytes, is_between_blocks=True),
             # FSDP2 keeps the buffer that a unit has sent until the next unit sends.
-            peak(FIRST_BLOCK, first_computing + state_bytes * units.head + head_sum, is_between_blocks=False),
+            block_peak(1, (state_bytes + row_bytes) * units.head, is_between_blocks=False),
             *(
-                block_peak(number, state_bytes * units.block, is_between_blocks=False)
-                for number in (units.num_blocks - 1, units.num_blocks)
-                if number > 1
+                block_peak(number, (state_bytes + row_bytes) * units.block, is_between_blocks=False)
+                for number in late_blocks
             ),
-            *(
-                block_peak(number, exchanged_bytes, is_between_blocks=True)
-                for number in (1, units.num_blocks - 1, units.num_blocks)
-            ),
-            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True),
+            *(block_peak(number, exchanged_bytes, is_between_blocks=True) for number in [1, *late_blocks]),
+            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True, summed=all_but_last),
         ]
-    head_peaks = [
-        peak(FIRST_BLOCK, gathered_bytes + (compute_bytes + state_bytes) * units.head, is_between_blocks=True),
-        peak(
-            FIRST_BLOCK,
-            compute_bytes * (units.gathered(layout, 1) + units.root_head_gradient + units.block)
-            + reduce_bytes(units.head),
-            is_between_blocks=False,
-        ),
-        block_peak(1, reduce_bytes(units.head) + state_bytes * units.block, is_between_blocks=True),
-    ]
     return [
         peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
-        *(head_peaks if units.head else []),
-        *(
-            block_peak(number, sent_bytes, is_between_blocks=False)
-            for number in (1, units.num_blocks - 1, units.num_blocks)
-        ),
-        # When the first block's gradients are copied, no other block's are in transit yet.
+        peak(FIRST_BLOCK, gathered_bytes + (compute_bytes + state_bytes) * units.head, is_between_blocks=True),
+        # The head's gradients are in transit during the first block's backward pass, until its gradients are copied.
+        block_peak(1, reduce_bytes(units.head), is_between_blocks=False),
+        block_peak(1, reduce_bytes(units.head) + state_bytes * units.block, is_between_blocks=True),
         block_peak(1, sent_bytes, is_between_blocks=True),
-        *(
-            block_peak(number, copied_bytes, is_between_blocks=True)
-            for number in (2, units.num_blocks - 1, units.num_blocks)
-        ),
-        peak(1.0, end_bytes, is_between_blocks=True),
+        *(block_peak(number, sent_bytes, is_between_blocks=False) for number in late_blocks),
+        *(block_peak(number, copied_bytes, is_between_blocks=True) for number in late_blocks),
+        peak(1.0, end_bytes, is_between_blocks=True, summed=all_but_last),
     ]
