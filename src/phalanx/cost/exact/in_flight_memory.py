@@ -33,7 +33,9 @@ def peak_in_flight_bytes(
         inside: Bytes of communication inside blocks, by stage.
     """
     local = {stage: saved[stage] for stage in schedule.stages_of(rank)}
-    temporary = {(stage, kind): size for stage in local for kind, size in _temporary(local[stage], inside[stage]).items()}
+    temporary = {
+        (stage, kind): size for stage in local for kind, size in _temporary(local[stage], inside[stage]).items()
+    }
     growth = {(stage, kind): size for stage in local for kind, size in _growth(local[stage]).items()}
     live = 0
     offloaded = 0
