@@ -70,6 +70,7 @@ class RankOptions:
     reduced: ReducedRanks | None
     device: str | None
     force: bool
+    trust: bool
 
 
 def run_rank(
@@ -81,18 +82,19 @@ def run_rank(
     reduced: ReducedRanks | None = None,
     device: str | None = None,
     force: bool = False,
+    trust: bool = False,
 ) -> int:
     """Train on this rank, and return the exit code.
 
     Args:
         source: A run directory, or a run file from which rank 0 creates one.
         overrides: Changes of a run file's fields.
-        resume: Continue from the newest checkpoint.
         measure: Measure the memory and the traffic of one step.
         window: Steps to profile.
-        reduced: Layout of fewer ranks than the run was configured for.
+        reduced: Layout of fewer ranks than the run's.
         device: Device type chosen by a launcher.
         force: Start even if a run file plans more memory than is available.
+        trust: Import the components that a run directory names.
     """
     options = RankOptions(
         overrides=overrides,
@@ -102,6 +104,7 @@ def run_rank(
         reduced=reduced,
         device=device,
         force=force,
+        trust=trust,
     )
     session = RankSession(source, options)
     try:
@@ -151,7 +154,8 @@ class RankSession:
         device = self._join_ranks(run)
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
-        run, data = read_run_directory(self.directory)
+        is_trusted = self.options.trust or not self.is_prepared  # rank 0 has checked the components of a run file
+        run, data = read_run_directory(self.directory, is_trusted)
         lock = self._lock_directory(run) if is_rank0() else None
         run = self._use_reduced_layout(run)
         self._remove_old_outputs()
@@ -164,12 +168,12 @@ class RankSession:
     def _load_run(self) -> RunSpec:
         """Return the run of the run directory or file, before the ranks meet."""
         if not self.is_prepared:
-            return load_run(self.directory, self.options.overrides)
+            return load_run(self.directory, self.options.overrides, trust=self.options.trust or None)
         if self.options.overrides:
             problem = "has no effect on a run directory"
             raise UserError("--set", self.options.overrides, problem, fix="use the run file instead")
         remove_dumps(self.directory, env_rank())
-        return read_run_directory(self.directory)[0]
+        return read_run_directory(self.directory, self.options.trust)[0]
 
     def _join_ranks(self, run: RunSpec) -> torch.device:
         """Initialize the process group, and return the device of this rank."""
