@@ -85,7 +85,7 @@ def train_run(
         profile_memory: Measure memory and traffic of an early step on each rank, for the report.
         profile_steps: Record every pass and collective from the first to the second of these steps.
         quiet: Do not print the output of the run.
-        trust: Import the components that a run directory names. That runs code: read it before you trust someone else's.
+        trust: Import the components that a run directory names. It runs code: read that of others before.
         components: Your own model, loss, optimizer, lr_schedule, data and callbacks (`Components`).
 
     Returns:

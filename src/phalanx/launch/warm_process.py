@@ -76,7 +76,15 @@ class WarmProcess:
             if can_fork_itself(modules):
                 self.pid = fork_server(server)
             else:
-                command = [sys.executable, "-P", "-m", SERVER, str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    SERVER,
+                    str(server.fileno()),
+                    ",".join(modules),
+                    " " * TITLE_BYTES,
+                ]
                 environment = {**WORKER_ENVIRONMENT, **os.environ, **SERVER_ENVIRONMENT}
                 self.pid = subprocess.Popen(
                     command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL

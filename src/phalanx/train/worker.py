@@ -89,6 +89,7 @@ def run_rank(
     Args:
         source: A run directory, or a run file from which rank 0 creates one.
         overrides: Changes of a run file's fields.
+        resume: Continue from the newest checkpoint.
         measure: Measure the memory and the traffic of one step.
         window: Steps to profile.
         reduced: Layout of fewer ranks than the run's.
@@ -149,13 +150,12 @@ class RankSession:
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
 
     def train(self) -> None:
-        """Join the other ranks, open the run, and train to its end or until it stops."""
+        """Join the other ranks, open the run, and train. Rank 0 checks whether components of a run file are trusted."""
         run = self._load_run()
         device = self._join_ranks(run)
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
-        is_trusted = self.options.trust or not self.is_prepared  # rank 0 has checked the components of a run file
-        run, data = read_run_directory(self.directory, is_trusted)
+        run, data = read_run_directory(self.directory, self.options.trust or not self.is_prepared)
         lock = self._lock_directory(run) if is_rank0() else None
         run = self._use_reduced_layout(run)
         self._remove_old_outputs()

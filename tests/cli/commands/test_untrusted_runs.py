@@ -102,7 +102,6 @@ ATTEMPTS: dict[str, Callable[[Path], object]] = {
 """Commands and functions that run components."""
 READERS: dict[str, Callable[[Path], object]] = {
     "report": lambda run: command_output("report", run),
-    "watch": lambda run: command_output("watch", run),
     "debug": lambda run: command_output("debug", run),
     "experts": lambda run: command_output("experts", run),
     "calibrate": lambda run: command_output("calibrate", run, "--out", "machine.toml"),
@@ -132,8 +131,11 @@ def assert_no_code_ran(theirs: Path) -> None:
     assert not list(theirs.rglob("code ran"))
 
 
-@pytest.mark.parametrize("component", [MODULE, HUB], ids=["module", "torch.hub"])
-@pytest.mark.parametrize("name", ATTEMPTS)
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [*((name, MODULE) for name in ATTEMPTS), ("generate", HUB), ("export", HUB), ("load_model", HUB), ("a rank", HUB)],
+    ids=lambda value: value if isinstance(value, str) else value["class"],
+)
 def test_untrusted_network_is_refused_before_it_is_imported(
     name: str, component: Any, theirs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +182,7 @@ def test_run_directory_without_its_marker_is_not_trusted(theirs: Path) -> None:
 
 def test_run_file_cannot_declare_itself_trusted(theirs: Path) -> None:
     for claim in ("", "run.toml"):
-        name_component(theirs, "model.implementation", {"class": MODULE, "named_in": claim, "_named_in": None})
+        name_component(theirs, "model.implementation", {"class": MODULE, "named_in": claim, "_named_in": ""})
         assert "model.implementation" in attempt(phalanx.load_model, theirs)
     os.symlink(theirs / "run.toml", "mine.toml")
     with pytest.raises(UserError, match=r"model\.implementation"):
@@ -198,9 +200,10 @@ def test_trust_loads_components_of_a_run_directory(theirs: Path) -> None:
 def test_component_of_the_users_own_command_needs_no_trust(theirs: Path) -> None:
     name_component(theirs, "model.implementation", MODULE)
     file = theirs / "run.toml"
-    assert load_run(file, ["model.implementation=r1.payload:Net"]).model.implementation == load_run(
-        file, trust=True
-    ).model.implementation
+    assert (
+        load_run(file, ["model.implementation=r1.payload:Net"]).model.implementation
+        == load_run(file, trust=True).model.implementation
+    )
     environment = {"PHALANX_MODEL__IMPLEMENTATION": MODULE}
     assert load_run(file, environment=environment).model.implementation.named_in is None  # type: ignore[union-attr]
     changed = load_run(file, ["model.implementation.hidden=3"]).model.implementation
