@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from phalanx.api.components import FIELDS
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml
+from phalanx.swarm import join
 from phalanx.train import worker
 from phalanx.train.create_run import create_run
 from tests.helpers.cli_runner import command_output
@@ -223,3 +226,35 @@ def test_users_own_run_file_is_trusted_and_its_directory_keeps_its_comments(thei
     create_run(load_run(own), 1, resume=True)
     assert file.read_text().startswith("# my comment")
     assert "named_in" not in file.read_text()
+
+
+IMPORTERS = {
+    "__init__.py": "public names",
+    "cli/main.py": "commands",
+    "data/compression.py": "compression libraries",
+    "launch/fork_server.py": "modules that the launcher names",
+    "train/components.py": "components of the user, after require_trusted",
+}
+"""Modules of Phalanx that import a module by a name that is not written there."""
+
+
+def test_only_the_importer_of_components_imports_by_name() -> None:
+    source = Path(phalanx.__file__).parent
+    importers = set()
+    for file in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and not all(isinstance(part, ast.Constant) for part in node.args):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in ("import_module", "__import__", "spec_from_file_location", "run_path"):
+                    importers.add(str(file.relative_to(source)))
+    assert importers == set(IMPORTERS)
+
+
+@pytest.mark.parametrize("swarm", [True, False])
+def test_swarm_node_refuses_components_of_its_coordinator(swarm: bool, theirs: Path, tmp_path: Path) -> None:
+    name_component(theirs, "model.implementation", MODULE)
+    table = tomllib.loads((theirs / "run.toml").read_text()) | ({"swarm": {"method": "diloco"}} if swarm else {})
+    link = SimpleNamespace(join=lambda: {"run": tomli_w.dumps(table)})
+    with pytest.raises(UserError, match=r"not supported in a swarm|swarm: is missing in the coordinator's run"):
+        join._receive_run(link, tmp_path, "node", [])  # type: ignore[arg-type]
+    assert_no_code_ran(theirs)
