@@ -57,7 +57,7 @@ def test_train_run_accepts_own_components(tmp_path: Path, monkeypatch: pytest.Mo
     assert recorded.model.implementation is not None
     assert recorded.model.implementation.class_path == "own_parts:Recurrent"
     assert recorded.callbacks["stop"].arguments == {"patience": 9}
-    with pytest.raises(UserError, match=r"model\.implementation.*, in a run directory, names it"):
+    with pytest.raises(UserError, match=r"model\.implementation.* is code that only the run directory"):
         phalanx.load_model(result.run_dir)
     model, _ = phalanx.load_model(result.run_dir, trust=True)
     assert type(model).__name__ == "Recurrent"

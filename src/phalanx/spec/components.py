@@ -128,7 +128,7 @@ def require_trusted(field: str, component: ComponentSpec, fix: str = "") -> None
         component.named_in is None,
         field,
         component.class_path,
-        problem=f"is code that would run because {component.named_in}, in a run directory, names it",
+        problem=f"is code that only the run directory's {component.named_in} names",
         fix=fix or remedy,
     )
 
