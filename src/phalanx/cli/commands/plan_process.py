@@ -47,7 +47,7 @@ class PlanProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has neither ended nor been closed."""
+        """True if the process has neither ended nor been closed."""
         return self._process.poll() is None
 
     def facts(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class PlanProcess:
         """Return the details of a layout of the plan, which is made first if necessary.
 
         Raises:
-            UserError: There is no such layout, the run cannot be planned, or a limit was exceeded.
+            UserError: The plan has no such layout, the run cannot be planned, or a limit was exceeded.
         """
         self.facts()
         with self._lock:

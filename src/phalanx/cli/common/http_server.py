@@ -74,10 +74,14 @@ def make_http_server(
             try:
                 code, kind, text = answer(*arguments)
             except UserError as error:
-                code, kind, text = 500, "text/plain", str(error)
+                code = 500
+                kind = "text/plain"
+                text = str(error)
             except Exception:
                 traceback.print_exc()
-                code, kind, text = 500, "text/plain", "the server failed; its terminal shows the error"
+                code = 500
+                kind = "text/plain"
+                text = "the server failed; its terminal shows the error"
             self.connection.settimeout(PATIENCE_SECONDS)
             body = text.encode()
             self.send_response(code)
@@ -119,7 +123,7 @@ def make_http_server(
 class _TimedReader(RawIOBase):
     """The bytes of a connection that arrive within `PATIENCE_SECONDS` after its start.
 
-    The socket's own timeout begins anew with each byte."""
+    The socket's own timeout restarts with each byte."""
 
     def __init__(self, connection: socket) -> None:
         self._connection = connection
