@@ -57,8 +57,12 @@ def test_train_run_accepts_own_components(tmp_path: Path, monkeypatch: pytest.Mo
     assert recorded.model.implementation is not None
     assert recorded.model.implementation.class_path == "own_parts:Recurrent"
     assert recorded.callbacks["stop"].arguments == {"patience": 9}
-    model, _ = phalanx.load_model(result.run_dir)
+    with pytest.raises(UserError, match=r"model\.implementation.* is code that only the run directory"):
+        phalanx.load_model(result.run_dir)
+    model, _ = phalanx.load_model(result.run_dir, trust=True)
     assert type(model).__name__ == "Recurrent"
+    again = phalanx.train_run(result.run_dir, nproc=2, resume=True, trust=True, quiet=True)
+    assert (again.exit_reason, again.metrics["step"]) == ("finished", 3)
 
 
 def local_function() -> Callable[..., Any]:

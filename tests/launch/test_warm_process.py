@@ -134,3 +134,18 @@ def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest
     finally:
         warm_process.close()
     assert re.fullmatch(r"phalanx: the warm process .*; starting ranks without it\n", capsys.readouterr().err)
+
+
+def test_working_directory_provides_no_module_to_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be someone else's run directory; components of the user are found there once they are imported."""
+    for name in ("json", "socket", "argparse", "torch", "phalanx"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'code ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    warm = WarmProcess(["json"])
+    try:
+        for started in (warm, None):
+            rank = RankStarter(started).start(["json.tool", "--help"], {"RANK": "0"})
+            assert rank.wait(timeout=60) == 0
+    finally:
+        warm.close()
+    assert not (tmp_path / "code ran").exists()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import tomllib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from phalanx.spec.components import named_components
+from phalanx.spec.components import COMPONENT_FIELDS, ComponentSpec, named_components
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
 
 PARTS: dict[str, Any] = {
     "model": {"preset": "tiny", "implementation": {"class": "a:Network", "width": 3}},
@@ -60,3 +64,27 @@ def test_components_survive_run_file() -> None:
 def test_components_are_refused_where_they_cannot_work(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         run_from_table({"model": PARTS["model"], **changes})
+
+
+def component_fields(spec: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each field of a description that may hold a component."""
+    for name, field in spec.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if kind is ComponentSpec:
+                yield (*path, name)
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from component_fields(kind, (*path, name))
+
+
+def test_loader_of_run_files_knows_every_field_of_a_component() -> None:
+    assert set(component_fields(RunSpec)) == {*COMPONENT_FIELDS, ("callbacks",)}
+
+
+def test_untrusted_component_stays_untrusted_in_copies() -> None:
+    table = {**PARTS, "training": {"loss": {"class": "a:loss", "named_in": "/theirs/run.toml"}}}
+    run = run_from_table(table)
+    reread = run_from_table(tomllib.loads(to_toml(run)))
+    for copy in (run, run.replace(name="mine"), reread, pickle.loads(pickle.dumps(run))):
+        loss = copy.training.loss
+        assert loss is not None
+        assert (loss.named_in, loss.arguments) == ("/theirs/run.toml", {})

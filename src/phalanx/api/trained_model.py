@@ -10,13 +10,15 @@ from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.train.checkpoint.load_model import load_trained_model
 
 
-def load_model(run_dir: str | Path) -> tuple[nn.Module, Tokenizer]:
+def load_model(run_dir: str | Path, *, trust: bool = False) -> tuple[nn.Module, Tokenizer]:
     """Load the model of the latest checkpoint of a run, and its tokenizer.
 
     The checkpoint may have been saved under any layout.
 
     Args:
         run_dir: The directory of the run, or of a swarm.
+        trust: Import the network that the directory names as `model.implementation`. That runs code: read it before you
+            trust someone else's directory.
 
     Returns:
         The full model in fp32 on the CPU, in evaluation mode, and the tokenizer. Phalanx's transformer
@@ -24,12 +26,12 @@ def load_model(run_dir: str | Path) -> tuple[nn.Module, Tokenizer]:
         a network of that class.
 
     Raises:
-        UserError: `run_dir` is not a run directory, or has no intact checkpoint.
+        UserError: `run_dir` is not a run directory, has no intact checkpoint, or names a network without `trust`.
 
     Example:
         >>> model, tokenizer = phalanx.load_model("runs/first")
         >>> model.training, tokenizer.decode(tokenizer.encode_batch(["import"])[0])
         (False, 'import')
     """
-    trained = load_trained_model(Path(run_dir))
+    trained = load_trained_model(Path(run_dir), trust)
     return trained.module, load_tokenizer(trained.tokenizer_file)

@@ -70,6 +70,7 @@ def train_run(
     profile_memory: bool = False,
     profile_steps: tuple[int, int] | None = None,
     quiet: bool = False,
+    trust: bool = False,
     **components: Unpack[Components],
 ) -> TrainResult:
     """Train a run, with the launcher of `phalanx train` in a process of its own.
@@ -84,6 +85,7 @@ def train_run(
         profile_memory: Measure memory and traffic of an early step on each rank, for the report.
         profile_steps: Record every pass and collective from the first to the second of these steps.
         quiet: Do not print the output of the run.
+        trust: Import the components that a run directory names. It runs code: read that of others before.
         components: Your own model, loss, optimizer, lr_schedule, data and callbacks (`Components`).
 
     Returns:
@@ -102,10 +104,11 @@ def train_run(
     """
     run = with_components(run, components)
     with _run_argument(run) as (argument, directory):
-        options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--profile-memory": profile_memory}
+        options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--trust": trust}
+        options["--profile-memory"] = profile_memory
         if profile_steps is not None:
             options["--profile-steps"] = "{}:{}".format(*profile_steps)
-        command = [sys.executable, "-m", "phalanx", "train", argument, *_arguments(options)]
+        command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_arguments(options)]
         exit_code, last_lines = _follow(command, _environment(run), quiet)
     if exit_code == EXIT_INVALID:
         raise _parse_user_error("".join(last_lines))

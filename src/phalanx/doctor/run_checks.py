@@ -190,7 +190,7 @@ def _run_in_subprocesses(
 
 def _start_child(name: str, request: str) -> TimedProcess | DoctorFinding:
     try:
-        return TimedProcess([sys.executable, "-m", MODULE, name, request])
+        return TimedProcess([sys.executable, "-P", "-m", MODULE, name, request])
     except OSError as error:  # no memory, or too many processes
         return UNREADABLE.violation(name, f"cannot be started: {error}")
 

@@ -8,12 +8,12 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from phalanx.spec.components import ComponentSpec
+from phalanx.spec.components import ComponentSpec, require_trusted
 from phalanx.spec.errors import UserError
 
 
 def check_component(field: str, spec: ComponentSpec) -> None:
-    """Raise UserError if a component does not exist.
+    """Raise UserError if a component does not exist, or is not trusted.
 
     Modules inside packages are checked when ranks import them.
 
@@ -21,6 +21,7 @@ def check_component(field: str, spec: ComponentSpec) -> None:
         field: Field of the run file that names it.
         spec: Its description.
     """
+    require_trusted(field, spec)
     package = spec.module.partition(".")[0]
     finders = (finder.find_spec(package, None) for finder in sys.meta_path)  # packages in editable mode have their own
     found = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)

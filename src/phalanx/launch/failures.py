@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from phalanx.debug.explain_run import failure_headline
 from phalanx.debug.oom import describe_kill, format_oom_report
 from phalanx.runs import hang_dumps
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
+from phalanx.runs.create import RUN_FILE
 from phalanx.runs.errors import DivergenceError
+from phalanx.spec.components import named_components
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
 
 FATAL_EXIT_CODES = {
     -number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)
@@ -155,7 +159,10 @@ def print_resume_hint(directory: Path) -> None:
     """Print the latest checkpoint and the command that resumes from it."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     checkpoint_text = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
-    print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume", file=sys.stderr)
+    trust = ""
+    with suppress(UserError):  # this user has run its code
+        trust = " --trust" if any(named_components(load_run(directory / RUN_FILE, environment={}))) else ""
+    print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume{trust}", file=sys.stderr)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:

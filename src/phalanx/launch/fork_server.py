@@ -141,7 +141,8 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # OpenMP has read the variable already
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(request["cwd"])
-    sys.path[0] = request["cwd"]
+    if "-P" not in request["argv"][:2]:
+        sys.path.insert(0, request["cwd"])
     tempfile.tempdir = None
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -151,8 +152,8 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
 
 
 def _run_module(argv: Sequence[str]) -> NoReturn:
-    """Run `python -m MODULE ARGUMENTS` in this process and exit."""
-    _, _, module, *arguments = argv
+    """Run `python [-P] -m MODULE ARGUMENTS` in this process and exit."""
+    module, *arguments = argv[argv.index("-m") + 1 :]
     sys.argv = [module, *arguments]  # runpy replaces the first element with the module's file
     atexit._clear()  # exit handlers of the parent; multiprocessing also clears them after a fork
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]

@@ -26,8 +26,11 @@ class RankStarter:
         self.warm_process = warm_process
 
     def start(self, args: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
-        """Start `python -m MODULE ARGUMENTS` as a rank, in a session of its own."""
-        command = [sys.executable, "-m", *args]
+        """Start `python -P -m MODULE ARGUMENTS` as a rank, in a session of its own.
+
+        Modules of the working directory, which may be someone else's run, are found only once a component is imported.
+        """
+        command = [sys.executable, "-P", "-m", *args]
         options: dict[str, Any] = {"env": {**os.environ, **environment}, "start_new_session": True}
         if self.warm_process is not None:
             try:

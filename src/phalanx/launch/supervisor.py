@@ -17,6 +17,7 @@ from phalanx.launch.shared_memory import allocate_slots
 from phalanx.launch.warm_process import WarmProcess
 from phalanx.runs.create import is_finished
 from phalanx.runs.events import FINISHED, read_events
+from phalanx.spec.components import named_components
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.run import RunSpec
 
@@ -48,6 +49,8 @@ def supervise_training(
         UserError: Nodes cannot perform a rendezvous, or too few ranks are left for any layout.
     """
     options = ["--device", select_device(run), *options]  # a lost GPU must not turn into a CPU
+    if any(named_components(run)):  # the checks before the start have found that the user trusts them
+        options = ["--trust", *options]
     if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # prints its failure itself
         if warm_process is not None:
             warm_process.close()

@@ -76,7 +76,15 @@ class WarmProcess:
             if can_fork_itself(modules):
                 self.pid = fork_server(server)
             else:
-                command = [sys.executable, "-m", SERVER, str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    SERVER,
+                    str(server.fileno()),
+                    ",".join(modules),
+                    " " * TITLE_BYTES,
+                ]
                 environment = {**WORKER_ENVIRONMENT, **os.environ, **SERVER_ENVIRONMENT}
                 self.pid = subprocess.Popen(
                     command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL
@@ -119,7 +127,7 @@ class WarmProcess:
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """Process `python -m MODULE ARGUMENTS`, forked from a warm process, with subprocess.Popen's interface."""
+    """Process `python [-P] -m MODULE ARGUMENTS`, forked from a warm process, with subprocess.Popen's interface."""
 
     def __init__(self, warm_process: WarmProcess, args: Sequence[str], name: str = "", **options: Any) -> None:
         """Start a process; `name` is the name that `top` shows.
@@ -157,7 +165,7 @@ class ForkedProcess(subprocess.Popen[Any]):
         start_new_session,
         process_group,
     ) -> None:
-        assert args[1] == "-m", args
+        assert args[1] == "-m" or args[1:3] == ["-P", "-m"], args
         request = {
             "argv": list(args),
             "env": dict(os.environ if env is None else env),

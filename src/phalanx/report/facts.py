@@ -33,6 +33,7 @@ from phalanx.report.step_comparison import step_rows
 from phalanx.runs.problems import Problem
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
+from phalanx.spec.components import changed_fields
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -244,12 +245,12 @@ def _settings(run_data: RunData, run: RunSpec) -> Facts:
     if run.training.has_decided_steps:
         settings["steps"] = run.training.steps
     settings |= {
-        "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "model": changed_fields(run.model),
         "parameters": count_parameters(run.model).total,
         "precision": run.training.precision,
         "layout": run.layout.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
         "tokens_per_step": run.training.tokens_per_step,
-        "optimizer": run.optimizer.model_dump(mode="json", exclude_defaults=True),
+        "optimizer": changed_fields(run.optimizer),
         "seed": run.training.seed,
         "peak_flops": measured_peak(run, run_data.step_metrics, run_data.world_size),
         "sequence": run.training.seq_len,

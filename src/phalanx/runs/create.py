@@ -28,6 +28,7 @@ from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import hf_config_file, load_run
+from phalanx.spec.files.tables import MARKER_FILE
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
@@ -35,7 +36,6 @@ RUN_FILE = "run.toml"
 DATA_FILE = "data.json"
 TOKENIZER_FILE = "tokenizer.json"
 PLAN_FILE = "plan.json"
-MARKER_FILE = "phalanx.json"
 FROM_HF_DIR = "from_hf"
 FROM_HF_FILES = (
     "generation_config.json",
@@ -133,7 +133,7 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
 
 def _describes(file: Path, run: RunSpec) -> bool:
     with suppress(UserError):
-        return load_run(file, environment={}) == run
+        return load_run(file, environment={}, trust=True) == run
     return False
 
 
@@ -180,8 +180,12 @@ def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
     return read_manifest(checkpoints[0])
 
 
-def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
+def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, PreparedData]:
     """Return the run and the prepared data of a run directory.
+
+    Args:
+        directory: The run directory.
+        trust: True if the components that it names may be imported.
 
     Raises:
         UserError: The directory is not a run directory.
@@ -189,9 +193,8 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
         fix = "use a run file, or a run directory of phalanx train"
         raise UserError("run directory", str(directory), f"has no {DATA_FILE} written by Phalanx", fix=fix)
-    return load_run(directory / RUN_FILE, environment={}), PreparedData(
-        **json.loads((directory / DATA_FILE).read_text())
-    )
+    run = load_run(directory / RUN_FILE, environment={}, trust=trust)
+    return run, PreparedData(**json.loads((directory / DATA_FILE).read_text()))
 
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:

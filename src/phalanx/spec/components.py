@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, model_serializer, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from phalanx.spec.base import Spec, require
 from phalanx.spec.errors import UserError
@@ -13,6 +14,15 @@ from phalanx.spec.parallel_dims import transformer_only_options
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
+
+COMPONENT_FIELDS = (
+    ("model", "implementation"),
+    ("training", "loss"),
+    ("optimizer", "implementation"),
+    ("optimizer", "lr_function"),
+    ("data", "dataset"),
+)
+"""Section and field of each component of a run, besides the table of callbacks."""
 
 
 class ComponentSpec(Spec):
@@ -25,6 +35,10 @@ class ComponentSpec(Spec):
 
     class_path: str = Field(alias="class")
     """Import path of the class or function: "package.module:Name"."""
+    named_in: SkipJsonSchema[str | None] = None
+    """Run file that names the class if it belongs to a run directory and the user did not trust it; else None.
+
+    The loader of run files sets it. It is written with the table, so a copy of the run is not trusted either."""
 
     @property
     def module(self) -> str:
@@ -43,7 +57,8 @@ class ComponentSpec(Spec):
 
     @model_serializer
     def _to_table(self) -> dict[str, Any]:
-        return {"class": self.class_path, **self.arguments}
+        origin = {} if self.named_in is None else {"named_in": self.named_in}
+        return {"class": self.class_path, **origin, **self.arguments}
 
     @model_validator(mode="after")
     def _check(self) -> ComponentSpec:
@@ -64,17 +79,58 @@ class ComponentSpec(Spec):
 
 def named_components(run: RunSpec) -> Iterator[tuple[str, ComponentSpec]]:
     """Yield the field and the description of each of the user's components."""
-    for field, component in (
-        ("model.implementation", run.model.implementation),
-        ("training.loss", run.training.loss),
-        ("optimizer.implementation", run.optimizer.implementation),
-        ("optimizer.lr_function", run.optimizer.lr_function),
-        ("data.dataset", run.data.dataset),
-    ):
+    for section, field in COMPONENT_FIELDS:
+        component: ComponentSpec | None = getattr(getattr(run, section), field)
         if component is not None:
-            yield field, component
+            yield f"{section}.{field}", component
     for name, callback in run.callbacks.items():
         yield f"callbacks.{name}", callback
+
+
+def mark_components(table: dict[str, Any], file: str | None) -> None:
+    """Record in the table of a run file that its components are untrusted.
+
+    Args:
+        table: Content of the run file, which is changed in place.
+        file: The run file that names them; None if the user trusts it.
+    """
+    callbacks = table.get("callbacks")
+    places = [(table.get(section), field) for section, field in COMPONENT_FIELDS]
+    places += [(callbacks, name) for name in callbacks] if isinstance(callbacks, dict) else []
+    for section, field in places:
+        if not isinstance(section, dict) or not isinstance(section.get(field), str | dict):
+            continue
+        component = section[field]
+        arguments = {"class": component} if isinstance(component, str) else component
+        arguments = {key: value for key, value in arguments.items() if key != "named_in"}
+        section[field] = arguments if file is None else {**arguments, "named_in": file}
+
+
+def changed_fields(spec: Spec) -> dict[str, Any]:
+    """Return the fields that differ from their defaults, without the files that name components."""
+    table = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    for value in table.values():
+        if isinstance(value, dict):
+            value.pop("named_in", None)
+    return table
+
+
+def require_trusted(field: str, component: ComponentSpec, fix: str = "") -> None:
+    """Raise UserError for a component that only a run directory names.
+
+    Args:
+        field: Field of the run file that names it.
+        component: Its description.
+        fix: Remedy of a command without `--trust`.
+    """
+    remedy = "read that code, then add --trust (trust=True in Python), or name it in your own run file or with --set"
+    require(
+        component.named_in is None,
+        field,
+        component.class_path,
+        problem=f"is code that only the run directory's {component.named_in} names",
+        fix=fix or remedy,
+    )
 
 
 def check_components(run: RunSpec) -> None:

@@ -107,6 +107,8 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     # Weights come from the coordinator; the path exists only there.
     cleared_overrides = ["model.from_hf=", "model.upcycle_reinit_fraction="]
     run = load_run(file, [*local_overrides, *cleared_overrides, *overrides])
+    if run.swarm is None:
+        raise UserError("swarm", None, "is missing in the coordinator's run", fix="join another coordinator")
     _check_same_run(load_run(file, cleared_overrides), run)
     return run
 

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of training ranks; the others stand by")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="device to train on, instead of the detected one")
     parser.add_argument("--force", action="store_true", help="start even if the plan exceeds the available memory")
+    parser.add_argument("--trust", action="store_true", help="run the code that a run directory names")
     parser.add_argument("--profile-memory", action="store_true", help="measure memory and collectives of one step")
     parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="profile these steps")
     arguments = parser.parse_args()
@@ -50,6 +51,7 @@ def main() -> None:
         reduced=reduced,
         device=device,
         force=arguments.force,
+        trust=arguments.trust,
     )
     if exit_code == 0 and arguments.ranks is not None:
         wait_for_standby_ranks(arguments.ranks)

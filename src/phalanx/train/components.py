@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.spec.components import ComponentSpec
+from phalanx.spec.components import ComponentSpec, require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec, TrainingSpec
 
@@ -27,8 +27,9 @@ def import_component(field: str, spec: ComponentSpec) -> Any:
         spec: Its description.
 
     Raises:
-        UserError: It cannot be imported.
+        UserError: It cannot be imported, or only a run directory names it and the user did not trust it.
     """
+    require_trusted(field, spec)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

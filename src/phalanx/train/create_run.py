@@ -173,7 +173,7 @@ def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
 
     None if the rate does not jump."""
     with suppress(UserError):
-        before = load_run(run_directory(run) / RUN_FILE, environment={})
+        before = load_run(run_directory(run) / RUN_FILE, environment={}, trust=True)  # it is only compared
         if not (before.training.has_decided_steps and run.training.has_decided_steps):
             return None
         if before.optimizer.lr_function or run.optimizer.lr_function:  # the launcher does not run the user's code

@@ -207,7 +207,7 @@ class StepRunner(ResumableLearner):
         self.run = with_decided_steps(self.run, step)
         self.progress.set_steps(step)
         if self.is_main:
-            recorded, _ = read_run_directory(self.directory)
+            recorded, _ = read_run_directory(self.directory, trust=True)  # it is only written
             rewrite_run_file(self.directory, with_decided_steps(recorded, step))
 
     def _update_or_skip(self, is_finite: bool) -> None:

@@ -70,6 +70,7 @@ class RankOptions:
     reduced: ReducedRanks | None
     device: str | None
     force: bool
+    trust: bool
 
 
 def run_rank(
@@ -81,6 +82,7 @@ def run_rank(
     reduced: ReducedRanks | None = None,
     device: str | None = None,
     force: bool = False,
+    trust: bool = False,
 ) -> int:
     """Train on this rank, and return the exit code.
 
@@ -90,9 +92,10 @@ def run_rank(
         resume: Continue from the newest checkpoint.
         measure: Measure the memory and the traffic of one step.
         window: Steps to profile.
-        reduced: Layout of fewer ranks than the run was configured for.
+        reduced: Layout of fewer ranks than the run's.
         device: Device type chosen by a launcher.
         force: Start even if a run file plans more memory than is available.
+        trust: Import the components that a run directory names.
     """
     options = RankOptions(
         overrides=overrides,
@@ -102,6 +105,7 @@ def run_rank(
         reduced=reduced,
         device=device,
         force=force,
+        trust=trust,
     )
     session = RankSession(source, options)
     try:
@@ -146,12 +150,12 @@ class RankSession:
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
 
     def train(self) -> None:
-        """Join the other ranks, open the run, and train to its end or until it stops."""
+        """Join the other ranks, open the run, and train. Rank 0 checks whether components of a run file are trusted."""
         run = self._load_run()
         device = self._join_ranks(run)
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
-        run, data = read_run_directory(self.directory)
+        run, data = read_run_directory(self.directory, self.options.trust or not self.is_prepared)
         lock = self._lock_directory(run) if is_rank0() else None
         run = self._use_reduced_layout(run)
         self._remove_old_outputs()
@@ -164,12 +168,12 @@ class RankSession:
     def _load_run(self) -> RunSpec:
         """Return the run of the run directory or file, before the ranks meet."""
         if not self.is_prepared:
-            return load_run(self.directory, self.options.overrides)
+            return load_run(self.directory, self.options.overrides, trust=self.options.trust or None)
         if self.options.overrides:
             problem = "has no effect on a run directory"
             raise UserError("--set", self.options.overrides, problem, fix="use the run file instead")
         remove_dumps(self.directory, env_rank())
-        return read_run_directory(self.directory)[0]
+        return read_run_directory(self.directory, self.options.trust)[0]
 
     def _join_ranks(self, run: RunSpec) -> torch.device:
         """Initialize the process group, and return the device of this rank."""

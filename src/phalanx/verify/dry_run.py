@@ -11,6 +11,7 @@ Why: `docs/design/decisions/dry-run-is-the-program.md`.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import time
 import traceback
@@ -19,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from phalanx.model.attention import Documents
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
+from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.run import RunSpec
@@ -47,7 +50,9 @@ Traced = dict[str, Any]
 
 
 def check_traceable(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for a run that cannot be traced, or cannot run at all."""
+    """Raise UserError for a run that cannot be traced, cannot run at all, or names code that is not trusted."""
+    for field, component in named_components(run):
+        require_trusted(field, component)
     check_layout(run, world_size)
     if run.layout.max_staleness is not None:
         raise UserError(
@@ -76,12 +81,28 @@ def trace_ranks(
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # what takes seconds is imported once
+    _start_fork_server()
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
             yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _start_fork_server() -> None:
+    """Start the process from which workers fork. It must not import modules of the working directory by name.
+
+    It is `python -c`, which would look there first."""
+    variable = "PYTHONSAFEPATH"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
 
 
 def corner_ranks(run: RunSpec, world_size: int) -> list[int]:

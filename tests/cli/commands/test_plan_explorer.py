@@ -7,17 +7,30 @@ import re
 import shlex
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
+from typing import Any, ClassVar
 
 import pytest
 
 from phalanx.cli.commands import plan_explorer
-from phalanx.cli.commands.plan_explorer import Choices, PlanArguments, has_screen, parse_choices, with_choices
+from phalanx.cli.commands.plan_explorer import (
+    Choices,
+    InvalidChoiceError,
+    PlanArguments,
+    has_screen,
+    parse_choices,
+    with_choices,
+)
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.testing.processes import wait_until
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.report_page import parse_embedded_json
+from tests.helpers.trained_runs import TIMEOUT_SECONDS
 from tests.helpers.watch_server import serving
 
 RUN = """
@@ -29,6 +42,7 @@ tokens_per_step = 16384
 [cluster]
 nproc_per_node = 4
 """
+FIRST = Choices("", 1, 16, 1024)
 CHOICES = {"machine": "", "nodes": 1, "batch": 16, "seq_len": 1024}
 
 
@@ -100,19 +114,20 @@ def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
         code, other = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
         assert (code, other["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
         assert "--machine a100 --nodes 2" in other["setup"]["commands"]["plan"]
-        for table, problem in (
-            ({**CHOICES, "machine": "/etc/passwd"}, "is not a known machine"),
-            ({**CHOICES, "run": "other.toml"}, "does not have the fields"),
-            ({**CHOICES, "nodes": 0}, "is not a valid number"),
-            ({**CHOICES, "nodes": 10_007}, "ranks have no layout that divides this model and this batch"),
-            ({**CHOICES, "seq_len": 2048}, "is longer than the model's learned positions"),
-            ([], "does not have the fields"),
+        for table, expected_code, problem in (
+            ({**CHOICES, "machine": "/etc/passwd"}, 400, "is not a known machine"),
+            ({**CHOICES, "run": "other.toml"}, 400, "does not have the fields"),
+            ({**CHOICES, "nodes": 0}, 400, "is not a valid number"),
+            ({**CHOICES, "nodes": 10_007}, 422, "ranks have no layout that divides this model and this batch"),
+            ({**CHOICES, "seq_len": 2048}, 422, "is longer than the model's learned positions"),
+            ([], 400, "does not have the fields"),
         ):
             code, answer = ask(address, "plan", table)
-            assert code == 422
+            assert code == expected_code
             assert problem in answer["problem"]
             assert "\n  fix: " in answer["problem"]
         assert ask(address, "layout", {**CHOICES, "layout": 10**8})[0] == 422
+        assert ask(address, "other", {**CHOICES, "layout": 0})[0] == 400
         assert ask(address, "plan", CHOICES, Host="evil.example")[0] == 403
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(address + "run.toml", timeout=60)
@@ -139,10 +154,84 @@ def test_with_choices_changes_only_what_was_chosen(run_file):
 
 
 def test_parse_choices_returns_numbers_beside_choices():
-    choices, more = parse_choices({**CHOICES, "layout": 3}, ("layout",))
+    choices, more = parse_choices({**CHOICES, "layout": 3}, ("layout",), FIRST)
     assert (asdict(choices), more) == (CHOICES, {"layout": 3})
-    with pytest.raises(UserError, match="nodes = True: is not a valid number"):
-        parse_choices({**CHOICES, "nodes": True})
+    with pytest.raises(InvalidChoiceError, match="nodes = True: is not a valid number"):
+        parse_choices({**CHOICES, "nodes": True}, (), FIRST)
+
+
+@pytest.mark.parametrize(("field", "number"), [("nodes", 100_000), ("batch", 10**7), ("seq_len", 10**8)])
+def test_parse_choices_refuses_numbers_above_those_of_real_clusters(field, number):
+    with pytest.raises(InvalidChoiceError, match=rf"{field} = {number}: .*\n.*fix: use a whole number from 1 to"):
+        parse_choices({**CHOICES, field: number}, (), FIRST)
+    parse_choices({**CHOICES, field: number}, (), replace(FIRST, **{field: number}))  # of the command line
+    parse_choices({**CHOICES, "nodes": 16_384, "batch": 65_536, "seq_len": 2**20}, (), FIRST)
+
+
+class WaitingPlan:
+    """A plan that is made once it is released."""
+
+    made: ClassVar[list[WaitingPlan]] = []
+
+    def __init__(self, arguments: Mapping[str, Any], is_limited: bool = True) -> None:
+        self.arguments = arguments
+        self.is_limited = is_limited
+        self.is_running = True
+        self.num_users = 0
+        self.asked = Event()
+        self.released = Event()
+        self.made.append(self)
+        if not is_limited:
+            self.released.set()
+
+    def facts(self) -> dict[str, Any]:
+        self.asked.set()
+        assert self.released.wait(TIMEOUT_SECONDS)
+        return {"setup": {"title": str(self.arguments["nodes"])}}
+
+    def close(self) -> None:
+        self.is_running = False
+
+
+def test_explorer_server_answers_other_requests_during_a_plan(run_file, monkeypatch):
+    monkeypatch.setattr(plan_explorer, "PlanProcess", WaitingPlan)
+    monkeypatch.setattr(plan_explorer, "page", lambda *_: "")
+    monkeypatch.setattr(WaitingPlan, "made", [])
+    explorer = plan_explorer.ExplorerServer(arguments_for(run_file))
+
+    def plan(nodes: int) -> tuple[int, str]:
+        code, _, text = explorer.post("/plan", "localhost", json.dumps({**CHOICES, "nodes": nodes}).encode())
+        return code, text
+
+    with ThreadPoolExecutor() as threads:
+        slow = [threads.submit(plan, nodes) for nodes in range(2, 2 + plan_explorer.MAX_PLANS)]
+        wait_until(lambda: len(WaitingPlan.made) == 1 + plan_explorer.MAX_PLANS, "all plans have started")
+        assert plan(1)[0] == 200, "the plan of the command line is kept"
+        code, text = plan(100)
+        assert (code, "fix: try again" in text) == (503, True)
+        _, first, *others = WaitingPlan.made
+        first.released.set()
+        wait_until(lambda: not first.num_users, "the first request was answered")
+        other = threads.submit(plan, 100)
+        wait_until(lambda: len(WaitingPlan.made) == 2 + plan_explorer.MAX_PLANS, "it makes room for another")
+        assert not first.is_running
+        assert all(each.is_running for each in others)
+        for each in WaitingPlan.made:
+            each.released.set()
+        assert [request.result()[0] for request in (*slow, other)] == [200] * (len(slow) + 1)
+    assert [each.is_limited for each in WaitingPlan.made] == [False] + [True] * (1 + plan_explorer.MAX_PLANS)
+    explorer.close()
+    assert not any(each.is_running for each in WaitingPlan.made)
+
+
+@pytest.mark.parametrize("body", [b"[" * 9_999, b'{"a":' * 1_900, b"", b"{", b"\xff", b"9" * 9_999])
+def test_explorer_server_refuses_bodies_that_are_not_json(body, run_file, monkeypatch):
+    monkeypatch.setattr(plan_explorer, "PlanProcess", WaitingPlan)
+    monkeypatch.setattr(plan_explorer, "page", lambda *_: "")
+    explorer = plan_explorer.ExplorerServer(arguments_for(run_file))
+    for path in ("/plan", "/layout"):
+        code, _, text = explorer.post(path, "localhost", body)
+        assert (code, json.loads(text)) == (400, {"problem": "the request is not JSON"})
 
 
 def test_has_screen_is_false_over_ssh_and_without_display():

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Thread
 
 import pytest
 
 from phalanx.cli.common import http_server
 from phalanx.cli.common.http_server import JSON_TYPE, MAX_BODY_BYTES, make_http_server
+from phalanx.testing.processes import wait_until
 from tests.helpers.trained_runs import TIMEOUT_SECONDS
 
 
 @contextmanager
 def running(post=None) -> Iterator[tuple[str, int]]:
     with make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path), post) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server.server_address
@@ -32,6 +35,84 @@ def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
     monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.1)
     with running() as address, socket.create_connection(address, timeout=TIMEOUT_SECONDS) as silent:
         assert silent.recv(1) == b""
+
+
+def test_http_server_closes_connection_of_slow_client_after_timeout(monkeypatch):
+    """Each byte restarts the timeout of a socket, so that alone would let a client keep a thread for ever."""
+    monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.3)
+    with running() as address, socket.create_connection(address, timeout=TIMEOUT_SECONDS) as slow:
+        wait_until(partial(is_closed_after, slow, b"G"), "the connection is closed", TIMEOUT_SECONDS)
+
+
+def is_closed_after(connection: socket.socket, part: bytes) -> bool:
+    """Send a part of a request, and return whether the server has closed the connection."""
+    try:
+        connection.sendall(part)
+        return bool(select.select([connection], [], [], 0.02)[0]) and connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_http_server_closes_connections_above_the_maximum(monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    with running() as address, ExitStack() as open_connections:
+        silent = [
+            open_connections.enter_context(socket.create_connection(address, timeout=TIMEOUT_SECONDS)) for _ in range(3)
+        ]
+        assert silent[2].recv(1) == b""
+        silent[0].close()
+        url = "http://{}:{}/".format(*address)
+        wait_until(lambda: is_answered(url), "a closed connection makes room for another")
+
+
+def is_answered(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS).status == 200
+    except (ConnectionError, urllib.error.URLError):
+        return False
+
+
+def send(address: tuple[str, int], request: bytes) -> bytes:
+    """Return the response to a request as it is sent, after which no more follows."""
+    with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        response = b""
+        while part := connection.recv(2**16):
+            response += part
+    return response
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"PUT / HTTP/1.1\r\n\r\n", b" 501 "),
+        (b"BREW / HTTP/1.1\r\n\r\n", b" 501 "),
+        (b"GET / HTTP/9.9\r\n\r\n", b" 505"),
+        (b"\x00\xff" * 100 + b"\r\n\r\n", b" 400"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b" 414 "),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b" 431 "),
+        (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: -1\r\n\r\n{}", b" 413 "),
+        (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n{}", b" 413 "),
+        (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{}", b" 200 "),
+    ],
+)
+def test_http_server_answers_malformed_requests(request_bytes, status, capfd):
+    with running(lambda path, host, body: (200, JSON_TYPE, body.decode())) as address:
+        assert status in send(address, request_bytes)[:600]
+        assert b" 200 " in send(address, b"GET / HTTP/1.1\r\n\r\n")
+    assert capfd.readouterr().err == ""
+
+
+def test_http_server_answers_after_an_exception(capfd):
+    def fail(path, host, body):
+        raise RecursionError("too deep")
+
+    with running(fail) as address:
+        head = b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+        assert b" 500 " in send(address, head)
+        assert b" 200 " in send(address, b"GET / HTTP/1.1\r\n\r\n")
+    assert "RecursionError: too deep" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

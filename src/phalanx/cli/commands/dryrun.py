@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.common.options import Json, Machine, Overrides, RunFile
+from phalanx.cli.common.options import Json, Machine, Overrides, RunFile, Trust
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -38,6 +38,7 @@ def dryrun(
     ] = False,
     machine: Machine = None,
     set_: Overrides = None,
+    trust: Trust = None,
     json_: Json = False,
 ) -> None:
     """Trace a training step of selected ranks of a run of any size, without hardware, and compare it with the plan.
@@ -55,7 +56,7 @@ def dryrun(
 
         phalanx dryrun automatic.toml --ranks 0,5 --json
     """
-    described = load_run(run, set_ or [], machine=machine)
+    described = load_run(run, set_ or [], machine=machine, trust=trust)
     described, world_size = _resolve_layout(described, world)
     from phalanx.launch.recomputation import resolve_recomputation
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.cli.common.options import Trust
 from phalanx.spec.base import require
 
 
@@ -18,6 +19,7 @@ def export(
     directory: Annotated[Path, typer.Argument(help="New directory to write.", metavar="DIR")],
     to: Annotated[str, typer.Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
     dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
+    trust: Trust = None,
 ) -> None:
     """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.
 
@@ -36,7 +38,7 @@ def export(
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    trained = load_trained_model(run)
+    trained = load_trained_model(run, bool(trust))
     parameters = dict(trained.module.named_parameters())
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
     end = load_tokenizer(trained.tokenizer_file).end

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.common.options import Trust
+
 if TYPE_CHECKING:
     from phalanx.data.tokenizer import Tokenizer
 
@@ -21,6 +23,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
+    trust: Trust = None,
 ) -> None:
     """Print a prompt and its continuation by a run's newest checkpoint, or by a swarm's current model.
 
@@ -40,7 +43,7 @@ def generate(
     from phalanx.model.sampling import stream_tokens
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    trained = load_trained_model(run)
+    trained = load_trained_model(run, bool(trust))
     tokenizer = load_tokenizer(trained.tokenizer_file)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)

@@ -14,6 +14,7 @@ from phalanx.launch.jobs.job import ClusterJob, check_job, parse_nodes, ranks_pe
 from phalanx.launch.jobs.kubernetes import kubernetes
 from phalanx.launch.jobs.skypilot import skypilot
 from phalanx.launch.jobs.slurm import slurm
+from phalanx.spec.components import named_components, require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
@@ -91,6 +92,8 @@ def launch(
     target_options = {name: value for name, value in special.items() if value is not None}
     _check_target_options(to, target_options)
     described = load_run(run, set_ or [])
+    for field, component in named_components(described):
+        require_trusted(field, component, fix=f"read that code, then give a run file of your own: cp {run} my_run.toml")
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes, described.cluster.nodes)
     override_args = [argument for override in set_ or () for argument in ("--set", override)]
     options = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}

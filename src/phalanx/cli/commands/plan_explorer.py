@@ -6,16 +6,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from html import escape
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cli.commands.plan_process import PlanProcess
 from phalanx.cli.common.http_server import (
     JSON_TYPE,
     LOCAL_ADDRESS,
@@ -30,15 +30,17 @@ from phalanx.cli.views.plan import calibration_note
 from phalanx.cli.views.plan_notes import list_assumptions
 from phalanx.plan.search.oom_risk import describe_memory_limit
 from phalanx.report.explorer.exploration import Exploration, explore
-from phalanx.report.explorer.page import PageContext, details_of, packed_details, page, page_facts
+from phalanx.report.explorer.page import PageContext, packed_details, page, page_facts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import preset_names
 from phalanx.spec.run import RunSpec
 
 NUM_FIRST_CHOICES = 100
 """Number of layouts on a page, in the planner's order, all with details in a file."""
-MAX_NUMBERS = {"nodes": 100_000, "batch": 10**7, "seq_len": 10**8, "layout": 10**9}
-"""Upper limits of the fields of a request: larger numbers would keep the planner busy for hours."""
+MAX_NUMBERS = {"nodes": 20_000, "batch": 10**6, "seq_len": 10**7, "layout": 10**9}
+"""Upper limits of the fields of a request, above those of published runs: larger ones keep a planner busy."""
+MAX_PLANS = 3
+"""Maximum number of plans, running and kept, besides that of the command line. A large one keeps 650 MiB."""
 RENDEZVOUS = "HOST:29500"
 
 
@@ -60,6 +62,11 @@ class PlanArguments:
         return run_on_cluster(
             self.run, self.machine, self.nodes, nproc=self.nproc, overrides=list(self.overrides), topology=self.topology
         )
+
+    def as_json(self) -> dict[str, object]:
+        """Return the arguments in JSON types, for another process."""
+        topology = None if self.topology is None else str(self.topology)
+        return {**asdict(self), "run": str(self.run), "topology": topology}
 
     def plan_command(self) -> str:
         """Return the command line of the plan, without the option for a page."""
@@ -103,23 +110,40 @@ def choices_of(run: RunSpec) -> Choices:
     return Choices("", run.cluster.nodes, training.tokens_per_step // training.seq_len, seq_len=training.seq_len)
 
 
-def parse_choices(table: object, more: tuple[str, ...] = ()) -> tuple[Choices, dict[str, int]]:
+class InvalidChoiceError(UserError):
+    """A request that the page does not send, or a number above its maximum."""
+
+
+class BusyError(UserError):
+    """A request that must wait for others."""
+
+
+def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple[Choices, dict[str, int]]:
     """Return the choices in a decoded JSON body, and the integers that `more` names.
 
+    Args:
+        table: The body.
+        more: Names of further integers.
+        first: Choices of the command line, which may exceed `MAX_NUMBERS`.
+
     Raises:
-        UserError: Fields are unknown or missing, a machine is unknown, or a value has another type.
+        InvalidChoiceError: Fields are unknown or missing, a machine is unknown, or a value has another type.
     """
     fields = ("machine", "nodes", "batch", "seq_len", *more)
     if not isinstance(table, dict) or set(table) != set(fields):
-        raise UserError("request", None, f"does not have the fields {', '.join(fields)}", fix="reload the page")
+        raise InvalidChoiceError(
+            "request", None, f"does not have the fields {', '.join(fields)}", fix="reload the page"
+        )
     if table["machine"] not in ("", *preset_names("machines")):
-        raise UserError("machine", table["machine"], "is not a known machine", fix="choose one from the list")
+        raise InvalidChoiceError("machine", table["machine"], "is not a known machine", fix="choose one from the list")
     for name in fields[1:]:
         value = table[name]
         low = 0 if name in more else 1
-        high = MAX_NUMBERS[name]
+        high = max(MAX_NUMBERS[name], asdict(first).get(name, 0))
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise UserError(name, value, "is not a valid number", fix=f"use a whole number from {low} to {high:,}")
+            raise InvalidChoiceError(
+                name, value, "is not a valid number", fix=f"use a whole number from {low} to {high:,}"
+            )
     return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
 
 
@@ -138,7 +162,7 @@ def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
 
 def write_page(arguments: PlanArguments, file: Path) -> None:
     """Write the explorer as one file."""
-    exploration, facts = _explore(arguments)
+    exploration, facts = explore_arguments(arguments)
     with search_progress(exploration.world_size) as report:
         details = packed_details(exploration, report)
     write_file("--html", file, page(facts | {"details": details, "web": False}))
@@ -148,7 +172,8 @@ def write_page(arguments: PlanArguments, file: Path) -> None:
 def serve_page(arguments: PlanArguments, port: int) -> None:
     """Serve the explorer to this machine until Ctrl-C."""
     explorer = ExplorerServer(arguments)
-    with make_http_server("--port", LOCAL_ADDRESS, port, get=explorer.get, post=explorer.post) as server:
+    server = make_http_server("--port", LOCAL_ADDRESS, port, get=explorer.get, post=explorer.post)
+    with closing(explorer), server:
         if has_screen(sys.platform, os.environ):
             import webbrowser
 
@@ -158,16 +183,29 @@ def serve_page(arguments: PlanArguments, port: int) -> None:
 
 
 class ExplorerServer:
-    """Server of the explorer, which plans for choices on the page and caches the last plans."""
+    """Server of the explorer. It plans for choices on the page in other processes, and keeps the last plans.
+
+    So a slow plan delays no other, and is stopped at the limits of `PlanProcess`."""
 
     def __init__(self, arguments: PlanArguments) -> None:
+        self._arguments = arguments
         self._lock = Lock()
-        self._explore = lru_cache(maxsize=4)(lambda choices: _explore(with_choices(arguments, choices)))
+        self._plans: dict[Choices, PlanProcess] = {}
+        """Plans of other choices than those of the command line, the last used one last."""
         run, _ = arguments.load()
-        self._first = choices_of(run)
-        self._page = page(
-            self._facts(self._first), choices_form(self._first, run.cluster.preset or "as in the run file")
-        )
+        self._first_choices = choices_of(run)
+        self._first_plan = PlanProcess(arguments.as_json(), is_limited=False)
+        try:
+            facts = self._facts(self._first_choices, self._first_plan.facts())
+        except BaseException:
+            self.close()
+            raise
+        self._page = page(facts, choices_form(self._first_choices, run.cluster.preset or "as in the run file"))
+
+    def close(self) -> None:
+        """End the processes of all plans."""
+        for plan in (self._first_plan, *self._plans.values()):
+            plan.close()
 
     def get(self, path: str, host: str) -> Answer:
         """Respond to GET with the page, for the run of the command line."""
@@ -187,24 +225,55 @@ class ExplorerServer:
             return refusal
         try:
             table = json.loads(body)
-            with self._lock:
-                return 200, JSON_TYPE, json.dumps(self._answer(path, table), allow_nan=False)
+        except (ValueError, RecursionError):
+            return 400, JSON_TYPE, json.dumps({"problem": "the request is not JSON"})
+        try:
+            return 200, JSON_TYPE, json.dumps(self._answer(path, table), allow_nan=False)
+        except InvalidChoiceError as error:
+            return 400, JSON_TYPE, json.dumps({"problem": str(error)})
+        except BusyError as error:
+            return 503, JSON_TYPE, json.dumps({"problem": str(error)})
         except UserError as error:
             return 422, JSON_TYPE, json.dumps({"problem": str(error)})
-        except ValueError:
-            return 400, JSON_TYPE, json.dumps({"problem": "the request is not JSON"})
 
     def _answer(self, path: str, table: object) -> dict[str, Any]:
-        if path == "/plan":
-            return self._facts(parse_choices(table)[0])
-        choices, more = parse_choices(table, ("layout",))
-        exploration: Exploration = self._explore(choices)[0]
-        if path != "/layout" or more["layout"] >= len(exploration.layouts):
-            raise UserError("layout", more["layout"], "is not a layout of this plan", fix="reload the page")
-        return details_of(exploration, more["layout"])
+        more = () if path == "/plan" else ("layout",)
+        choices, numbers = parse_choices(table, more, self._first_choices)
+        with self._plan(choices) as plan:
+            if path == "/plan":
+                return self._facts(choices, plan.facts())
+            if path != "/layout":
+                raise InvalidChoiceError("path", path, "is not known", fix="reload the page")
+            return plan.details(numbers["layout"])
 
-    def _facts(self, choices: Choices) -> dict[str, Any]:
-        facts: dict[str, Any] = self._explore(choices)[1]
+    @contextmanager
+    def _plan(self, choices: Choices) -> Iterator[PlanProcess]:
+        """Provide the process that plans for some choices, which is not closed in the meantime."""
+        with self._lock:
+            if choices == self._first_choices and self._first_plan.is_running:
+                plan = self._first_plan
+            else:
+                kept = self._plans.pop(choices, None)
+                plan = kept if kept is not None and kept.is_running else self._start_plan(choices)
+                self._plans[choices] = plan
+            plan.num_users += 1
+        try:
+            yield plan
+        finally:
+            with self._lock:
+                plan.num_users -= 1
+
+    def _start_plan(self, choices: Choices) -> PlanProcess:
+        """Start the plan of some choices; the plan that was not used for the longest time may make room for it."""
+        arguments = with_choices(self._arguments, choices)
+        for choices, plan in [*self._plans.items()]:
+            if len(self._plans) >= MAX_PLANS and not plan.num_users:
+                self._plans.pop(choices).close()
+        if len(self._plans) >= MAX_PLANS:
+            raise BusyError("plan", None, f"must wait for {MAX_PLANS} other plans", fix="try again when they are done")
+        return PlanProcess(arguments.as_json())
+
+    def _facts(self, choices: Choices, facts: dict[str, Any]) -> dict[str, Any]:
         return facts | {"details": {}, "web": True, "choices": asdict(choices)}
 
 
@@ -222,7 +291,7 @@ def choices_form(choices: Choices, machine: str) -> str:
     )
 
 
-def _explore(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:
+def explore_arguments(arguments: PlanArguments) -> tuple[Exploration, dict[str, Any]]:
     """Return the plan of some arguments with the data of a page, without details."""
     run, world_size = arguments.load()
     with search_progress(world_size) as report:

@@ -19,6 +19,7 @@ from phalanx.cli.commands.train_start import (
     run_on_nodes,
     run_on_one_machine,
 )
+from phalanx.cli.common.options import Trust
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.process import select_device
 from phalanx.runs.step_records import parse_step_range
@@ -85,6 +86,7 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start even if the plan exceeds the machine's memory.")
     ] = False,
+    trust: Trust = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Check the run, print it as TOML, and exit.")
     ] = False,
@@ -115,7 +117,7 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
-    described = _load(run, set_ or [], machine)
+    described = _load(run, set_ or [], machine, trust=trust)
     if described.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
         raise UserError(
@@ -175,9 +177,9 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
         )
 
 
-def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
+def _load(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
     if not path.is_dir():
-        return load_run(path, overrides, machine=machine)
+        return load_run(path, overrides, machine=machine, trust=trust)
     from phalanx.runs.create import RUN_FILE, is_run_directory
 
     if not is_run_directory(path):
@@ -195,9 +197,8 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
                 "--set", override, "applies to new runs only: the number of steps of this run is fixed", fix=fix
             )
     directory = path.resolve()  # the directory may have been moved since its creation
-    return load_run(
-        path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
-    )
+    places = [f"output_dir='{directory.parent}'", f"name={directory.name}"]
+    return load_run(path / RUN_FILE, [*overrides, *places], machine=machine, trust=bool(trust))
 
 
 def _format_config(run: RunSpec, start: StartOptions) -> str:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader, RawIOBase
+from socket import socket
+from threading import BoundedSemaphore
 from typing import Any
 
 from phalanx.spec.errors import UserError
@@ -13,7 +18,9 @@ LOCAL_ADDRESS = "127.0.0.1"
 Answer = tuple[int, str, str]
 """Status code, content type and text."""
 PATIENCE_SECONDS = 30.0
-"""Seconds until a silent connection is closed, because each occupies a thread."""
+"""Seconds until a connection is closed whose request is incomplete, because each occupies a thread."""
+MAX_CONNECTIONS = 64
+"""Maximum number of connections at a time; further ones are closed."""
 MAX_BODY_BYTES = 10_000
 JSON_TYPE = "application/json"
 
@@ -42,6 +49,10 @@ def make_http_server(
     class Handler(BaseHTTPRequestHandler):
         timeout = PATIENCE_SECONDS
 
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = BufferedReader(_TimedReader(self.connection))
+
         def do_GET(self) -> None:
             self._send(get, self.path.partition("?")[0], self._requested_host())
 
@@ -66,6 +77,12 @@ def make_http_server(
                 code = 500
                 kind = "text/plain"
                 text = str(error)
+            except Exception:
+                traceback.print_exc()
+                code = 500
+                kind = "text/plain"
+                text = "the server failed; its terminal shows the error"
+            self.connection.settimeout(PATIENCE_SECONDS)
             body = text.encode()
             self.send_response(code)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -78,6 +95,20 @@ def make_http_server(
             """No-op: requests are not logged."""
 
     class Server(ThreadingHTTPServer):
+        free_connections = BoundedSemaphore(MAX_CONNECTIONS)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self.free_connections.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.free_connections.release()
+
         def handle_error(self, request: Any, client_address: Any) -> None:
             if not isinstance(sys.exception(), ConnectionError):  # a closed page is not an error
                 super().handle_error(request, client_address)
@@ -87,6 +118,27 @@ def make_http_server(
     except OSError as error:
         problem = f"cannot be served: {error.strerror}"
         raise UserError(option, port, problem, fix="choose another port, or 0 for any free port") from None
+
+
+class _TimedReader(RawIOBase):
+    """The bytes of a connection that arrive within `PATIENCE_SECONDS` after its start.
+
+    The socket's own timeout restarts with each byte."""
+
+    def __init__(self, connection: socket) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Receive some bytes. Raises TimeoutError after the deadline."""
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        self._connection.settimeout(seconds)
+        return self._connection.recv_into(buffer)
 
 
 def refuse_other_hosts(host: str) -> Answer | None:

@@ -21,4 +21,8 @@ Machine = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a field, e.g. training.seq_len=4096.", metavar="K=V")
 ]
+Trust = Annotated[
+    bool | None,
+    typer.Option("--trust", help="Run the code that a run directory names (your own model, loss, callbacks ...)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -148,7 +148,7 @@ def _check_space(disk_space: Space, directory: str, needed_bytes: int) -> list[D
 
 def _check_write(machine: Machine, directory: str, quick: bool) -> list[DoctorFinding]:
     size = str(QUICK_WRITE_MIB if quick else WRITE_MIB)
-    argv = sys.executable, "-m", "phalanx.doctor.disk_write_probe", directory, size
+    argv = sys.executable, "-P", "-m", "phalanx.doctor.disk_write_probe", directory, size
     output = machine.run("write", *argv, seconds=WRITE_SECONDS)
     match = re.search(r"(\d+) bytes in ([\d.]+) s", output.text) if output and output.code == 0 else None
     if output is None:

@@ -13,7 +13,7 @@ from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.hf_config import model_table
-from phalanx.spec.files.tables import Table, deep_merge, read_json, read_toml, set_path
+from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec, TrainingSpec
@@ -38,6 +38,7 @@ def load_run(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
     machine: str | None = None,
+    trust: bool | None = None,
 ) -> RunSpec:
     """Read a run file, or a Hugging Face config.json as a run of that model.
 
@@ -49,6 +50,7 @@ def load_run(
             default.
         environment: The environment variables.
         machine: A machine that replaces the one of the file: a preset such as "h100", or a file by `phalanx calibrate`.
+        trust: Import the components (your own model, loss ...) that the file names; None: not from a run directory.
 
     Returns:
         The run.
@@ -65,7 +67,7 @@ def load_run(
         fix = f"create a run file with `phalanx init run.toml`, and add --set model.preset={path}"
         raise UserError("run file", str(path), "is the name of a model, not a file", fix=fix)
     is_hf_config = Path(path).suffix == ".json"
-    table = {"model": {"from_hf": str(path)}} if is_hf_config else read_toml(path)
+    table = {"model": {"from_hf": str(path)}} if is_hf_config else read_run_table(path, trust)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
         kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}
@@ -186,7 +188,7 @@ def load_model_spec(name: str) -> ModelSpec:
     """
     path = Path(name)
     if path.suffix == ".toml":
-        table = read_toml(path)
+        table = read_run_table(path, trust=None)
         is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
         return parse_table(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
     if path.suffix == ".json" or path.is_dir():

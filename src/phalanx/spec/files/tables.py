@@ -7,9 +7,12 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
+from phalanx.spec.components import mark_components
 from phalanx.spec.errors import UserError
 
 Table = dict[str, Any]
+MARKER_FILE = "phalanx.json"
+"""File in a run directory: Phalanx may write to this directory."""
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
@@ -33,6 +36,32 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         raise UserError(
             file_kind, str(path), f"cannot be read: {error.strerror}", fix="check the permissions of this file"
         ) from None
+
+
+def read_run_table(path: str | Path, trust: bool | None) -> Table:
+    """Parse a run file, and mark its components if they are not trusted.
+
+    Args:
+        path: The run file.
+        trust: Whether its components are trusted; None: as the file says, and not if it lies in a run directory, which
+            may be someone else's.
+
+    Raises:
+        UserError: The file does not exist or is not TOML.
+    """
+    table = read_toml(path)
+    file = Path(path).absolute()
+    if trust:
+        mark_components(table, None)
+    elif trust is False or is_in_run_directory(file) or is_in_run_directory(file.resolve()):
+        mark_components(table, str(file))
+    return table
+
+
+def is_in_run_directory(file: Path) -> bool:
+    """Return whether a file lies in a directory that a run has written: with its marker, or with a checkpoint."""
+    folder = file.parent
+    return (folder / MARKER_FILE).exists() or any(folder.glob("checkpoints/step-*"))
 
 
 def read_json(path: Path) -> Table:

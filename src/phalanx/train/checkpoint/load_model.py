@@ -17,6 +17,7 @@ from phalanx.parallel.strategy import Strategy
 from phalanx.runs.checkpoints import require_valid_checkpoint, step_of
 from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
+from phalanx.spec.components import require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
@@ -38,17 +39,23 @@ class TrainedModel:
     """Step of the newest checkpoint; None for the current weights of a swarm."""
 
 
-def load_trained_model(run_directory: Path) -> TrainedModel:
+def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel:
     """Return the trained model of a run directory.
 
+    Args:
+        run_directory: The run directory, or that of a swarm.
+        trust: True if a network that it names may be imported.
+
     Raises:
-        UserError: there are neither intact checkpoints nor weights of a swarm.
+        UserError: the network is not trusted, or there are neither intact checkpoints nor weights of a swarm.
     """
     if not (run_directory / RUN_FILE).is_file():
         raise UserError(
             "run directory", str(run_directory), f"has no {RUN_FILE}", fix="pass a directory from phalanx train"
         )
-    run = load_run(run_directory / RUN_FILE, environment={})
+    run = load_run(run_directory / RUN_FILE, environment={}, trust=trust)
+    if run.model.implementation is not None:  # before any file of the directory is read or written
+        require_trusted("model.implementation", run.model.implementation)
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
     tokenizer = _find_tokenizer(run, run_directory)
