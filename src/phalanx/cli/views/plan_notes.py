@@ -104,10 +104,13 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
         lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
     else:
         lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
-    if cost.kwh:
+    if cost.device_kwh is not None:
         lines.append(
-            f"{cost.kwh:,.0f} kWh" + (f", {cost.electricity:,.0f} for electricity" if cost.electricity else "")
+            f"energy at rated power, an upper limit: cards {cost.device_kwh:,.0f} kWh, "
+            f"rest of the nodes {cost.host_kwh:,.0f} kWh, "
+            f"facility {cost.facility_kwh:,.0f} kWh (PUE {run.cluster.pue:g})"
         )
+        lines[-1] += f": {cost.electricity:,.0f} for electricity" if cost.electricity else ""
     if cost.rent:
         lines.append(f"{cost.rent:,.0f} for the devices")
     return lines
