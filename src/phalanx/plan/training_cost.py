@@ -90,15 +90,17 @@ def estimate_training_cost(
 
 def _energy(cluster: ClusterSpec, world_size: int, hours: float) -> dict[str, float | None]:
     """Return the energy of devices, nodes and data center, and its price: None without the power of a device."""
-    device, host = cluster.watts_per_device, host_watts(cluster)
+    device = cluster.watts_per_device
+    host = host_watts(cluster)
     if device is None or host is None:
         return dict.fromkeys(("device_kwh", "host_kwh", "facility_kwh", "electricity"))
-    watts, price = device + host, cluster.price_per_kwh
+    watts = device + host
+    price = cluster.price_per_kwh
     return {
         "device_kwh": energy_kwh(device, world_size, hours),
         "host_kwh": energy_kwh(host, world_size, hours),
         "facility_kwh": energy_kwh(watts, world_size, hours, pue=cluster.pue),
-        "electricity": energy_cost(watts, world_size, hours, price, pue=cluster.pue) if price else None,
+        "electricity": energy_cost(watts, world_size, hours, price_per_kwh=price, pue=cluster.pue) if price else None,
     }
 
 

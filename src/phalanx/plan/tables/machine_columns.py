@@ -135,8 +135,9 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
 
 def host_watts(cluster: ClusterSpec) -> float | None:
     """Return one device's share of the power of the rest of its node; None if its own power is unknown."""
-    given, device = cluster.host_watts_per_device, cluster.watts_per_device
-    return HOST_POWER_SHARE * device if given is None and device is not None else given
+    if cluster.host_watts_per_device is None and cluster.watts_per_device is not None:
+        return HOST_POWER_SHARE * cluster.watts_per_device
+    return cluster.host_watts_per_device
 
 
 def host_memory(cluster: ClusterSpec) -> float:
