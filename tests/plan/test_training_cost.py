@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.cli.views.plan_notes import format_training
 from phalanx.cost.formulas.reliability import daly_interval_seconds, young_interval_seconds
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
@@ -16,8 +17,29 @@ def test_training_cost_uses_llama3_failure_rate_by_default():
     assert found.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
     assert (found.goodput, found.interval_seconds, found.rent) == (None, None, None)
     assert found.days == pytest.approx(15.6e12 / best.tokens_per_second / 86400)
-    assert found.kwh == pytest.approx(0.7 * 16384 * 24 * found.days)
+    assert found.device_kwh == pytest.approx(0.7 * 16384 * 24 * found.days)
     assert found.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "host_watts", "pue"),
+    [
+        ({}, 575, 1.56),  # DGX H100: 10.2 kW for a node, of which eight cards draw 5.6
+        ({"host_watts_per_device": 250, "pue": 1.1}, 250, 1.1),
+        ({"preset": "a100", "pue": 1}, 412.5, 1),  # DGX A100: 6.5 kW
+        ({"preset": "l40s"}, 350 * 575 / 700, 1.56),  # no published node: the share of a DGX H100
+    ],
+)
+def test_energy_has_cards_host_and_facility(cluster: dict[str, object], host_watts: float, pue: float) -> None:
+    described = make_run(cluster={**cluster, "network_bytes_per_second": 25e9})
+    (best,) = search_layouts(described, 8, keep=1).layouts
+    found = estimate_training_cost(described, 8, best)
+    assert found.device_kwh is not None
+    assert found.host_kwh == pytest.approx(found.device_kwh * host_watts / (described.cluster.watts_per_device or 0))
+    assert found.facility_kwh == pytest.approx(pue * (found.device_kwh + found.host_kwh))
+    (text,) = (line for line in format_training(described, found) if "kWh" in line)
+    assert text.startswith(f"energy at rated power, an upper limit: cards {found.device_kwh:,.0f} kWh, ")
+    assert text.endswith(f"facility {found.facility_kwh:,.0f} kWh (PUE {pue:g})")
 
 
 def test_training_cost_follows_checkpoint_time_failures_and_prices():
@@ -39,7 +61,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
     assert 0.9 < found.goodput < 1
     assert found.days == pytest.approx(found.tokens / best.tokens_per_second / 86400 / found.goodput)
     assert found.rent == pytest.approx(2.0 * 8 * 24 * found.days)
-    assert found.electricity == pytest.approx(0.1 * (found.kwh or 0))
+    assert found.electricity == pytest.approx(0.1 * (found.facility_kwh or 0))
     often = make_run(cluster={**cluster, "failures_per_device_hour": 1e-1})
     worse = estimate_training_cost(often, 8, best)
     assert worse.goodput is not None

@@ -18,6 +18,8 @@ from phalanx.cost.formulas.reliability import (
     young_interval_seconds,
 )
 from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.plan.tables.machine_columns import host_watts
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.run import RunSpec
 
 
@@ -39,8 +41,14 @@ class TrainingCost:
     """Optimal interval by the published approximations of first and of higher order."""
     goodput: float | None
     """Fraction of wall-clock time spent on work that is never lost."""
-    kwh: float | None
+    device_kwh: float | None
+    """Energy of the devices at their rated power. This and the following two are upper limits of what a run draws."""
+    host_kwh: float | None
+    """Energy of the rest of their nodes."""
+    facility_kwh: float | None
+    """Energy of the data center: that of devices and nodes, multiplied by `cluster.pue`."""
     electricity: float | None
+    """Price of `facility_kwh`."""
     rent: float | None
 
 
@@ -64,7 +72,6 @@ def estimate_training_cost(
     availability = reliability(rate, world_size, write, restart_seconds=cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
     hours = 24 * days
-    watts = cluster.watts_per_device
     mtbf = mtbf_seconds(rate, world_size)
     return TrainingCost(
         tokens=tokens,
@@ -76,12 +83,25 @@ def estimate_training_cost(
         young_interval_seconds=young_interval_seconds(write, mtbf) if write else None,
         daly_interval_seconds=daly_interval_seconds(write, mtbf) if write else None,
         goodput=availability.goodput if availability else None,
-        kwh=energy_kwh(watts, world_size, hours) if watts else None,
-        electricity=energy_cost(watts, world_size, hours, price_per_kwh=cluster.price_per_kwh)
-        if watts and cluster.price_per_kwh
-        else None,
+        **_energy(cluster, world_size, hours),
         rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
     )
+
+
+def _energy(cluster: ClusterSpec, world_size: int, hours: float) -> dict[str, float | None]:
+    """Return the energy of devices, nodes and data center, and its price: None without the power of a device."""
+    device = cluster.watts_per_device
+    host = host_watts(cluster)
+    if device is None or host is None:
+        return dict.fromkeys(("device_kwh", "host_kwh", "facility_kwh", "electricity"))
+    watts = device + host
+    price = cluster.price_per_kwh
+    return {
+        "device_kwh": energy_kwh(device, world_size, hours),
+        "host_kwh": energy_kwh(host, world_size, hours),
+        "facility_kwh": energy_kwh(watts, world_size, hours, pue=cluster.pue),
+        "electricity": energy_cost(watts, world_size, hours, price_per_kwh=price, pue=cluster.pue) if price else None,
+    }
 
 
 def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:

@@ -97,7 +97,13 @@ class ClusterSpec(Spec):
     """One device's share of the bandwidth of its node's local disk, for reads and writes of `layout.offload = "nvme"`.
     By default that of one NVMe drive on four lanes."""
     watts_per_device: float | None = Field(None, gt=0, examples=[700])
-    """Power of one device in watts, to compute energy."""
+    """Rated power (TDP) of one device in watts, to compute energy."""
+    host_watts_per_device: float | None = Field(None, ge=0, examples=[575])
+    """One device's share of the rated power of the rest of its node: CPUs, memory, network cards, fans. By default the
+    preset's, else in proportion to a DGX H100's, where it is 575 W for a device of 700 W."""
+    pue: float = Field(1.56, ge=1)
+    """Energy of the data center divided by that of its machines. The default is the average of the Uptime Institute's
+    survey of 2024; large clouds report 1.1 to 1.2."""
     price_per_device_hour: float | None = Field(None, gt=0, examples=[2.5])
     """Price of one device per hour, in a currency of your choice."""
     price_per_kwh: float | None = Field(None, gt=0, examples=[0.1])

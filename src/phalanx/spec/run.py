@@ -10,6 +10,7 @@ from phalanx.spec.base import Spec, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.layout import Layout
+from phalanx.spec.learning_rate import default_learning_rate
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.precision import Precision
 from phalanx.spec.recovery import RecoverySpec
@@ -154,9 +155,11 @@ class OptimizerSpec(Spec):
     """Import path of a `torch.optim.Optimizer` in place of `name`, "package.module:Class" or a table with `class` and
     its arguments; called with parameter groups and `lr`. `name` then describes the size of its state to the planner."""
     learning_rate: float = Field(3e-3, gt=0)
-    """Peak learning rate (AdamW and SGD; with muon, of the parameters that AdamW trains)."""
+    """Peak learning rate (AdamW and SGD; with muon, of the parameters that AdamW trains). The default is that of a
+    published run of about this size, 0.003 for small models; with `model.from_hf` 2e-5 (fine-tuning of Llama 2, arXiv
+    2307.09288). `--print-config` names the source."""
     muon_learning_rate: float = Field(0.02, gt=0)
-    """Peak learning rate of Muon's matrices."""
+    """Peak learning rate of Muon's matrices. With `model.from_hf` it has no default."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of matrices; vectors are not decayed."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -274,6 +277,26 @@ class RunSpec(Spec):
         """True if `training.compile` is set, or left open and the devices are GPUs."""
         by_default = self.cluster.uses_cuda and self.model.implementation is None
         return by_default if self.training.compile is None else self.training.compile
+
+    @model_validator(mode="after")
+    def _set_learning_rate(self) -> RunSpec:
+        """Fill in the default of this model; the field remains unset, so that its origin is known."""
+        optimizer = self.optimizer
+        require(
+            optimizer.name != "muon"
+            or self.model.from_hf is None
+            or "muon_learning_rate" in optimizer.model_fields_set,
+            "optimizer.muon_learning_rate",
+            optimizer.muon_learning_rate,
+            problem="is a rate for new weights, not for those of model.from_hf",
+            fix="set it",
+        )
+        if "learning_rate" not in optimizer.model_fields_set:
+            learning_rate, _ = default_learning_rate(self.model)
+            optimizer = optimizer.model_copy(update={"learning_rate": learning_rate})
+            optimizer.model_fields_set.discard("learning_rate")
+            object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:

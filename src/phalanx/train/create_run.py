@@ -35,6 +35,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
+from phalanx.spec.learning_rate import learning_rate_note
 from phalanx.spec.run import RunSpec
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.peak_flops import fastest_precision
@@ -148,6 +149,8 @@ def check_and_prepare(
     _check_tokens(run, prepared, sequences, manifest=latest_manifest(saved) if saved else None)
     if not saved:
         _warn_unexportable(run)
+        if (line := learning_rate_note(run)) is not None:
+            print(f"phalanx: {line}", file=sys.stderr)
     elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     if run.model.from_hf and not saved:

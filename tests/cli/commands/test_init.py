@@ -79,6 +79,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     }
     examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}
+    examples |= {"host_watts_per_device"}
     examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
     examples |= {"host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"}
     text = run_file_template("run.toml", "schema")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands.plan import _why_not_best, run_on_cluster
+from phalanx.cli.commands.plan import _why_not_best
+from phalanx.cli.commands.plan_cluster import run_on_cluster
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
@@ -257,6 +258,32 @@ def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(
     assert _why_not_best(described, world_size, chosen, "torchtitan") == []
 
 
+def test_plan_export_has_no_verdict_on_the_other_trainer(run):
+    said = cli_runner.command_stderr("plan", run, *H100, "--export", "megatron").splitlines()
+    (figures,) = (line for line in said if " s a step" in line)
+    assert figures.endswith("are Phalanx's figures for this layout; those of Megatron-LM are not predicted")
+    assert not any("P(OOM)" in line for line in said)
+    assert any(line.startswith("note: Megatron-LM keeps in addition to what Phalanx does: ") for line in said)
+
+
+def test_plan_names_the_predicted_trainer_in_its_first_line(run, tmp_path):
+    for view in ((), ("--diff", "tp=8", "tp=4")):
+        first, *_ = plan_output(run, *H100, "--top", 1, *view).splitlines()
+        assert first.startswith("Phalanx's own trainer: llama3-8b on 16 x h100")
+    assert plan_json(run, *H100, "--top", 1)["trainer"] == "Phalanx"
+    path = tmp_path / "runs.csv"
+    rows = [{**MEGATRON_22B_ROW, "id": name, "facts": name} for name in ("DeepSpeed", "nanotron", "")]
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    first, _, *lines = plan_output("--batch", path).splitlines()
+    assert first.startswith("each row's own trainer, from `schedule` and `facts`; never Phalanx")
+    trainers = [json.loads(line)["trainer"] for line in plan_output("--batch", path, "--json").splitlines()]
+    assert trainers == ["DeepSpeed", "nanotron", "Megatron-LM"]
+    assert all(f"  {trainer}" in line for trainer, line in zip(trainers, lines, strict=True))
+
+
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
     picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
     said = cli_runner.command_stderr("plan", run, *H100, "--picture", picture, "--out", planned)
@@ -299,6 +326,20 @@ def test_plan_why_not_explains_slower_layout(run):
     text = plan_output(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "evaluated", "reason"),
+    [
+        ("data_parallel=zero2,pp=16", "zero1", "in a pipeline"),
+        ("data_parallel=zero3,tp=8,pp=2", "ddp", "on one shard"),
+        ("data_parallel=hsdp,dp_shard=1", "ddp", "on one shard"),
+    ],
+)
+def test_plan_why_not_says_which_strategy_it_evaluates_instead(run, layout, evaluated, reason):
+    asked = layout.partition(",")[0].partition("=")[2]
+    (said,) = (line for line in plan_output(run, *H100, "--diff", layout, "tp=8").splitlines() if reason in line)
+    assert said.startswith(f"A: data_parallel = {asked} {reason} trains as {evaluated}, which is evaluated here: ")
 
 
 def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
@@ -369,6 +410,15 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     assert planned.cluster.ranks == 16
     check_layout(planned, 16)
     assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
+
+
+def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
+    """Not that of a tiny model."""
+    out = tmp_path / "planned.toml"
+    said = "optimizer.learning_rate = 0.0003: not set; the default is that of Llama 3 8B (arXiv 2407.21783, table 3)"
+    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
+    assert (load_run(out).optimizer.learning_rate, out.read_text().splitlines()[1]) == (3e-4, f"# {said}")
+    assert said in errors.splitlines()
 
 
 def test_plan_batch_predicts_rows_of_csv_file(tmp_path):

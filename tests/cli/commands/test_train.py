@@ -70,6 +70,16 @@ def test_train_print_config_shows_batch_plan(run_file: Path) -> None:
     )
 
 
+def test_train_print_config_names_origin_of_learning_rate(run_file: Path) -> None:
+    text = print_config_output("--set", "model.vocab_size=150000")
+    assert (
+        "\n# optimizer.learning_rate = 0.001: not set; the default is that of Pythia 70M (arXiv 2304.01373)\n" in text
+    )
+    assert "\n# optimizer.learning_rate = 0.002: as set\n" in print_config_output(
+        "--set", "optimizer.learning_rate=2e-3"
+    )
+
+
 def test_train_print_config_names_attention_kernel(run_file: Path) -> None:
     settings = ("data.mask_documents=false", "model.sliding_window=16")
     output = [print_config_output(), print_config_output(*(word for x in settings for word in ("--set", x)))]

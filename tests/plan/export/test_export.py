@@ -409,17 +409,65 @@ def test_export_rejects_batch_not_divisible_by_data_parallel_size(trainer: Train
         export(make_run(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD_SIZE, trainer)
 
 
+MEGATRON_OVERLAP = {"overlap-grad-reduce", "overlap-param-gather"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "overlap"),
+    [
+        ({"data_parallel": "zero1", "pp": 2}, MEGATRON_OVERLAP),
+        ({"data_parallel": "ddp"}, {"overlap-grad-reduce"}),
+        ({"data_parallel": "zero3"}, MEGATRON_OVERLAP),
+        ({"data_parallel": "ddp", "pp": 16}, set()),
+    ],
+)
+def test_megatron_export_has_flags_that_the_predicted_time_assumes(layout: Table, overlap: set[str]) -> None:
+    names = exported_option_names(export(make_run(micro_batch_size=1, **layout), WORLD_SIZE, "megatron"), "megatron")
+    assert names & MEGATRON_OVERLAP == overlap
+    assert "cross-entropy-loss-fusion" in names
+    assert "moe-permute-fusion" not in names
+    experts = export(make_run(EXPERTS, micro_batch_size=1, data_parallel="zero1"), WORLD_SIZE, "megatron")
+    assert "moe-permute-fusion" in exported_option_names(experts, "megatron")
+
+
+@pytest.mark.parametrize(
+    ("layout", "overlaps"), [({"data_parallel": "zero1"}, True), ({"data_parallel": "ddp"}, False)]
+)
+def test_deepspeed_export_overlaps_reductions_outside_pipelines(layout: Table, overlaps: bool) -> None:
+    for pp in (1, 2):
+        zero = json.loads(export(make_run(micro_batch_size=1, pp=pp, **layout), WORLD_SIZE, "deepspeed").text)
+        assert zero["zero_optimization"].get("overlap_comm", False) == (overlaps and pp == 1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "layout", "state"),
+    [
+        ("megatron", {"data_parallel": "zero1"}, "6 + 12/16 bytes of state a parameter"),
+        ("megatron", {"data_parallel": "ddp"}, "18 bytes of state a parameter"),
+        ("megatron", {"data_parallel": "zero3"}, "a bf16 copy of its shard of the parameters"),
+        ("torchtitan", {"data_parallel": "zero3"}, "the output of each activation function"),
+        ("deepspeed", {"data_parallel": "zero2"}, "buckets of 500,000,000 gradients"),
+        ("nanotron", {"data_parallel": "zero1"}, "fp32 gradients of all parameters of a rank"),
+    ],
+)
+def test_export_says_what_the_other_trainer_keeps_in_addition(trainer: Trainer, layout: Table, state: str) -> None:
+    model = {**SMALL, "rope": {"theta": 10_000.0}}
+    exported = export(make_run(model, micro_batch_size=1, **layout), WORLD_SIZE, trainer)
+    (note,) = (note for note in exported.notes if "in addition to" in note)
+    assert note.startswith(f"{TRAINER_NAMES[trainer]} keeps in addition to what Phalanx does: ")
+    assert state in note
+    assert "P(OOM)" not in exported.text
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> None:
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
     left = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
-    said = "optimizer.learning_rate = 0.003 and training.steps = 1000: defaults of Phalanx, not tuned for this model"
-    assert any(note.startswith(said) for note in left.notes)
-    assert trainer == "deepspeed" or f"# {said}" in left.text
-    half = export(run_from_table({**table, "training": {**batch, "steps": 9}}), WORLD_SIZE, trainer)
-    assert any(note.startswith("optimizer.learning_rate = 0.003: a default of Phalanx") for note in half.notes)
+    for said in ("optimizer.learning_rate = 0.003: not set", "training.steps = 1000: a default of Phalanx"):
+        assert any(note.startswith(said) for note in left.notes)
+        assert trainer == "deepspeed" or f"# {said}" in left.text
     chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
     assert not any("default" in note for note in export(run_from_table(chosen), WORLD_SIZE, trainer).notes)
 

@@ -36,12 +36,12 @@ def test_oom_probability_of_safe_capacity_is_safe_probability(machine):
 def test_host_need_is_that_of_all_ranks_of_a_node():
     cluster = make_run(machine="rtx4090", cluster={"nproc_per_node": 4, "host_memory_bytes": 32 * GIB}).cluster
     assert node_host_bytes(cluster, 10 * GIB) == 40 * GIB
-    assert describe_host_need(cluster, 10 * GIB) == (
-        "CPU memory: a node of 4 ranks needs up to 40.0 GiB for checkpoint copies and offload; "
-        "cluster.host_memory_bytes provides 128.0 GiB"
-    )
-    assert describe_host_need(cluster, 0) == ""
+    need = "CPU memory: a node of 4 ranks needs up to 40.0 GiB for checkpoint copies"
+    provides = "; cluster.host_memory_bytes provides 128.0 GiB"
+    assert describe_host_need(cluster, 10 * GIB, offloads=False) == need + provides
+    assert describe_host_need(cluster, 10 * GIB, offloads=True) == f"{need} and offload{provides}"
+    assert describe_host_need(cluster, 0, offloads=True) == ""
 
 
 def test_host_need_of_cpu_ranks_is_part_of_their_memory():
-    assert describe_host_need(make_run(machine="cpu").cluster, 10 * GIB) == ""
+    assert describe_host_need(make_run(machine="cpu").cluster, 10 * GIB, offloads=True) == ""

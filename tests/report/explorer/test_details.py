@@ -43,6 +43,7 @@ def test_layout_details_equal_what_the_planner_says(fields):
     assert details["parts"] == option.parts
     assert (details["step_seconds"], details["p_oom"]) == (option.step_seconds, option.p_oom)
     assert details["counted_bytes"] == option.memory_bytes
+    assert (details["node_host_bytes"], details["host_use"]) == (8 * option.host_bytes, "checkpoint copies")
     layout_run = run.model_copy(update={"layout": candidate.layout()})
     memories = rank_memory(layout_run, world_size)
     assert list(details["memory"]) == list(memories)
@@ -75,6 +76,14 @@ def test_timeline_starts_follow_from_order_durations_and_waits(fields):
     assert [(rank, text) for rank, _, _, text in rebuilt] == [(rank, text) for rank, _, _, text in expected]
     for one, other in zip(rebuilt, expected, strict=True):
         assert one[1:3] == pytest.approx(other[1:3], abs=1e-5 * timeline.makespan)
+
+
+def test_layout_details_name_offload_where_there_is_some():
+    found = small_exploration()
+    details = layout_details(
+        found.run, found.world_size, replace(layout_of(data_parallel="zero3", pp=1), offload="cpu")
+    )
+    assert details["host_use"] == "checkpoint copies and offload"
 
 
 def test_layout_details_say_why_a_layout_cannot_be_trained():

@@ -8,7 +8,8 @@ import pytest
 from phalanx.plan.search.evaluate import can_run, evaluate, with_exact_memory
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.report.explorer.exploration import explore
+from phalanx.plan.search.result import pareto_front
+from phalanx.report.explorer.exploration import explore, formula_front
 from phalanx.spec.errors import UserError
 from tests.helpers.explorations import NUM_FIRST_CHOICES, small_exploration
 from tests.helpers.planned_runs import make_run
@@ -32,11 +33,21 @@ def test_explore_predicts_every_layout_as_evaluate_does():
         assert predicted == pytest.approx([option.step_seconds, option.memory_bytes, option.p_oom], rel=1e-12)
 
 
-def test_pareto_front_has_exactly_the_layouts_that_nothing_beats():
+def test_front_has_the_counted_layouts_that_no_counted_layout_beats():
+    found = small_exploration()
+    assert {*found.ranked, *found.front} < {*found.counted}
+    front = list(found.front.values())
+    assert front == pareto_front(list(found.counted.values()))
+    for option in found.counted.values():
+        assert any(a.step_seconds <= option.step_seconds and a.memory_bytes <= option.memory_bytes for a in front)
+
+
+def test_formula_front_has_exactly_the_layouts_that_nothing_beats():
     found = small_exploration()
     seconds = found.column(found.predictions.time.total)
     memory, p_oom = found.column(found.predictions.memory.allocated), found.column(found.predictions.p_oom)
-    front = list(found.front)
+    options = formula_front(found.run, found.world_size, found.layouts, predictions=found.predictions)
+    front = list(options)
     assert len(front) > 3
     assert (np.diff(seconds[front]) >= 0).all()
     assert (np.diff(memory[front]) < 0).all()
@@ -50,7 +61,7 @@ def test_pareto_front_has_exactly_the_layouts_that_nothing_beats():
                 ).p_oom
                 >= MAX_OOM_PROBABILITY
             )
-    for option in found.front.values():
+    for option in options.values():
         assert option.p_oom < MAX_OOM_PROBABILITY
         assert can_run(found.run, found.world_size, option.candidate)
 

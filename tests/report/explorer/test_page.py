@@ -27,8 +27,16 @@ def test_page_facts_have_every_layout(facts):
     for part in PART_DESCRIPTIONS:
         expected = found.column(getattr(found.predictions.time, part)).tolist()
         assert columns[part] == pytest.approx(expected, rel=2.0**-16, abs=1e-30)
+
+
+def test_page_has_one_memory_of_a_layout(facts):
+    """The axis has what the list and the details have: the count where there is one, or else the formula's estimate."""
+    found, (_, columns) = small_exploration(), unpack_columns(facts["columns"])
     memory = found.column(found.predictions.memory.allocated).tolist()
-    assert columns["memory"] == pytest.approx(memory, rel=2.0**-16)
+    shown = [found.counted[row].memory_bytes if row in found.counted else memory[row] for row in range(len(memory))]
+    assert columns["memory"] == pytest.approx(shown, rel=2.0**-16)
+    first = next(iter(found.ranked))
+    assert facts["counted"][str(first)]["memory_bytes"] == details_of(found, first)["counted_bytes"] == shown[first]
 
 
 def test_page_facts_have_counted_figures_of_choices_and_front(facts):

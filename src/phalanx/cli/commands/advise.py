@@ -58,7 +58,7 @@ def advise(
 def _show_rules(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
-    from phalanx.cli.commands.plan import run_on_cluster
+    from phalanx.cli.commands.plan_cluster import run_on_cluster
     from phalanx.cli.views import advise as views
     from phalanx.plan.advice.compare_rules import advise as advised_for
 
@@ -73,7 +73,7 @@ def _show_rules(
 def _show_oom_advice(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
-    from phalanx.cli.commands.plan import run_on_cluster
+    from phalanx.cli.commands.plan_cluster import run_on_cluster
     from phalanx.cli.views import oom as views
     from phalanx.cost.exact.layout_checks import require_planned_layout
     from phalanx.launch.recomputation import resolve_recomputation

@@ -16,12 +16,12 @@ from phalanx.cli.commands.plan_checks import (
     check_writable,
     given_options,
 )
+from phalanx.cli.commands.plan_cluster import run_on_cluster
 from phalanx.cli.common.options import Json, Machine, Overrides
 from phalanx.cli.common.progress import search_progress
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import EvaluatedLayout, Plan
-    from phalanx.spec.cluster import ClusterSpec
     from phalanx.spec.run import RunSpec
 
 MIN_SEARCHED = 10
@@ -138,7 +138,7 @@ def plan(
     if export is not None:
         _export(described, world_size, search_result.best, trainer=export)
     elif user_layout is not None:
-        _show_why_not(described, world_size, user_layout, best=best)
+        _show_why_not(described, world_size, user_layout, best=best, text=why_not or "")
     elif explain is not None:
         _explain(described, world_size, search_result, number=explain, picture=picture)
     elif json_:
@@ -152,67 +152,18 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     from phalanx.cli.common.output_file import write_file
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
+    from phalanx.spec.learning_rate import learning_rate_note
 
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
-    write_file("--out", file, f"# {WRITTEN_BY} plan\n{described}")
+    note = learning_rate_note(run)
+    comments = f"# {WRITTEN_BY} plan\n" + (f"# {note}\n" if note else "")
+    write_file("--out", file, f"{comments}{described}")
     nodes = run.cluster.nodes
     nproc = run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
-
-
-def run_on_cluster(
-    run: Path,
-    machine: str | None,
-    nodes: int | None,
-    nproc: int | None,
-    overrides: list[str],
-    topology: Path | None = None,
-) -> tuple[RunSpec, int]:
-    """Return the run on the machines that the options name, and its number of ranks.
-
-    A topology overrides the run file and the machine except for nproc; --set overrides the topology.
-
-    Args:
-        run: Run file.
-        machine: Preset or file of --machine; None for the run file's cluster.
-        nodes: Number of nodes; None for the cluster's.
-        nproc: Ranks per node; None for the cluster's, or else its number of cores or devices.
-        overrides: FIELD=VALUE of each --set.
-        topology: File of --topology; None without one.
-    """
-    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
-    from phalanx.spec.files.load import load_run
-
-    described = load_run(run, overrides, machine=machine)
-    if topology is not None:
-        topology_overrides = _topology_overrides(topology, described.cluster)
-        described = load_run(run, [*topology_overrides, *overrides], machine=machine)
-    cluster = described.cluster
-    changes = {
-        "nodes": nodes or cluster.nodes,
-        "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
-    }
-    is_given = nproc is not None or cluster.nproc_per_node is not None
-    cluster = cluster.model_copy(update=changes)
-    if not is_given:
-        cluster.model_fields_set.discard("nproc_per_node")  # so that a plan lists it among its assumptions
-    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
-
-
-def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
-    """Return the cluster fields that the topology of a node determines, in the format of --set."""
-    from phalanx.spec.topology.read import infer_cluster, read_topology
-
-    inferred = infer_cluster(read_topology(topology), cluster.preset)
-    for name, reason in inferred.unknown.items():
-        if getattr(cluster, name) is None:
-            print(f"--topology does not determine cluster.{name}: {reason}", file=sys.stderr)
-    return [
-        f"cluster.{name}={value}"
-        for name, value in inferred.fields.items()
-        if name != "nproc_per_node" or cluster.nproc_per_node is None
-    ]
+    if note:
+        print(note, file=sys.stderr)
 
 
 def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool, trainer: str | None = None) -> Plan:
@@ -258,7 +209,8 @@ def _show(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: 
 
 
 def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, picture: Path | None) -> None:
-    from phalanx.cli.views.plan import breakdown, print_explanation
+    from phalanx.cli.views.plan import print_explanation
+    from phalanx.cli.views.plan_picture import breakdown
 
     check_number("--explain", number, search_result.layouts)
     if picture is not None:
@@ -276,10 +228,24 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
     return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _show_why_not(run: RunSpec, world_size: int, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
+def _show_why_not(
+    run: RunSpec, world_size: int, user_layout: EvaluatedLayout, best: EvaluatedLayout, text: str
+) -> None:
     from phalanx.cli.views.plan import print_comparison
 
-    print_comparison(run, world_size, user_layout, second=best, names=("yours", "best"))
+    notes = _other_strategies({"yours": (text, user_layout)})
+    print_comparison(run, world_size, user_layout, second=best, names=("yours", "best"), notes=notes)
+
+
+def _other_strategies(written: dict[str, tuple[str, EvaluatedLayout]]) -> list[str]:
+    """Return a line for each layout, by its name, whose strategy is not the one in the user's text."""
+    from phalanx.plan.search.candidates import describe_other_strategy
+    from phalanx.plan.search.evaluate import parse_layout
+
+    reasons = {
+        name: describe_other_strategy(parse_layout(text), option.candidate) for name, (text, option) in written.items()
+    }
+    return [f"{name}: {reason}" for name, reason in reasons.items() if reason]
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedules: bool) -> None:
@@ -295,12 +261,17 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedu
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
-    print_comparison(run, world_size, first, second=second, names=(names[0], names[1]))
+    notes = _other_strategies(
+        {name: (text, written[text]) for name, text in zip(names, texts, strict=True) if text in written}
+    )
+    print_comparison(run, world_size, first, second=second, names=(names[0], names[1]), notes=notes)
 
 
 def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:
+    from phalanx.plan.export.common import TRAINER_NAMES
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
+    from phalanx.spec.formatting import format_gib
 
     exported_run = run.model_copy(update={"layout": option.candidate.layout()})
     try:
@@ -309,7 +280,12 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--export", trainer, problem, fix=error.fix) from None
     print(exported.text)
-    print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
+    figures = f"{option.step_seconds:.3f} s a step and {format_gib(option.memory_bytes)} a rank"
+    other = TRAINER_NAMES[trainer]  # type: ignore[index]
+    print(
+        f"{option.candidate}: {figures} are Phalanx's figures for this layout; those of {other} are not predicted",
+        file=sys.stderr,
+    )
     for note in (*exported.notes, *_why_not_best(run, world_size, option, trainer=trainer)):
         print(f"note: {note}", file=sys.stderr)
 
@@ -326,5 +302,5 @@ def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trai
         export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)  # type: ignore[arg-type]
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
-        return [f"The planner's best layout is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
+        return [f"The best layout for Phalanx is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
     return []

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cli.commands.plan_cluster import run_on_cluster
 from phalanx.cli.commands.plan_process import PlanProcess
 from phalanx.cli.common.http_server import (
     JSON_TYPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from math import inf
@@ -92,11 +93,14 @@ def serve(
         phalanx swarm serve swarm.toml --certs certs/lead --set swarm.every=50 --set swarm.codec=int4
     """
     from phalanx.spec.files.load import load_run
+    from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.run import require_tokenizer_of_weights
 
     described = load_run(run, set_ or [])
     _require_swarm(described)
     require_tokenizer_of_weights(described)
+    if (line := learning_rate_note(described)) is not None:
+        print(f"phalanx: {line}", file=sys.stderr)
     _check_address(listen, "--listen")
     _check_installed()
     from phalanx.swarm.rpc.certificates import certificate_member

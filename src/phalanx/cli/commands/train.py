@@ -209,6 +209,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
     from phalanx.spec.attention_backend import describe_attention
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
+    from phalanx.spec.learning_rate import describe_learning_rate
     from phalanx.train.create_run import offer_recorded_tokens
 
     ranks = select_nproc(run)
@@ -226,4 +227,5 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
             is_whole = layout_compiles_whole_blocks(run.layout)
             compiled = "blocks" if is_whole else "rotary embeddings and activations of blocks"
             comments.append(f"# compiled: {compiled}, and the loss on GPUs")
+    comments.append(f"# {describe_learning_rate(run)}")
     return "\n".join([*comments, to_toml(run)]).rstrip()

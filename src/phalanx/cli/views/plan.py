@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cli.views.plan_notes import (
+    PREDICTED_TRAINER,
     describe_faster_layout,
     describe_memory_column,
     describe_safer_layout,
+    describe_setup,
     format_training,
     print_assumptions,
 )
@@ -34,14 +36,14 @@ from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import UNCERTAIN_GAIN
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
-from phalanx.report.drawing.step_breakdown import Bar, Breakdown
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
 
 WIDTH = 120
-MAX_OTHER_LAYOUTS = 4
-"""Number of layouts in a picture in addition to the explained one."""
+BATCH_TRAINERS = (
+    "each row's own trainer, from `schedule` and `facts`; never Phalanx, whose runs `phalanx plan RUN.toml` predicts"
+)
 
 
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
@@ -116,7 +118,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         _print_simulated(console, run, world_size, option=option)
     console.print()
     _print_memory_parts(console, run.cluster, option)
-    if host_need := describe_host_need(run.cluster, option.host_bytes):
+    if host_need := describe_host_need(run.cluster, option.host_bytes, offloads=option.candidate.offloads):
         _print_line(console, host_need)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
     _print_line(console, describe_memory_limit(run.cluster), style="dim")
@@ -153,36 +155,6 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
     _print_line(console, note, style="dim")
 
 
-def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
-    """Return the picture of a layout's explanation.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        plan: Result of the search.
-        index: Index of the layout in `plan.layouts`.
-    """
-    option = plan.layouts[index]
-    all_other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index]
-    other_indices = all_other_indices[:MAX_OTHER_LAYOUTS]
-    stages = {f"{name} stage": parts for name, parts in option.stages.items()}
-    if option.candidate.pp == 1:
-        stages = {"every rank": option.stages["last"]}
-    return Breakdown(
-        title=f"{_describe_setup(run, world_size)}, layout {index + 1}",
-        layout=str(option.candidate),
-        meaning=PART_DESCRIPTIONS,
-        seconds=option.parts,
-        other_layouts={
-            other_index + 1: Bar(str(plan.layouts[other_index].candidate), plan.layouts[other_index].parts)
-            for other_index in other_indices
-        },
-        bytes=[Bar(name, parts) for name, parts in stages.items()],
-        counted_bytes=option.memory_bytes,
-        memory_bytes=float(run.cluster.rank_memory_bytes or 0),
-    )
-
-
 def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """Print the simulated pipeline next to the search's estimate."""
     candidate = option.candidate
@@ -196,7 +168,12 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
 
 
 def print_comparison(
-    run: RunSpec, world_size: int, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]
+    run: RunSpec,
+    world_size: int,
+    first: EvaluatedLayout,
+    second: EvaluatedLayout,
+    names: tuple[str, str],
+    notes: Sequence[str] = (),
 ) -> None:
     """Print two layouts side by side, and why one is slower.
 
@@ -206,11 +183,15 @@ def print_comparison(
         first: Evaluated layout.
         second: Another evaluated layout.
         names: Headings of the two.
+        notes: Lines on layouts that are not evaluated as they were written.
     """
     console = _console()
+    _print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
     named = list(zip(names, (first, second), strict=True))
     for name, option in named:
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
+    for note in notes:
+        _print_line(console, note, style="yellow")
     console.print()
     (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
@@ -253,14 +234,17 @@ def _comparison_row(label: str, first: float, second: float, sign: int, unit: st
 
 def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
     """Print a table of predictions."""
-    table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
+    console = _console()
+    _print_line(console, BATCH_TRAINERS)
+    table = _table("row", "trainer", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
     for row in predictions:
         if isinstance(row, PredictionFailure):
-            table.add_row(row.id, "-", "", "", "", "", "", row.reason)
+            table.add_row(row.id, "", "-", "", "", "", "", "", row.reason)
             continue
         span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
         table.add_row(
             row.id,
+            row.trainer,
             f"{row.step_time_s:.4g}",
             span,
             f"{row.tflops_per_gpu:.0f}",
@@ -269,15 +253,15 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
             f"{row.p_oom:.2f}",
             ", ".join(row.assumed),
         )
-    _console().print(table)
+    console.print(table)
 
 
 def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     _print_line(
         console,
-        f"{_describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
-        f"{training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
+        f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in "
+        f"sequences of {training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
     )
     _print_line(console, calibration_note(run.cluster), style="dim")
     console.print()
@@ -290,12 +274,6 @@ def calibration_note(cluster: ClusterSpec) -> str:
         return "no run on this machine was measured (`phalanx calibrate`): its constants are those of published runs"
     decided = ", ".join(measured.identified_constants) or "none alone"
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
-
-
-def _describe_setup(run: RunSpec, world_size: int) -> str:
-    """Describe the model and the machine."""
-    name = run.model.preset or run.model.from_hf or "model"
-    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
 
 
 def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:

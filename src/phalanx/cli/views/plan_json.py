@@ -27,6 +27,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
     faster = find_faster_layout(run, world_size, plan)
     front = plan.pareto_front
     return {
+        "trainer": "Phalanx",
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],

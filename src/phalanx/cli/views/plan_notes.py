@@ -17,6 +17,15 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import format_gib
 from phalanx.spec.run import RunSpec
 
+PREDICTED_TRAINER = "Phalanx's own trainer"
+"""Trainer whose time and memory a plan predicts. Other trainers differ by tens of GiB."""
+
+
+def describe_setup(run: RunSpec, world_size: int) -> str:
+    """Describe the model and the machine."""
+    name = run.model.preset or run.model.from_hf or "model"
+    return f"{name} on {world_size:,} x {run.cluster.preset or 'the cluster'}"
+
 
 def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
     """List the assumptions of some predictions.
@@ -84,7 +93,8 @@ def describe_faster_layout(faster: FasterLayout) -> list[str]:
 
 def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayout]) -> list[str]:
     """Describe the required memory of layouts, and the device and CPU memory available."""
-    need = describe_host_need(cluster, max(option.host_bytes for option in options))
+    offloads = any(option.candidate.offloads for option in options)
+    need = describe_host_need(cluster, max(option.host_bytes for option in options), offloads=offloads)
     held = "process" if cluster.calibration else "tensors"
     meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node" if need else "")
     return [f"{meaning}; {describe_memory_limit(cluster)}.", *([f"{need}."] if need else [])]
@@ -104,10 +114,13 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
         lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
     else:
         lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
-    if cost.kwh:
+    if cost.device_kwh is not None:
         lines.append(
-            f"{cost.kwh:,.0f} kWh" + (f", {cost.electricity:,.0f} for electricity" if cost.electricity else "")
+            f"energy at rated power, an upper limit: cards {cost.device_kwh:,.0f} kWh, "
+            f"rest of the nodes {cost.host_kwh:,.0f} kWh, "
+            f"facility {cost.facility_kwh:,.0f} kWh (PUE {run.cluster.pue:g})"
         )
+        lines[-1] += f": {cost.electricity:,.0f} for electricity" if cost.electricity else ""
     if cost.rent:
         lines.append(f"{cost.rent:,.0f} for the devices")
     return lines

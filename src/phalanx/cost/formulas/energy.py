@@ -12,7 +12,7 @@ def energy_kwh(watts_per_device: float, devices: int, hours: float, pue: float =
     """Return the kilowatt-hours that `devices` draw in `hours`.
 
     Args:
-        watts_per_device: Mean draw of a device, plus its share of the host if the host counts.
+        watts_per_device: Power of a device, plus its share of the host if the host counts.
         devices: Number of devices.
         hours: Duration of the run.
         pue: Power usage effectiveness (ISO/IEC 30134-2): energy of the building / energy of the machines. 1.0 counts
@@ -33,7 +33,7 @@ def energy_cost(watts_per_device: float, devices: int, hours: float, price_per_k
     """Return the price of the electricity of `energy_kwh`.
 
     Args:
-        watts_per_device: Mean draw of a device, as in `energy_kwh`.
+        watts_per_device: Power of a device, as in `energy_kwh`.
         devices: Number of devices.
         hours: Duration of the run.
         price_per_kwh: Price of a kilowatt-hour; the result is in its currency.

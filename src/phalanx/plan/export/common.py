@@ -11,6 +11,7 @@ from typing import Literal
 from phalanx.spec.attention_backend import has_window
 from phalanx.spec.batch import BatchPlan
 from phalanx.spec.errors import UserError
+from phalanx.spec.learning_rate import describe_learning_rate
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
@@ -118,10 +119,6 @@ TRAINER_SPECIFIC = (
 """Options that do not affect results, and that each trainer implements differently."""
 
 
-REQUIRED_CHOICES = ("optimizer.learning_rate", "training.steps")
-"""Options that every training must choose; they are exported even if the run file omits them."""
-
-
 def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[UnsupportedOption]) -> None:
     """Raise UserError for the first value that a trainer cannot express.
 
@@ -158,6 +155,17 @@ def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, rea
     )
 
 
+ACTIVATION_OUTPUTS = "the output of each activation function, which Phalanx computes again"
+
+
+def keeps_in_addition(trainer: Trainer, *tensors: str) -> str:
+    """Return the note on memory that a trainer needs and Phalanx does not: the layout was chosen by Phalanx's."""
+    return (
+        f"{TRAINER_NAMES[trainer]} keeps in addition to what Phalanx does: {'; '.join(tensors)}. "
+        "Whether this layout fits is therefore open: start with a few steps."
+    )
+
+
 def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
     """Return notes on missing settings, unchosen defaults, and options that the trainer replaces.
 
@@ -183,18 +191,16 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
 
 
 def _describe_defaults(run: RunSpec) -> list[str]:
-    """Return a note on required options for which the run file has Phalanx's defaults.
+    """Return notes on options that every training must choose, and that the run file leaves open.
 
-    The defaults are those of a small model, and every model needs its own. Trainers have no defaults for them, or
-    others for other models.
+    Trainers have no defaults for them, or others for other models.
     """
-    values = []
-    for path in REQUIRED_CHOICES:
-        table, _, field = path.partition(".")
-        if field not in getattr(run, table).model_fields_set:
-            values.append(f"{path} = {getattr(getattr(run, table), field)}")
-    defaults = "a default of Phalanx" if len(values) == 1 else "defaults of Phalanx"
-    return [f"{' and '.join(values)}: {defaults}, not tuned for this model; set your own."] if values else []
+    notes = []
+    if "learning_rate" not in run.optimizer.model_fields_set:
+        notes.append(f"{describe_learning_rate(run)}.")
+    if "steps" not in run.training.model_fields_set:
+        notes.append(f"training.steps = {run.training.steps}: a default of Phalanx, not of this model; set your own.")
+    return notes
 
 
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ JSON has no comments, so the notes list what the program must do itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from phalanx.plan.export.common import (
     ExportedConfig,
@@ -14,6 +15,7 @@ from phalanx.plan.export.common import (
     UnsupportedOption,
     check_export_supported,
     common_notes,
+    keeps_in_addition,
     unsupported_error,
 )
 
@@ -27,6 +29,8 @@ GAPS = (
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
 )
+REDUCE_BUCKET_SIZE = 500_000_000
+"""Default of `reduce_bucket_size`, in elements (deepspeed/runtime/zero/config.py)."""
 ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -53,8 +57,19 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
         "optimizer": _optimizer(job),
         "scheduler": _scheduler(job),
     }
-    notes = [*_notes(job), *common_notes(job, "deepspeed")]
+    memory = keeps_in_addition("deepspeed", *_additional_memory(job))
+    notes = [memory, *_notes(job), *common_notes(job, "deepspeed")]
     return ExportedConfig(json.dumps(table, indent=2) + "\n", notes)
+
+
+def _additional_memory(job: ExportJob) -> Iterator[str]:
+    """Yield what a rank of DeepSpeed keeps and one of Phalanx does not (runtime/zero/stage_1_and_2.py, stage3.py)."""
+    stage = ZERO_STAGES[job.run.layout.data_parallel]
+    if stage:
+        yield f"buckets of {REDUCE_BUCKET_SIZE:,} gradients"
+    if stage in (1, 2) and job.run.training.precision == "bf16":
+        yield "an fp32 copy of the gradients of a rank's share"
+    yield "what the program's model saves for its backward pass"
 
 
 def _check(job: ExportJob) -> None:
@@ -104,6 +119,8 @@ def _zero(job: ExportJob) -> Table:
         offload |= {"nvme_path": layout.offload_directory}
     return {
         "stage": ZERO_STAGES[layout.data_parallel],
+        # Its pipelines do not support it (deepspeed/runtime/engine.py).
+        **({"overlap_comm": True} if job.sizes.pp == 1 and layout.data_parallel != "ddp" else {}),
         **({"offload_optimizer": offload} if layout.offload != "none" else {}),
         **(
             {"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data_parallel == "zero3" else {}

@@ -6,14 +6,17 @@ The flags are those of megatron/training/arguments.py of the release in `common.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 
 from phalanx.plan.export.common import (
+    ACTIVATION_OUTPUTS,
     ExportedConfig,
     ExportJob,
     UnsupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
+    keeps_in_addition,
     unsupported_error,
 )
 from phalanx.spec.layout import Layout
@@ -54,7 +57,8 @@ def megatron(job: ExportJob) -> ExportedConfig:
         )
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
-    notes = common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
+    notes = [keeps_in_addition("megatron", *_additional_memory(job))]
+    notes += common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
     if layout.cp_method == "ulysses" and flags["cp-comm-type"] == "p2p":
         heads = f"model.num_kv_heads / layout.tp = {run.model.num_kv_heads // layout.tp}"
         notes.append(
@@ -70,6 +74,21 @@ def megatron(job: ExportJob) -> ExportedConfig:
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
     return ExportedConfig(_script(job, flags), notes)
+
+
+def _additional_memory(job: ExportJob) -> Iterator[str]:
+    """Yield what a rank of Megatron-LM keeps and one of Phalanx does not (training/theoretical_memory_usage.py)."""
+    layout = job.run.layout
+    if job.run.training.precision == "bf16":
+        if layout.data_parallel in FSDP_SHARDING:
+            yield "a bf16 copy of its shard of the parameters"
+        elif layout.data_parallel == "ddp" and layout.gradient_compression == "none":
+            yield "a bf16 copy of the parameters (18 bytes of state a parameter)"
+        elif layout.data_parallel == "zero1":
+            ranks = job.sizes.dp_size * job.sizes.cp
+            yield f"fp32 gradients of all parameters of a rank (6 + 12/{ranks} bytes of state a parameter)"
+    yield ACTIVATION_OUTPUTS
+    yield "logits of the loss in fp32 (core/tensor_parallel/cross_entropy.py)"
 
 
 def _script(job: ExportJob, flags: Flags) -> str:
@@ -175,6 +194,7 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
         "moe-token-drop-policy": "position" if moe.capacity_factor else None,
         "moe-token-dispatcher-type": "alltoall",
         "moe-grouped-gemm": job.run.training.precision == "bf16",
+        "moe-permute-fusion": True,
         "expert-model-parallel-size": layout.ep,
         "expert-tensor-parallel-size": 1 if layout.ep > 1 else layout.tp,
     }
@@ -252,9 +272,11 @@ def _data_parallel(job: ExportJob) -> Flags:
             "megatron", "layout.offload", "cpu", fix='use layout.data_parallel = "zero1"', reason=reason
         )
     if layout.data_parallel not in FSDP_SHARDING:
+        shares = sizes.dp_size * sizes.cp > 1
         return {
             "use-distributed-optimizer": layout.data_parallel == "zero1",
-            "overlap-grad-reduce": sizes.pp == 1 and sizes.dp_size > 1,
+            "overlap-grad-reduce": shares,
+            "overlap-param-gather": shares and layout.data_parallel == "zero1",
             "optimizer-cpu-offload": layout.offload == "cpu",
             "use-precision-aware-optimizer": layout.offload == "cpu",
             "grad-reduce-in-bf16": layout.gradient_compression == "bf16",
@@ -269,6 +291,8 @@ def _data_parallel(job: ExportJob) -> Flags:
         "data-parallel-sharding-strategy": FSDP_SHARDING[layout.data_parallel],
         "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data_parallel == "hsdp" else None,
         "use-distributed-optimizer": True,
+        "overlap-grad-reduce": True,
+        "overlap-param-gather": True,
         "no-gradient-accumulation-fusion": True,
         "ckpt-format": "fsdp_dtensor",
     }
@@ -281,6 +305,7 @@ def _batch(job: ExportJob) -> Flags:
         "global-batch-size": job.batch_plan.global_batch_size,
         "train-iters": training.steps,
         "bf16": training.precision == "bf16",
+        "cross-entropy-loss-fusion": True,
         "seed": training.seed,
     }
 

@@ -9,12 +9,14 @@ import json
 from collections.abc import Iterator, Mapping
 
 from phalanx.plan.export.common import (
+    ACTIVATION_OUTPUTS,
     ExportedConfig,
     ExportJob,
     UnsupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
+    keeps_in_addition,
     unsupported_error,
 )
 
@@ -77,7 +79,9 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "tokenizer": {"tokenizer_name_or_path": None},
         "data": {"dataset": None, "seed": run.training.seed},
     }
-    notes = common_notes(job, "nanotron", "layout.bucket_mb")
+    gradients = "fp32 gradients of all parameters of a rank, in addition to bf16 ones (optim/gradient_accumulator.py)"
+    memory = keeps_in_addition("nanotron", gradients, ACTIVATION_OUTPUTS, "logits of the loss in fp32")
+    notes = [memory, *common_notes(job, "nanotron", "layout.bucket_mb")]
     notes.append("dataset: null trains on synthetic tokens. Weight decay also applies to vectors.")
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)

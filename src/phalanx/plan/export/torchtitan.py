@@ -9,12 +9,14 @@ from __future__ import annotations
 from textwrap import indent
 
 from phalanx.plan.export.common import (
+    ACTIVATION_OUTPUTS,
     ExportedConfig,
     ExportJob,
     UnsupportedOption,
     check_export_supported,
     check_kv_heads,
     common_notes,
+    keeps_in_addition,
     unsupported_error,
 )
 from phalanx.plan.export.torchtitan_model import PythonSource, model_family, model_source, python_call
@@ -71,6 +73,7 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
     check_kv_heads(job, "torchtitan")
     _check(job)
     notes = [
+        keeps_in_addition("torchtitan", ACTIVATION_OUTPUTS, "a chunk of the loss's logits in fp32"),
         *_notes(job),
         *common_notes(job, "torchtitan", "data.mask_documents", "training.compile", "layout.reshard_after_forward"),
     ]

@@ -155,6 +155,18 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     return candidate
 
 
+def describe_other_strategy(layout: Layout, candidate: CandidateLayout) -> str | None:
+    """Return why a layout has another strategy on its ranks than it names (`strategy_on_ranks`); None if it has not."""
+    used = candidate.data_parallel
+    if layout.data_parallel == used:
+        return None
+    reason = "there is nothing to share"
+    if used == "zero1":
+        reason = "full gradients stay until the last micro-batch"
+    where = "in a pipeline" if used == "zero1" else "on one shard"
+    return f"data_parallel = {layout.data_parallel} {where} trains as {used}, which is evaluated here: {reason}"
+
+
 def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
     """Raise UserError for an option that affects the cost and that a candidate cannot represent."""
     planned = candidate.layout()

@@ -108,8 +108,19 @@ def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
     return 0.0 if cluster.uses_cpu else rank_host_bytes * (cluster.nproc_per_node or 1)
 
 
-def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
-    """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none."""
+def describe_host_use(offloads: bool) -> str:
+    """Return what ranks on GPUs keep in CPU memory: copies of their state for checkpoints, and what they offload."""
+    return "checkpoint copies and offload" if offloads else "checkpoint copies"
+
+
+def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads: bool) -> str:
+    """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none.
+
+    Args:
+        cluster: The cluster.
+        rank_host_bytes: CPU memory of a rank.
+        offloads: True if ranks offload state or activations.
+    """
     needed = node_host_bytes(cluster, rank_host_bytes)
     if not needed:
         return ""
@@ -118,7 +129,7 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
     if cluster.host_memory_bytes is None:
         given = f"cluster.host_memory_bytes is not set, so {available} is assumed"
     owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
-    return f"CPU memory: {owner} needs up to {format_gib(needed)} for checkpoint copies and offload; {given}"
+    return f"CPU memory: {owner} needs up to {format_gib(needed)} for {describe_host_use(offloads)}; {given}"
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:

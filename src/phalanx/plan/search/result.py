@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -151,11 +152,7 @@ class Plan:
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
         """The layouts that no other layout beats in both time and memory, the fastest first."""
-        front: list[EvaluatedLayout] = []
-        for option in sorted(self.layouts, key=lambda option: option.step_seconds):
-            if not front or option.memory_bytes < front[-1].memory_bytes:
-                front.append(option)
-        return front
+        return pareto_front(self.layouts)
 
     def __repr__(self) -> str:
         best = f"best {self.best.candidate} ({self.best.step_seconds:.4g} s)" if self.layouts else "none fits"
@@ -181,6 +178,15 @@ class Plan:
     def _repr_html_(self) -> str:
         caption = f"{self.searched:,} layouts searched, {self.fitting:,} likely to fit"
         return html_table(_COLUMNS, [_format_figures(layout) for layout in self.layouts], caption)
+
+
+def pareto_front(layouts: Sequence[EvaluatedLayout]) -> list[EvaluatedLayout]:
+    """Return the layouts that no other beats in both time and memory, the fastest first."""
+    front: list[EvaluatedLayout] = []
+    for option in sorted(layouts, key=lambda option: (option.step_seconds, option.memory_bytes)):
+        if not front or option.memory_bytes < front[-1].memory_bytes:
+            front.append(option)
+    return front
 
 
 TIE_TOLERANCE = 0.001

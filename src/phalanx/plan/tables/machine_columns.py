@@ -37,6 +37,9 @@ On four lanes of Gen4, data sheets state about 7 and 4 GB/s.
 HOST_MEMORY_BYTES = 2**38
 """A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
 
+HOST_POWER_SHARE = 575 / 700
+"""Power of the rest of a node per watt of its devices, as in a DGX H100: 10.2 kW at most, less 8 x 700 W."""
+
 
 class AssumedValue(NamedTuple):
     """Default of a value that a cluster does not give."""
@@ -130,6 +133,13 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
     return link or max(speeds, default=1.0), network or max(speeds, default=1.0)
 
 
+def host_watts(cluster: ClusterSpec) -> float | None:
+    """Return one device's share of the power of the rest of its node; None if its own power is unknown."""
+    if cluster.host_watts_per_device is None and cluster.watts_per_device is not None:
+        return HOST_POWER_SHARE * cluster.watts_per_device
+    return cluster.host_watts_per_device
+
+
 def host_memory(cluster: ClusterSpec) -> float:
     """Return the bytes of CPU memory for the offloaded state of one rank."""
     return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
@@ -187,4 +197,8 @@ def describe_assumptions(
         assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.3g}, as of Llama 3 405B"
     if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given:
         assumed["restart_seconds"] = f"{cluster.restart_seconds:g}"
+    if cluster.watts_per_device is not None and cluster.host_watts_per_device is None:
+        assumed["host_watts_per_device"] = f"{host_watts(cluster):.0f}, in proportion to a DGX H100's"
+    if cluster.watts_per_device is not None and "pue" not in given:
+        assumed["pue"] = f"{cluster.pue:g}, the average of data centers"
     return [f"cluster.{name} = {text}" for name, text in assumed.items()]

@@ -37,6 +37,8 @@ class Prediction:
     """Prediction of one job's step; the interval contains the true time in 80 of 100 cases."""
 
     id: str
+    trainer: str
+    """Trainer that the row describes, whose step this is."""
     step_time_s: float
     step_time_low_s: float
     step_time_high_s: float
@@ -95,6 +97,7 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
         speed = job.flops_per_step / float(seconds[at])
         yield Prediction(
             id=job.name,
+            trainer=job.trainer,
             step_time_s=float(seconds[at]),
             step_time_low_s=float(seconds[at]) / interval_factor,
             step_time_high_s=float(seconds[at]) * interval_factor,

@@ -17,7 +17,7 @@ from phalanx.plan.tables.job_columns import JobRow, flops_per_token, stage_colum
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.plan.tables.model_guess import model_from_row
 from phalanx.plan.tables.row_machine import read_machine
-from phalanx.plan.tables.trainer_behaviour import is_low_precision, trainer_behaviour
+from phalanx.plan.tables.trainer_behaviour import is_low_precision, trainer_behaviour, trainer_name
 from phalanx.spec.base import divisors, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.model import ModelSpec
@@ -33,6 +33,7 @@ class TableJob:
     """One row: the jobs that it can stand for, and the basis of its figures."""
 
     name: str
+    trainer: str
     choices: list[JobRow]
     assumed: list[str]
     recomputed_flops: list[float]
@@ -86,6 +87,7 @@ def job_from_row(row: Row) -> TableJob:
     peak_factor = 2 if is_low_precision(row.get("precision", "")) else 1
     return TableJob(
         name=row.get("id", ""),
+        trainer=trainer_name(_description(row), zero_stage),
         choices=choices,
         assumed=assumed + _open_options(row, fixed),
         recomputed_flops=[

@@ -172,6 +172,16 @@ def _communication_columns(trainer: _Trainer) -> JobRow:
     }
 
 
+def trainer_name(text: str, zero: int) -> str:
+    """Return the trainer that a description and a ZeRO stage select: Megatron-LM, unless they name another."""
+    trainer = _Trainer(text=text.lower(), precision="", era=0, zero=zero, xla=False)
+    if trainer.is_deepspeed:
+        return "DeepSpeed"
+    if trainer.is_nanotron:
+        return "nanotron"
+    return "FSDP" if trainer.is_sharded else "Megatron-LM"
+
+
 def is_low_precision(precision: str) -> bool:
     """Return whether linear layers run in 8 bits or fewer."""
     return "fp8" in precision or "fp4" in precision

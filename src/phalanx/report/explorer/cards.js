@@ -1,6 +1,6 @@
 "use strict";
 
-const BRIEF = "The file has the step time and the formula's memory of this layout. Memory by part, the timeline, traffic " +
+const BRIEF = "The file has the step time and the memory of this layout. Memory by part, the timeline, traffic " +
   "and whether Phalanx can train it are in the file for the first choices and the Pareto front; the page that " +
   "phalanx plan --web serves has them for every layout.";
 
@@ -36,9 +36,10 @@ function tile(title, value, detail = "") {
 function layoutCard(row, letter, details, longest) {
   const { setup } = state.facts;
   const { layouts } = state;
-  const memory = details.counted_bytes
-    ? tile("memory", gib(details.counted_bytes), `counted; ${gib(layouts.memory[row])} by the formula`)
-    : tile("memory", gib(layouts.memory[row]), "the formula's estimate");
+  const counted = state.facts.counted[row];
+  const memory = tile("memory", gib(counted?.memory_bytes ?? layouts.memory[row]),
+    counted ? "counted tensor by tensor" : "the formula's estimate");
+  const host = details.node_host_bytes > 0 && tile("CPU memory of a node", gib(details.node_host_bytes), details.host_use);
   const range = `80 %: ${seconds(details.low_seconds)} to ${seconds(details.high_seconds)}`;
   return element("article", { class: letter },
     element("header", {}, element("b", { class: "letter" }, letter), element("h3", {}, details.name), cardButton(letter)),
@@ -49,6 +50,7 @@ function layoutCard(row, letter, details, longest) {
       tile("tokens/s", si(details.tokens_per_second), `${si(details.tokens_per_second / setup.ranks)} per device`),
       tile("MFU", percent(details.mfu), details.hfu ? `HFU ${percent(details.hfu)}` : ""),
       memory,
+      host,
       tile("P(OOM)", percent(details.p_oom), details.fit ?? "by the formula")),
     element("div", { class: "figures" },
       element("div", { class: "column" },
@@ -59,10 +61,9 @@ function layoutCard(row, letter, details, longest) {
     commands(row, details));
 }
 
-function warnings({ problem, warnings: texts, node_host_bytes }) {
+function warnings({ problem, warnings: texts }) {
   const all = [...texts];
   if (problem) all.unshift(`Phalanx cannot train this layout. ${problem}`);
-  if (node_host_bytes) all.push(`Offload needs ${gib(node_host_bytes)} of CPU memory on each node.`);
   return all.length ? element("ul", { class: "problems" }, all.map((text) => element("li", {}, text))) : null;
 }
 

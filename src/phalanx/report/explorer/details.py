@@ -11,7 +11,13 @@ from phalanx.plan.placement.traffic_matrix import traffic_matrices
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.evaluate import evaluate, with_exact_memory
 from phalanx.plan.search.explain import slow_link_warnings
-from phalanx.plan.search.oom_risk import describe_fit, device_and_host_bytes, node_host_bytes, process_bytes
+from phalanx.plan.search.oom_risk import (
+    describe_fit,
+    describe_host_use,
+    device_and_host_bytes,
+    node_host_bytes,
+    process_bytes,
+)
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report.drawing.schedule import executed_spans
@@ -48,6 +54,7 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     memories = rank_memory(layout_run, world_size)
     return _predictions(run, option) | {
         "counted_bytes": option.memory_bytes,
+        "host_use": describe_host_use(candidate.offloads),
         "fit": describe_fit(option.p_oom),
         "memory": {role: _rank_memory(run.cluster, memory) for role, memory in memories.items()},
         "traffic": _traffic(layout_run, world_size),
@@ -62,6 +69,7 @@ def _predictions(run: RunSpec, option: EvaluatedLayout) -> Details:
         **{field: getattr(option, field) for field in fields},
         "name": str(option.candidate),
         "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+        "host_use": "offload, by the formula",
         "warnings": slow_link_warnings(run, option.candidate),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.evaluate import LayoutPredictions, can_run, evaluate, predict_layouts, with_exact_memory
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.search.result import EvaluatedLayout, Plan, pareto_front
 from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS, ProgressCallback
 from phalanx.spec.run import RunSpec
 
@@ -27,8 +28,14 @@ class Exploration:
     predictions: LayoutPredictions
     ranked: dict[int, EvaluatedLayout]
     """The planner's first choices, in its order of preference."""
-    front: dict[int, EvaluatedLayout]
-    """The Pareto front, the fastest layout first."""
+    counted: dict[int, EvaluatedLayout]
+    """The layouts whose memory was counted: the first choices, and those that nothing beats by the formula."""
+
+    @cached_property
+    def front(self) -> dict[int, EvaluatedLayout]:
+        """The Pareto front of the counted layouts, the fastest first."""
+        index_of = {option.candidate: index for index, option in self.counted.items()}
+        return {index_of[option.candidate]: option for option in pareto_front(list(self.counted.values()))}
 
     def column(self, values: Column) -> Column:
         """Return a predicted column with a row for each layout."""
@@ -62,19 +69,25 @@ def explore(
     predictions = predict_layouts(run, world_size, layouts)
     ranked = {index_of[option.candidate]: option for option in plan.layouts}
     report("finding the Pareto front", 0, 1)
-    front = pareto_front(run, world_size, layouts, predictions=predictions)
+    counted = formula_front(run, world_size, layouts, predictions=predictions)
     report("finding the Pareto front", 1, 1)
     return Exploration(
-        run=run, world_size=world_size, plan=plan, layouts=layouts, predictions=predictions, ranked=ranked, front=front
+        run=run,
+        world_size=world_size,
+        plan=plan,
+        layouts=layouts,
+        predictions=predictions,
+        ranked=ranked,
+        counted={**counted, **ranked},
     )
 
 
-def pareto_front(
+def formula_front(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout], predictions: LayoutPredictions
 ) -> dict[int, EvaluatedLayout]:
-    """Return the layouts that run and fit, and that no other such layout beats in both step time and memory.
+    """Return the layouts that run and fit, and that no other such layout beats in step time and the formula's memory.
 
-    Memory is the formula's estimate, which every layout has. Whether a layout fits is counted tensor by tensor too,
+    Every layout has this estimate. Whether a layout fits is counted tensor by tensor too,
     for at most `MAX_EXACT_EVALUATIONS` layouts.
 
     Args:

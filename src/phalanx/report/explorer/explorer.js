@@ -97,8 +97,9 @@ function fittingView({ fits }) {
 }
 
 function describePoint(row) {
-  const { layouts } = state;
-  return `${layouts.name(row)}\n${seconds(layouts.seconds[row])} a step, ${gib(layouts.memory[row])}`;
+  const { facts, layouts } = state;
+  const source = facts.counted[row] ? "counted" : "estimated";
+  return `${layouts.name(row)}\n${seconds(layouts.seconds[row])} a step, ${gib(layouts.memory[row])} ${source}`;
 }
 
 /** Show other facts: those in the page, or those of new choices. */
@@ -165,6 +166,17 @@ async function detailsOf(row) {
   };
 }
 
+/** Take the memory that the server counted of a layout that was clicked: its point moves there. */
+function takeCounted(row, { step_seconds, counted_bytes: memory_bytes, p_oom, mfu }) {
+  const { facts, layouts } = state;
+  if (!memory_bytes || facts.counted[row]) return;
+  facts.counted[row] = { step_seconds, memory_bytes, p_oom, mfu };
+  layouts.memory[row] = memory_bytes;
+  layouts.fits = layouts.fit(facts.counted);
+  scatter.logY[row] = Math.log10(memory_bytes / GIB);
+  paint();
+}
+
 async function showDetails() {
   const rows = [...state.selected];
   scatter.selected = rows.map((row, at) => ({ row, letter: LETTERS[at] }));
@@ -173,6 +185,7 @@ async function showDetails() {
   try {
     const details = await Promise.all(rows.map(detailsOf));
     if (rows.join() !== state.selected.join()) return; // another was clicked meanwhile
+    rows.forEach((row, at) => takeCounted(row, details[at]));
     const longest = Math.max(...details.map(({ step_seconds }) => step_seconds));
     const cards = rows.map((row, at) => layoutCard(row, LETTERS[at], details[at], longest));
     if (state.comparing && rows.length < 2) cards.push(emptyCard());

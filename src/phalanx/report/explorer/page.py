@@ -91,13 +91,12 @@ class PageContext:
 
 def page_facts(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     """Return the data of a page but for details of layouts: the setup, and all layouts in columns."""
-    counted = {**exploration.front, **exploration.ranked}
     return {
         "setup": _setup(exploration, context),
         "columns": _columns(exploration),
         "ranked": list(exploration.ranked),
         "front": list(exploration.front),
-        "counted": {index: _counted(option) for index, option in counted.items()},
+        "counted": {index: _counted(option) for index, option in exploration.counted.items()},
         "palettes": {"numbers": heatmap.COLOURS, "names": RUN_COLOURS},
     }
 
@@ -153,6 +152,7 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     return {
         "title": f"{model} on {exploration.world_size:,} x {machine}",
         "summary": [
+            "predicted for Phalanx's own trainer",
             f"{plural(cluster.nodes, 'node')} of {cluster.nproc_per_node} {machine}",
             f"{training.tokens_per_step:,} tokens a step",
             f"sequences of {training.seq_len:,}",
@@ -186,8 +186,11 @@ def _columns(exploration: Exploration) -> dict[str, Any]:
     layouts = exploration.layouts
     predictions = exploration.predictions
     numbers = {part: getattr(predictions.time, part) for part in PART_DESCRIPTIONS}
+    memory = exploration.column(predictions.memory.allocated).copy()
+    for index, option in exploration.counted.items():  # so that the axis has the number of the list and the details
+        memory[index] = option.memory_bytes
     numbers |= {
-        "memory": predictions.memory.allocated,
+        "memory": memory,
         "host": predictions.memory.host,
         "p_oom": predictions.p_oom,
         "interval_factor": predictions.interval_factor,

@@ -24,6 +24,7 @@ JOB_ENVIRONMENT_VARIABLES = (
     "nproc_per_node",
     "price_per_device_hour",
     "price_per_kwh",
+    "pue",
     "storage_bytes_per_second",
     "failures_per_device_hour",
     "restart_seconds",

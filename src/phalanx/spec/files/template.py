@@ -22,7 +22,6 @@ UNCOMMENTED_FIELDS = {
     "training.tokens_per_step",
     "training.precision",
     "optimizer.name",
-    "optimizer.learning_rate",
     "layout.data_parallel",
     "evaluation.tokens",
 }

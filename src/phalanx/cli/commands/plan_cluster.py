@@ -1,0 +1,65 @@
+"""The run that `phalanx plan` plans: a run file on the machines of the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.spec.cluster import ClusterSpec
+    from phalanx.spec.run import RunSpec
+
+
+def run_on_cluster(
+    run: Path,
+    machine: str | None,
+    nodes: int | None,
+    nproc: int | None,
+    overrides: list[str],
+    topology: Path | None = None,
+) -> tuple[RunSpec, int]:
+    """Return the run on the machines that the options name, and its number of ranks.
+
+    A topology overrides the run file and the machine except for nproc; --set overrides the topology.
+
+    Args:
+        run: Run file.
+        machine: Preset or file of --machine; None for the run file's cluster.
+        nodes: Number of nodes; None for the cluster's.
+        nproc: Ranks per node; None for the cluster's, or else its number of cores or devices.
+        overrides: FIELD=VALUE of each --set.
+        topology: File of --topology; None without one.
+    """
+    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
+    from phalanx.spec.files.load import load_run
+
+    described = load_run(run, overrides, machine=machine)
+    if topology is not None:
+        topology_overrides = _topology_overrides(topology, described.cluster)
+        described = load_run(run, [*topology_overrides, *overrides], machine=machine)
+    cluster = described.cluster
+    changes = {
+        "nodes": nodes or cluster.nodes,
+        "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
+    }
+    is_given = nproc is not None or cluster.nproc_per_node is not None
+    cluster = cluster.model_copy(update=changes)
+    if not is_given:
+        cluster.model_fields_set.discard("nproc_per_node")  # so that a plan lists it among its assumptions
+    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
+
+
+def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
+    """Return the cluster fields that the topology of a node determines, in the format of --set."""
+    from phalanx.spec.topology.read import infer_cluster, read_topology
+
+    inferred = infer_cluster(read_topology(topology), cluster.preset)
+    for name, reason in inferred.unknown.items():
+        if getattr(cluster, name) is None:
+            print(f"--topology does not determine cluster.{name}: {reason}", file=sys.stderr)
+    return [
+        f"cluster.{name}={value}"
+        for name, value in inferred.fields.items()
+        if name != "nproc_per_node" or cluster.nproc_per_node is None
+    ]

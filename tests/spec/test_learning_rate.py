@@ -1,0 +1,69 @@
+"""The learning rate that a run has if its file sets none: that of published runs, or of published fine-tuning."""
+
+import pytest
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model_spec, preset_names, run_from_table
+from phalanx.spec.files.template import run_file_template
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.learning_rate import approximate_parameters, describe_learning_rate, learning_rate_note
+from phalanx.spec.run import OptimizerSpec, RunSpec
+
+
+def run_of(model: dict[str, object], **optimizer: object) -> RunSpec:
+    return run_from_table({"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    ("preset", "rate", "source"),
+    [
+        ("tiny", 3e-3, "Phalanx's default for small models"),
+        ("gpt2-124m", 6e-4, "GPT-3 125M"),
+        ("llama3-8b", 3e-4, "Llama 3 8B"),
+        ("llama3-70b", 1.5e-4, "Llama 3 70B"),
+        ("gpt3-175b", 6e-5, "GPT-3 175B"),
+        ("llama3-405b", 8e-5, "Llama 3 405B"),
+        ("olmoe-1b-7b", 4e-4, "OLMoE"),
+        ("mixtral-8x7b", 4.2e-4, "DeepSeekMoE 16B"),
+    ],
+)
+def test_default_learning_rate_is_that_of_published_runs_of_this_size(preset: str, rate: float, source: str) -> None:
+    run = run_of({"preset": preset})
+    assert run.optimizer.learning_rate == rate
+    assert source in describe_learning_rate(run)
+    assert (learning_rate_note(run) is None) == (preset == "tiny")
+    assert RunSpec(model=load_model_spec(preset)).optimizer.learning_rate == rate
+
+
+def test_default_learning_rate_of_pretrained_weights_is_that_of_fine_tuning() -> None:
+    run = run_of({**load_model_spec("tiny").model_dump(mode="json"), "from_hf": "weights"})
+    assert run.optimizer.learning_rate == 2e-5
+    assert "arXiv 2307.09288" in describe_learning_rate(run)
+    assert "optimizer.learning_rate = 2e-05" in (learning_rate_note(run) or "")
+
+
+def test_set_learning_rate_is_kept() -> None:
+    run = run_of({"preset": "llama3-70b"}, learning_rate=3e-3)
+    assert (run.optimizer.learning_rate, learning_rate_note(run)) == (3e-3, None)
+    assert describe_learning_rate(run) == "optimizer.learning_rate = 0.003: as set"
+
+
+def test_default_learning_rate_survives_toml_and_is_not_written_by_init() -> None:
+    run = run_of({"preset": "llama3-70b"})
+    assert "learning_rate = 0.00015\n" in to_toml(run)
+    assert "\nlearning_rate" not in run_file_template("run.toml", "schema")
+
+
+def test_muon_learning_rate_has_no_default_for_pretrained_weights() -> None:
+    table = {**load_model_spec("tiny").model_dump(mode="json"), "from_hf": "weights"}
+    with pytest.raises(UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"):
+        run_of(table, name="muon")
+    assert run_of(table, name="muon", muon_learning_rate=1e-3).optimizer.muon_learning_rate == 1e-3
+    assert OptimizerSpec(name="muon").muon_learning_rate == 0.02
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_approximate_parameters_are_within_one_percent(preset: str) -> None:
+    spec = load_model_spec(preset)
+    assert approximate_parameters(spec) == pytest.approx(count_parameters(spec).total, rel=0.01)
