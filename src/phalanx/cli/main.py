@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.common.usage_errors import translate_usage_errors
+from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
 from phalanx.spec.errors import UserError
 
 PANELS = {
@@ -83,6 +83,8 @@ class LazyCommandGroup(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parse the arguments, with usage errors as UserError."""
+        _, command_line, *_ = args
+        refuse_urls(command_line)
         with translate_usage_errors():
             return super().make_context(*args, **extra)
 

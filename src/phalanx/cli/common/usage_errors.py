@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.local_paths import check_local_path
 
 UsageError: Any = typer.BadParameter.__base__
 """Base class of usage errors in click, or in the click that newer typer versions include."""
+
+
+FREE_TEXT_OPTIONS = ("--prompt", "--image")
+"""Options whose values may be URLs: a prompt, and the image of a container."""
+
+
+def refuse_urls(arguments: Sequence[str]) -> None:
+    """Raise UserError for a URL in a command line, because every option and argument with a file needs a local path.
+
+    This runs before options are parsed: a parsed path has lost the second slash of its scheme.
+    """
+    for previous, argument in zip(("", *arguments), arguments, strict=False):
+        is_pair = argument.startswith("--") and "=" in argument
+        value = argument.partition("=")[2] if is_pair else argument
+        option = argument.partition("=")[0] if is_pair else previous if previous.startswith("-") else "argument"
+        if option not in FREE_TEXT_OPTIONS:
+            check_local_path(option, value)
 
 
 @contextmanager
