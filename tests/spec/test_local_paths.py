@@ -58,7 +58,7 @@ def test_url_error_names_the_source_and_what_is_supported() -> None:
         run_from_table({"data": {"train": ["stdlib", "https://host/text.jsonl"]}})
     assert str(caught.value) == (
         "data.train[1] = 'https://host/text.jsonl': is a URL, but only local paths and hf:NAME are supported\n"
-        "  fix: mount the storage or copy the files, and use the local path"
+        "  fix: mount or copy the files, and use their local path"
     )
 
 

@@ -34,6 +34,6 @@ def check_text_source(field: str, value: str) -> str:
 def _refuse_url(field: str, value: str, *, path: str, supported: str) -> str:
     if match := URL.match(path):
         scheme, rest = match.groups()
-        fix = f"write {rest!r}" if scheme.lower() == "file" else "mount the storage or copy the files, and use the local path"
+        fix = f"write {rest!r}" if scheme.lower() == "file" else "mount or copy the files, and use their local path"
         raise UserError(field, value, f"is a URL, but only {supported} are supported", fix=fix)
     return value
