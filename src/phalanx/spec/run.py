@@ -48,8 +48,8 @@ class DataSpec(Spec):
     mask_documents: bool = True
     """Mask attention between documents packed into one sequence."""
     dataset: ComponentSpec | None = Field(None, examples=["my_data:Sequences"])
-    """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. `train`
-    then provides only the tokenizer's and the held-out text."""
+    """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. Targets of
+    -100 are ignored. `train` then provides only the tokenizer's and the held-out text."""
 
     @property
     def writes_train_tokens(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.data.checked_loader import check_ids
 from phalanx.data.loader import evaluation_batches
 from phalanx.data.packing import IGNORE_INDEX, Batch
 from phalanx.runs.metrics import MetricsRecord
@@ -38,7 +40,14 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
         mask_documents=learner.run.data.mask_documents,
     )
     learner.module.eval()
-    for batch in batches if learner.strategy.runs_model else ():
+    for number, batch in enumerate(batches if learner.strategy.runs_model else ()):
+        check_ids(
+            batch,
+            "data.held_out",
+            learner.corpus.held_out.prefix,
+            vocab_size=learner.run.model.vocab_size,
+            locate=partial("row {1} of evaluation batch {0}".format, number),
+        )
         for micro in micro_batches(batch):
             loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_held_out_loss)
             # Not targets[is_counted]: the host would wait for its length.
