@@ -30,6 +30,7 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.report.step_comparison import step_rows
+from phalanx.runs.metrics import has_ignored_targets
 from phalanx.runs.problems import Problem
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
@@ -41,6 +42,7 @@ CURVES = (
     "grad_norm",
     "learning_rate",
     "tokens_per_second",
+    "targets_per_second",
     "step_seconds",
     "mfu",
     "peak_memory_bytes",
@@ -316,7 +318,10 @@ def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
 def _curves(run_data: RunData) -> Facts:
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
+    has_targets = any(map(has_ignored_targets, step_metrics))
     for name in CURVES:
+        if name == "targets_per_second" and not has_targets:
+            continue
         if any(line.get(name) is not None for line in step_metrics):
             curves[name] = [line.get(name) for line in step_metrics]
     curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in run_data.evaluations]

@@ -11,6 +11,7 @@ from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_
 
 DISPLAY_NAMES = {
     "tokens_per_second": "tokens per second",
+    "targets_per_second": "targets per second",
     "mfu": "MFU",
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",

@@ -27,6 +27,11 @@ def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list
     return read_valid_jsonl(file, problems)
 
 
+def has_ignored_targets(record: MetricsRecord) -> bool:
+    """Return whether a step had tokens without a target; the records of earlier versions do not say so."""
+    return record.get("targets_per_second", record.get("tokens_per_second")) != record.get("tokens_per_second")
+
+
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:
     """Return the peak FLOP/s of one rank to which the MFU of a step's record refers.
 

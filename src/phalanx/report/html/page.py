@@ -15,7 +15,13 @@ from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_ratio, format_seconds
 
-TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
+TILES = {
+    "step": "step",
+    "tokens_per_second": "tokens per second",
+    "targets_per_second": "targets per second",
+    "mfu": "MFU",
+    "goodput": "goodput",
+}
 PLOTLY = "plotly-cartesian.min.js"
 """plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
 PROFILE_HINT = "train with --profile-steps FIRST:LAST"
