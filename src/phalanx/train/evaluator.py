@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -64,7 +65,15 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     }
     if learner.experts.layers:
         record["expert_tokens"] = learner.experts.intervals[1].long().tolist()
-    return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - started_at}
+    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(learner)}
+    return record | {"evaluation_seconds": time.perf_counter() - started_at}
+
+
+def _held_out_set(learner: ResumableLearner) -> str:
+    """Return an identifier of the held-out text and of its division into sequences, which the loss depends on."""
+    run = learner.run
+    names = (learner.corpus.held_out.fingerprint(), run.training.seq_len, run.data.mask_documents)
+    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
 
 
 def evaluation_message(evaluation: MetricsRecord) -> str:

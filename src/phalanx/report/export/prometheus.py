@@ -56,6 +56,11 @@ None of them is a counter: a restarted run continues from a checkpoint, with low
 """
 EVALUATION_FAMILIES = {
     "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Held-out loss of the last evaluation."),
+    "held_out_tokens": (
+        "phalanx_held_out_tokens",
+        "gauge",
+        "Targets of the last evaluation; losses of other numbers are not comparable.",
+    ),
 }
 OTHER_FAMILIES = (
     ("phalanx_planned_steps", "gauge", "Number of steps of the run."),

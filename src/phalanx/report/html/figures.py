@@ -114,15 +114,22 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
             | line
             | {"yaxis": "y2", "showlegend": False}
         )
-    if curve["held_out"]:
-        steps, losses = map(list, zip(*curve["held_out"], strict=True))
-        marker = {"color": RUN_COLOURS[(index + is_single) % len(RUN_COLOURS)], "size": 8, "symbol": "diamond"}
-        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
+    for number, held_out in enumerate(curve["held_out"], 1):
+        steps, losses = map(list, zip(*held_out["loss"], strict=True))
+        colour = RUN_COLOURS[(index + is_single * number) % len(RUN_COLOURS)]
+        text = "held-out text"
+        if len(curve["held_out"]) > 1:
+            text += f" {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
+        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
             "mode": "markers",
-            "marker": marker,
-            "name": "held-out text",
+            "marker": {"color": colour, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
+            "name": text,
             "showlegend": is_single,
         }
+
+
+HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
+"""Markers of losses on different held-out texts."""
 
 
 def _line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
