@@ -106,12 +106,22 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
 
 
-class MaskedSamples:
-    """A dataset in whose samples every fourth position has a target."""
+def test_divergence_error_names_ignored_targets_as_cause(text: Path, tmp_path: Path) -> None:
+    dataset = {"class": f"{__name__}:MaskedSamples", "every": 1000, "first": 999}
+    under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 2, "data.dataset": dataset}))
+    with pytest.raises(
+        DivergenceError, match=r"step 2: 2 .* not finite \(all targets are -100\); .*data\.dataset"
+    ) as caught:
+        train_to_end(under_way)
+    assert "learning_rate" not in str(caught.value)
 
-    def __init__(self, seq_len: int) -> None:
+
+class MaskedSamples:
+    """A dataset in whose samples few positions have a target."""
+
+    def __init__(self, seq_len: int, every: int = 4, first: int = 0) -> None:
         tokens = list(range(seq_len))
-        self.sample = (tokens, [token if token % 4 == 0 else IGNORE_INDEX for token in tokens])
+        self.sample = (tokens, [token if token % every == first else IGNORE_INDEX for token in tokens])
 
     def __len__(self) -> int:
         return 8
