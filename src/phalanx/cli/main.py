@@ -83,10 +83,17 @@ class LazyCommandGroup(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parse the arguments, with usage errors as UserError."""
-        _, command_line, *_ = args
-        refuse_urls(command_line)
+        _, words, *_ = args
+        refuse_urls(words, lambda option: option in self._flags(words[0]))
         with translate_usage_errors():
             return super().make_context(*args, **extra)
+
+    def _flags(self, name: str) -> set[str]:
+        """Return the options of a command and its subcommands that take no value."""
+        command = self.get_command(None, name) if name in COMMANDS else None
+        commands = [command, *getattr(command, "commands", {}).values()]
+        parameters = [parameter for each in commands for parameter in getattr(each, "params", ())]
+        return {option for parameter in parameters if getattr(parameter, "is_flag", False) for option in parameter.opts}
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with usage errors as UserError."""

@@ -103,6 +103,12 @@ def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
         assert f"= '{URL}'" in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "prepare", "--force", URL)])
+def test_url_after_a_flag_is_an_argument(words):
+    with pytest.raises(UserError, match=f"^argument = '{URL}': is a URL"):
+        cli_runner.command_output(*words)
+
+
 def test_options_of_free_text_exist_and_take_a_url():
     parameters = [parameter for name in COMMANDS for parameter in _command(name).params]
     assert {option for parameter in parameters for option in parameter.opts} >= set(FREE_TEXT_OPTIONS)

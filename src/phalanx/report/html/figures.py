@@ -15,6 +15,8 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_seconds
 
 Figure = dict[str, Any]
+HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
+"""Markers of losses on different held-out texts."""
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
 WHERE = {
@@ -126,10 +128,6 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
             "name": text,
             "showlegend": is_single,
         }
-
-
-HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
-"""Markers of losses on different held-out texts."""
 
 
 def _line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
