@@ -56,6 +56,25 @@ def test_train_tiny_trains_reports_and_samples(capsys: pytest.CaptureFixture[str
     assert "\ndef " in printed
 
 
+def test_stop_early_does_not_compare_losses_on_other_text():
+    callback = runpy.run_path(str(EXAMPLES / "stop_early.py"))["StopEarly"](patience=2)
+    reasons: list[str] = []
+
+    class Trainer:
+        finish = staticmethod(reasons.append)
+
+    losses = {"a": (3.0, 2.0, 2.5), "b": (4.0, 3.5, 3.6)}
+    for text, held_out_losses in losses.items():
+        for loss in held_out_losses:
+            callback.on_evaluation_end(Trainer(), {"held_out_loss": loss, "held_out_set": text})
+        resumed = type(callback)(patience=2)
+        resumed.load_state_dict(json.loads(json.dumps(callback.state_dict())))
+        callback = resumed
+    assert not reasons, "each text had one evaluation without a better loss"
+    callback.on_evaluation_end(Trainer(), {"held_out_loss": 3.7, "held_out_set": "b"})
+    assert reasons == ["no better loss than 3.5000 in 2 evaluations"]
+
+
 def test_custom_module_reduces_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     printed = run_example("custom_module", capsys, monkeypatch)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed.splitlines()]

@@ -81,11 +81,12 @@ def test_sample_may_be_pair_of_inputs_and_targets() -> None:
         (Samples([]), "has no samples"),
         (Stream([]), "has no samples"),
         (Stream([[1, 2]]), r"has a sample of \[1\] inputs or targets, but sequences have \[4\]"),
+        (Stream([[1.5, 2.0, 3.0, 4.0, 5.0]]), "has a sample of type float64, but ids and targets are integers"),
         (3, "returns neither a map-style nor an iterable dataset"),
         (iter([]), "returns an iterator, which can be read only once"),
         (Stream([{"input_ids": [1]}]), "has a sample with the keys input_ids"),
     ],
-    ids=["empty", "empty stream", "short", "number", "iterator", "mapping"],
+    ids=["empty", "empty stream", "short", "floats", "number", "iterator", "mapping"],
 )
 def test_unsuitable_dataset_is_named(dataset: Any, problem: str) -> None:
     with pytest.raises(UserError, match=f"data.dataset = 'mine:Dataset': {problem}"):

@@ -21,7 +21,7 @@ from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 STEPS = 8
 BAD_STEPS = {2, 5}
-TIMED = ("seconds", "tokens_per_second", "time", "mfu", "hfu", "memory")
+TIMED = ("seconds", "per_second", "time", "mfu", "hfu", "memory")
 
 
 class StopAt(Callback):

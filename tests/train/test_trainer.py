@@ -16,19 +16,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
 from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
+from phalanx.data.packing import IGNORE_INDEX
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
 from phalanx.parallel.comm.device_clock import DeviceClock, Timestamp
 from phalanx.runs.create import is_finished
 from phalanx.runs.errors import DivergenceError
-from phalanx.runs.metrics import read_metrics
+from phalanx.runs.metrics import MetricsRecord, read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.processes import rank_pids, run_python, start_python, wait_until
 from phalanx.train.callbacks.records import JsonLines, TensorBoard
@@ -101,6 +104,67 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     assert trained[0]["learning_rate"] == pytest.approx(0.01 / 3)
     board = EventAccumulator(str(under_way.directory / "tensorboard")).Reload()
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
+
+
+def test_divergence_error_names_ignored_targets_as_cause(text: Path, tmp_path: Path) -> None:
+    dataset = {"class": f"{__name__}:MaskedSamples", "every": 1000, "first": 999}
+    under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 2, "data.dataset": dataset}))
+    with pytest.raises(
+        DivergenceError, match=r"step 2: 2 .* not finite \(all targets are -100\); .*data\.dataset"
+    ) as caught:
+        train_to_end(under_way)
+    assert "learning_rate" not in str(caught.value)
+
+
+class MaskedSamples:
+    """A dataset in whose samples few positions have a target."""
+
+    def __init__(self, seq_len: int, every: int = 4, first: int = 0) -> None:
+        tokens = list(range(seq_len))
+        self.sample = (tokens, [token if token % every == first else IGNORE_INDEX for token in tokens])
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masked_targets_count_for_speed_and_not_for_loss(ranks: int, text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, {"data.dataset": f"{__name__}:MaskedSamples", "training.steps": 4})
+    records, resumed = rank_pool(ranks).run(train_masked, run)[0]
+    flops = training_flops_per_token(run.model, run.training.seq_len)
+    for record in (*records, resumed):
+        assert (record["tokens"], record["targets"]) == (record["step"] * 256, record["step"] * 64)
+        assert record["tokens_per_second"] == pytest.approx(256 / record["step_seconds"])
+        assert record["targets_per_second"] == pytest.approx(64 / record["step_seconds"])
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e15 / ranks)
+    assert 4 < records[0]["loss"] < 7, "a mean over targets"
+
+
+def train_masked(run: RunSpec) -> tuple[list[MetricsRecord], MetricsRecord]:
+    """Return the records of three steps, and of one after a resume from a checkpoint."""
+    under_way, resumed = make_trainer(run), make_trainer(run)
+    batches = prefetch(under_way.loader, 0, 4)
+    under_way.utilization.peak_flops = resumed.utilization.peak_flops = 1e15
+    records = [under_way.train_step(batches) for _ in range(3)]
+    under_way.save()
+    under_way.checkpointer.wait()
+    if dist.is_initialized():
+        dist.barrier()
+    resumed.resume()
+    return records, resumed.train_step(prefetch(resumed.loader, 3, 4))
+
+
+def test_checkpoint_without_count_of_targets_resumes_with_that_of_tokens(text: Path, tmp_path: Path) -> None:
+    """Earlier versions counted targets alone, as tokens."""
+    trainer = make_trainer(small_run(text, tmp_path, {}))
+    train_until(trainer, 1)
+    manifest = {**trainer._manifest(), "step": 1}
+    del manifest["targets"]
+    trainer._restore_progress(manifest)
+    assert (trainer.tokens, trainer.targets) == (256, 256)
 
 
 def test_trainer_asks_clock_of_device_once_per_step(text: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.common.usage_errors import translate_usage_errors
+from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
 from phalanx.spec.errors import UserError
 
 PANELS = {
@@ -83,8 +83,17 @@ class LazyCommandGroup(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Parse the arguments, with usage errors as UserError."""
+        _, words, *_ = args
+        refuse_urls(words, lambda option: option in self._flags(words[0]))
         with translate_usage_errors():
             return super().make_context(*args, **extra)
+
+    def _flags(self, name: str) -> set[str]:
+        """Return the options of a command and its subcommands that take no value."""
+        command = self.get_command(None, name) if name in COMMANDS else None
+        commands = [command, *getattr(command, "commands", {}).values()]
+        parameters = [parameter for each in commands for parameter in getattr(each, "params", ())]
+        return {option for parameter in parameters if getattr(parameter, "is_flag", False) for option in parameter.opts}
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with usage errors as UserError."""

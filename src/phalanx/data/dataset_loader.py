@@ -1,7 +1,7 @@
 """Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
 
-A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets. Global batches are equal at any number
-of ranks, because every rank reads the same order and keeps its own rows.
+A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets, -100 where there is none. Global batches
+are equal at any number of ranks, because every rank reads the same order and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class MapDatasetLoader(EpochLoader):
         """Return samples of an epoch, by their indices in its order."""
         samples = [self.dataset[int(index)] for index in self._order(epoch)[indices]]
         return _batch(samples, self.spec, self.seq_len)
+
+    def locate(self, step: int, row: int) -> str:
+        """Return the name of this rank's row `row` of a step: the index of its sample in the dataset."""
+        epoch, index = divmod(self.first_sequence(step) + int(self.rows[row]), self.sequences_per_epoch)
+        return f"sample {self._order(epoch)[index]} ({super().locate(step, row)})"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -119,6 +124,10 @@ class IterableDatasetLoader(SequenceCounter):
         self._skip_samples(steps * self.sequences_per_step)
         super().skip_steps(steps)
 
+    def locate(self, step: int, row: int) -> str:
+        """Return the name of this rank's row `row` of a step: the number of samples that were read before it."""
+        return f"sample {self.first_sequence(step) + int(self.rows[row])} ({super().locate(step, row)})"
+
     def _skip_samples(self, samples: int) -> None:
         for _ in range(samples):
             next(self._samples)
@@ -168,7 +177,7 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"
             raise UserError("data.dataset", spec.class_path, problem, fix="return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
-    tokens, targets = ([np.asarray(row[part], dtype=np.int64) for row in rows] for part in (0, 1))
+    tokens, targets = ([np.asarray(row[part]) for row in rows] for part in (0, 1))
     for row in (*tokens, *targets):
         if row.shape != (seq_len,):
             raise UserError(
@@ -177,8 +186,17 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
                 f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]",
                 fix=f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets",
             )
+        if row.dtype.kind not in "iu":
+            problem = f"has a sample of type {row.dtype}, but ids and targets are integers"
+            raise UserError("data.dataset", spec.class_path, problem, fix="return integers")
     empty = np.zeros((0, seq_len), np.int64)
-    return Batch(np.stack(tokens), np.stack(targets), None) if rows else Batch(empty, empty, None)
+    if not rows:
+        return Batch(empty, empty, None)
+    return Batch(_stack(tokens), _stack(targets), None)
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    return np.stack(rows, dtype=np.int64, casting="unsafe")
 
 
 def _no_samples(spec: ComponentSpec) -> UserError:

@@ -40,6 +40,9 @@ class StepLoader(Protocol):
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
 
+    def locate(self, step: int, row: int) -> str:
+        """Return the name of this rank's row `row` of a step, for errors."""
+
 
 class SequenceCounter:
     """The rows of a rank in every step, and the number of each step's first sequence.
@@ -56,6 +59,10 @@ class SequenceCounter:
         """Return the number of sequences before a step."""
         origin_step, origin_sequence = self._origin
         return origin_sequence + (step - origin_step) * self.sequences_per_step
+
+    def locate(self, step: int, row: int) -> str:
+        """Return the name of this rank's row `row` of a step, for errors: the row of the global batch."""
+        return row_name(step, int(self.rows[row]))
 
     def resume_at(self, step: int, sequence: int) -> None:
         """Count from a step that starts at a sequence."""
@@ -176,6 +183,11 @@ def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     rows_per_rank, remainder = divmod(sequences, ranks)
     start = rank * rows_per_rank + min(rank, remainder)
     return np.arange(start, start + rows_per_rank + (rank < remainder))
+
+
+def row_name(step: int, row: int) -> str:
+    """Return the name of a row of a global batch. Users count steps from 1, as in progress and metrics."""
+    return f"row {row} of step {step + 1}"
 
 
 def concat_batches(batches: list[Batch]) -> Batch:

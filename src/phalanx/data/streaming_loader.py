@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import check_resumable, rank_rows
+from phalanx.data.loader import check_resumable, rank_rows, row_name
 from phalanx.data.packing import Batch, pack_rows
 from phalanx.data.sources import (
     RECIPE_VERSION,
@@ -127,6 +127,10 @@ class StreamingLoader:
         origin_step, tokens = self._origin
         self._origin = (origin_step, tokens + sequences * self.sequence)
         self._save_state()
+
+    def locate(self, step: int, row: int) -> str:
+        """Return the name of this rank's row `row` of a step, for errors: the row of the global batch."""
+        return row_name(step, int(self.rows[row]))
 
     def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
         self._origin = (step, tokens)

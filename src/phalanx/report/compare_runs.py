@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.report import formatting
 from phalanx.report.profiled_steps import Facts
+from phalanx.runs.metrics import have_same_held_out_text
 
 COMPARED_SETTINGS = {
     "layout": "layouts",
@@ -45,6 +46,7 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
         "said": [
             *_describe_models(names, models, same_model),
             *_describe_settings(names, [facts["run"] for facts in runs]),
+            *_describe_held_out(names, [_last_held_out_curve(facts) for facts in runs]),
         ],
         "rows": list(_compare_measures(runs)),
         "loss_apart": _max_loss_difference(runs) if same_model else None,
@@ -121,10 +123,34 @@ def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
             measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
         yield measure_row
     yield _comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
-    held_out = [[loss for _, loss in facts["curves"]["held_out"]] for facts in runs]
-    yield _comparison_row("held-out loss", "loss", [formatting.last_value(losses) for losses in held_out])
+    yield _compare_held_out([_last_held_out_curve(facts) for facts in runs])
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
     yield _comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
+
+
+def _last_held_out_curve(facts: Facts) -> Facts:
+    """Return the losses on the text of a run's last evaluation."""
+    curves = facts["curves"]["held_out"]
+    return dict(curves[-1]) if curves else {"loss": []}
+
+
+def _compare_held_out(curves: Sequence[Facts]) -> Facts:
+    """Return the row of the last held-out losses, with ratios of runs that evaluated the text of the first one."""
+    losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
+    row = _comparison_row("held-out loss", "loss", losses)
+    row["ratio"] = [
+        ratio if have_same_held_out_text(curves[0], curve) else None
+        for ratio, curve in zip(row["ratio"], curves, strict=True)
+    ]
+    return row
+
+
+def _describe_held_out(names: Sequence[str], curves: Sequence[Facts]) -> Iterator[str]:
+    evaluated = [(name, curve) for name, curve in zip(names, curves, strict=True) if curve["loss"]]
+    if all(have_same_held_out_text(evaluated[0][1], curve) for _, curve in evaluated):
+        return
+    pairs = "; ".join(f"{name} {formatting.format_tokens(curve['held_out_tokens'])}" for name, curve in evaluated)
+    yield f"The runs were last evaluated on different held-out text, so that these losses are not comparable: {pairs}."
 
 
 def _comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:

@@ -8,8 +8,9 @@ Why: `docs/design/decisions/report-facts.md`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.report.step_comparison import step_rows
+from phalanx.runs.jsonl import JsonRecord
+from phalanx.runs.metrics import has_ignored_targets, have_same_held_out_text
 from phalanx.runs.problems import Problem
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
@@ -42,6 +45,7 @@ CURVES = (
     "grad_norm",
     "learning_rate",
     "tokens_per_second",
+    "targets_per_second",
     "step_seconds",
     "mfu",
     "peak_memory_bytes",
@@ -118,7 +122,11 @@ def collect_facts(run_data: RunData) -> ReportFacts:
     can_simulate = stage_problem is None
     bottlenecks = find_bottlenecks(run_data, times) if times is not None and can_simulate else []
     findings = [asdict(bottleneck) for bottleneck in bottlenecks]
-    problems = [*run_data.data_problems, *_find_unknown_facts(run_data, times, prediction, stage_problem=stage_problem)]
+    problems = [
+        *run_data.data_problems,
+        *_find_changed_held_out_text(run_data.evaluations),
+        *_find_unknown_facts(run_data, times, prediction, stage_problem=stage_problem),
+    ]
     return ReportFacts(
         run=_run_summary(run_data),
         verdict=findings[0] if findings else None,
@@ -317,8 +325,35 @@ def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
 def _curves(run_data: RunData) -> Facts:
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
+    has_targets = any(map(has_ignored_targets, step_metrics))
     for name in CURVES:
+        if name == "targets_per_second" and not has_targets:
+            continue
         if any(line.get(name) is not None for line in step_metrics):
             curves[name] = [line.get(name) for line in step_metrics]
-    curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in run_data.evaluations]
+    curves["held_out"] = _held_out_curves(run_data.evaluations)
     return curves
+
+
+def _held_out_curves(evaluations: Sequence[JsonRecord]) -> list[Facts]:
+    """Return the held-out losses over steps, a curve for each held-out text; that of the last evaluation is last."""
+    curves: list[Facts] = []
+    for line in evaluations:
+        curve = next((curve for curve in curves if have_same_held_out_text(curve, line)), None)
+        if curve is None:
+            curve = {"held_out_tokens": line.get("held_out_tokens"), "held_out_set": None, "loss": []}
+        else:
+            curves.remove(curve)
+        curve["held_out_set"] = line.get("held_out_set") or curve["held_out_set"]
+        curve["loss"].append([line["step"], line["held_out_loss"]])
+        curves.append(curve)
+    return curves
+
+
+def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[Problem]:
+    """Yield a problem if a start of the run evaluated another text than the start before."""
+    changes = [pair for pair in pairwise(evaluations) if not have_same_held_out_text(*pair)]
+    if changes:
+        before, after = changes[-1]
+        tokens = {name: line.get("held_out_tokens") for name, line in (("before", before), ("after", after))}
+        yield Problem("other held-out text", {"times": len(changes), "step": before["step"], **tokens})

@@ -11,6 +11,7 @@ from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_
 
 DISPLAY_NAMES = {
     "tokens_per_second": "tokens per second",
+    "targets_per_second": "targets per second",
     "mfu": "MFU",
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -63,11 +64,22 @@ PROBLEM_TEXTS: dict[ProblemKind, str] = {
     "damaged checkpoints": "checkpoints were damaged, the last time at {last}",
     "too few steps": "too few steps were recorded for a time breakdown, which excludes the first steps",
     "no prediction": "the step time cannot be predicted: {error}",
+    "other held-out text": "the held-out text changed {times}, the last time after step {step} ({before} before, "
+    "{after} since): losses before and after are not comparable",
     "no verdict": "no verdict is possible: no rank recorded {missing} of {stages} stages",
 }
 """Texts of the problems of a run, with the names of their values."""
 MAX_LISTED_RANKS = 8
+
+
+def format_tokens(count: int | None) -> str:
+    """Return a number of tokens, such as "4,096 tokens"; it is None in records of early versions."""
+    return "an unknown number of tokens" if count is None else f"{count:,} tokens"
+
+
 PROBLEM_VALUES: dict[str, Callable[[Any], str]] = {
+    "before": format_tokens,
+    "after": format_tokens,
     "error": lambda error: error.partition("\n")[0],
     "is_active": lambda is_active: STATE_DESCRIPTIONS[is_active],
     "ranks": lambda ranks: (

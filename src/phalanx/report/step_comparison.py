@@ -17,6 +17,7 @@ from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes
 from phalanx.runs.events import STARTED, active_seconds_until
 from phalanx.runs.jsonl import JsonRecord
+from phalanx.runs.metrics import has_ignored_targets
 from phalanx.schedule.simulate import Timeline
 
 
@@ -59,14 +60,14 @@ def _time_rows(times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Com
 
 
 def _speed_rows(run_data: RunData, times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Comparison]:
-    """Compare tokens per second and MFU."""
+    """Compare tokens per second and MFU, and list the targets per second of a run that ignores some."""
     steps = set(times.steps)
     lines = [line for line in run_data.step_metrics if line["step"] in steps]
-    for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
+    targets = {"targets_per_second": "tokens/s"} if any(map(has_ignored_targets, lines)) else {}
+    for metric, unit in {"tokens_per_second": "tokens/s", **targets, "mfu": ""}.items():
         values = [line[metric] for line in lines if line.get(metric) is not None]
         if values:
-            predicted = getattr(option, metric) if option else None
-            yield _row(metric, unit, predicted=predicted, measured=_median(values))
+            yield _row(metric, unit, predicted=getattr(option, metric, None), measured=_median(values))
 
 
 def _pipeline_rows(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
 from phalanx.runs.problems import Problem
@@ -25,6 +27,20 @@ def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list
         problems.append(Problem("missing file", {"file": file.name}))
         return []
     return read_valid_jsonl(file, problems)
+
+
+def have_same_held_out_text(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two evaluations measured the same tokens in the same way, so that their losses are comparable.
+
+    Records of earlier versions have the number of tokens alone.
+    """
+    sets = first.get("held_out_set"), second.get("held_out_set")
+    return first.get("held_out_tokens") == second.get("held_out_tokens") and (None in sets or sets[0] == sets[1])
+
+
+def has_ignored_targets(record: MetricsRecord) -> bool:
+    """Return whether a step had tokens without a target; the records of earlier versions do not say so."""
+    return record.get("targets_per_second", record.get("tokens_per_second")) != record.get("tokens_per_second")
 
 
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:

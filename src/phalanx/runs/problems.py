@@ -26,6 +26,7 @@ ProblemKind = Literal[
     "too few steps",
     "no prediction",
     "no verdict",
+    "other held-out text",
 ]
 
 

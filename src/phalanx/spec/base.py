@@ -6,13 +6,19 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar, get_args
+from functools import partial
+from typing import Annotated, Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.spec.errors import UserError, UserErrorGroup
+from phalanx.spec.local_paths import check_local_path, check_text_source
 
 S = TypeVar("S", bound="Spec")
+LocalPath = Annotated[str, AfterValidator(partial(check_local_path, ""))]
+"""Type of a field with the path of a file or directory on this machine."""
+TextSource = Annotated[str, AfterValidator(partial(check_text_source, ""))]
+"""Type of a field with a local path, or with `hf:` and the name of a Hugging Face dataset."""
 
 
 ELSEWHERE = {
@@ -85,23 +91,26 @@ def _field_path(item: dict[str, Any]) -> list[str]:
     return [str(part) for part in item["loc"] if not str(part).startswith(PYDANTIC_INNER_PREFIXES)]
 
 
+def _dotted_name(parts: Sequence[str]) -> str:
+    """Return the name of a field from the non-empty parts of its path: data.train[0]."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", ".".join(filter(None, parts)))
+
+
 def _validation_error(
     spec_class: type[Spec], table: dict[str, Any], path_prefix: str, item: dict[str, Any]
 ) -> UserError:
     path = _field_path(item)
-    field = ".".join([path_prefix, *path] if path_prefix else path) or path_prefix or spec_class.__name__
+    field = _dotted_name([path_prefix, *path]) or spec_class.__name__
     context = item.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, UserError):
-        prefix = ".".join([path_prefix, *path] if path_prefix else path)
-        prefix = f"{prefix}." if prefix else ""
-        return UserError(f"{prefix}{cause.field}", cause.value, cause.problem, fix=cause.fix)
+        name = _dotted_name([path_prefix, *path, cause.field])  # a validator of one field leaves its name to us
+        return UserError(name, cause.value, cause.problem, fix=cause.fix)
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
         return UserError(
             field, value, "is not a known field", fix=did_you_mean(path[-1], known_fields(spec_class, path[:-1]))
         )
-    field = re.sub(r"\.(\d+)", r"[\1]", field)
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from phalanx.spec.base import Spec
+from phalanx.spec.base import LocalPath, Spec
 
 CalibratedPrecision = Literal["bf16", "fp32", "fp64"]
 DEFAULT_DEVICES_PER_NODE = 8
@@ -45,7 +45,7 @@ class ClusterSpec(Spec):
         (32, 'cuda')
     """
 
-    preset: str | None = Field(None, examples=["h100"])
+    preset: LocalPath | None = Field(None, examples=["h100"])
     """A known machine (`phalanx info --list`), or a machine file (written by `phalanx calibrate`), whose values the
     other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

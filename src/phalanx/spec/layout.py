@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from phalanx.spec.base import Spec
+from phalanx.spec.base import LocalPath, Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 
@@ -109,7 +109,7 @@ class Layout(Spec):
     are data-, context- and tensor-parallel."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
-    schedule_file: str | None = Field(None, examples=["searched.csv"])
+    schedule_file: LocalPath | None = Field(None, examples=["searched.csv"])
     """A custom schedule in place of `schedule`: a CSV file written by `phalanx pipeline show --out` or PyTorch. It sets
     the number of micro-batches of a step."""
     virtual_stages: int = Field(1, gt=0)
@@ -134,7 +134,7 @@ class Layout(Spec):
     """Location of optimizer state: on the device (none), in CPU memory (cpu), or in files (nvme). Also moved off the
     device: with zero1 and zero2 the trained copy of the parameters (this rank's share), with zero2 gradients, with
     zero3 all parameters and gradients. Needs zero1, zero2, zero3 or hsdp; a single rank can offload too."""
-    offload_directory: str | None = Field(None, examples=["/local/scratch"])
+    offload_directory: LocalPath | None = Field(None, examples=["/local/scratch"])
     """Directory on a local disk for the files of `offload = "nvme"`. The files have no names and exist only during the
     run."""
     bucket_mb: float = Field(25.0, gt=0)

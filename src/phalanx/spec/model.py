@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, divisors, require
+from phalanx.spec.base import LocalPath, Spec, divisors, require
 from phalanx.spec.components import ComponentSpec
 
 MAX_FLASH_HEAD_DIM = 256
@@ -88,7 +88,7 @@ class ModelSpec(Spec):
 
     preset: str | None = Field(None, examples=["tiny"])
     """A known model (`phalanx info --list`) whose values the other fields override."""
-    from_hf: str | None = Field(None, examples=["path/to/model"])
+    from_hf: LocalPath | None = Field(None, examples=["path/to/model"])
     """Directory with a Hugging Face config.json and safetensors: the shape and the initial weights. With model.moe over
     a dense model, every expert starts as its MLP (sparse upcycling, arXiv 2212.05055). With normalize_top_k the initial
     output equals the dense model's; without it, each MoE layer scales its output by the sum of the selected scores."""

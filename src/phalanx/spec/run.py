@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import LocalPath, Spec, TextSource, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
 from phalanx.spec.layout import Layout
@@ -27,30 +27,30 @@ BYTES_VOCAB = 257
 class DataSpec(Spec):
     """Text and its tokenization."""
 
-    train: list[str] = ["stdlib"]  # noqa: RUF012
+    train: list[TextSource] = ["stdlib"]  # noqa: RUF012
     """Training text: files, directories or glob patterns of text, JSON records (lines or an array, whatever the file's
     name) or .parquet, also compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib",
     the source of the Python library; or prefixes of Megatron .bin/.idx pairs."""
-    held_out: list[str] = []  # noqa: RUF012
+    held_out: list[TextSource] = []  # noqa: RUF012
     """Evaluation text, in the format of `train`. If empty, documents of `train` are held out by file name, and from
     Megatron pairs the end of each."""
     held_out_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of documents that are held out if `held_out` is empty."""
     text_key: str = "text"
     """Field with the text in a JSON record or Parquet row."""
-    tokenizer: str = "bpe"
+    tokenizer: LocalPath = "bpe"
     """Tokenizer: "bpe" trains one on the text; "bytes"; or the path of a Hugging Face tokenizer.json."""
     tokenizer_vocab: int = Field(2048, ge=BYTES_VOCAB)
     """Vocabulary size of the BPE that `tokenizer = "bpe"` trains."""
     streaming: bool = False
     """Tokenize during training instead of once before it. Every rank then reads all of the text."""
-    cache: str = "~/.cache/phalanx"
+    cache: LocalPath = "~/.cache/phalanx"
     """Directory of the tokenized text."""
     mask_documents: bool = True
     """Mask attention between documents packed into one sequence."""
     dataset: ComponentSpec | None = Field(None, examples=["my_data:Sequences"])
-    """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. `train`
-    then provides only the tokenizer's and the held-out text."""
+    """Import path of a map-style or iterable dataset of token sequences to train on; called with `seq_len`. Targets of
+    -100 are ignored. `train` then provides only the tokenizer's and the held-out text."""
 
     @property
     def writes_train_tokens(self) -> bool:
@@ -238,7 +238,7 @@ class RunSpec(Spec):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run directory."""
-    output_dir: str = "runs"
+    output_dir: LocalPath = "runs"
     """Directory that contains the run directories."""
     model: ModelSpec
     """Model."""

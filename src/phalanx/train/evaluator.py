@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.data.checked_loader import check_ids
 from phalanx.data.loader import evaluation_batches
 from phalanx.data.packing import IGNORE_INDEX, Batch
 from phalanx.runs.metrics import MetricsRecord
@@ -38,7 +41,14 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
         mask_documents=learner.run.data.mask_documents,
     )
     learner.module.eval()
-    for batch in batches if learner.strategy.runs_model else ():
+    for number, batch in enumerate(batches if learner.strategy.runs_model else ()):
+        check_ids(
+            batch,
+            "data.held_out",
+            learner.corpus.held_out.prefix,
+            vocab_size=learner.run.model.vocab_size,
+            locate=partial("row {1} of evaluation batch {0}".format, number),
+        )
         for micro in micro_batches(batch):
             loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_held_out_loss)
             # Not targets[is_counted]: the host would wait for its length.
@@ -55,7 +65,15 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     }
     if learner.experts.layers:
         record["expert_tokens"] = learner.experts.intervals[1].long().tolist()
-    return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - started_at}
+    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(learner)}
+    return record | {"evaluation_seconds": time.perf_counter() - started_at}
+
+
+def _held_out_set(learner: ResumableLearner) -> str:
+    """Return an identifier of the held-out text and of its division into sequences, which the loss depends on."""
+    run = learner.run
+    names = (learner.corpus.held_out.fingerprint(), run.training.seq_len, run.data.mask_documents)
+    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
 
 
 def evaluation_message(evaluation: MetricsRecord) -> str:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from phalanx.runs.metrics import has_ignored_targets
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -78,6 +80,8 @@ class ProgressDisplay:
 def format_metrics(record: dict[str, Any]) -> str:
     """Return the main metrics of a step as text."""
     parts = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    if has_ignored_targets(record):
+        parts.append(f"{record['targets_per_second']:,.0f} targets/s")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
     return "  ".join(parts)

@@ -95,7 +95,9 @@ class ResumableLearner(Learner):
         self.resumed_at_step = 0
         """The step after which this start of the run resumed."""
         self.tokens = 0
-        """Number of target tokens trained on, over all ranks."""
+        """Number of tokens computed in training, over all ranks."""
+        self.targets = 0
+        """Number of targets trained on: of the tokens without those whose target is ignored."""
         self.skipped = 0
         """Number of steps whose gradient was not finite."""
 
@@ -136,6 +138,7 @@ class ResumableLearner(Learner):
         """Return the state of a run besides its tensors."""
         return {
             "tokens": self.tokens,
+            "targets": self.targets,
             "skipped": self.skipped,
             "loader": self.loader.state(self.step),
             "rescaling": asdict(self.rescaling),
@@ -186,6 +189,7 @@ class ResumableLearner(Learner):
         self.callback_states = manifest.get("callbacks", {})
         self.step = manifest["step"]
         self.tokens = manifest["tokens"]
+        self.targets = manifest.get("targets", self.tokens)  # earlier versions counted targets alone
         self.skipped = manifest["skipped"]
         self.resumed_at_step = self.step
         rescaling = LearningRateRescaling(**manifest["rescaling"])

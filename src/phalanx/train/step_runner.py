@@ -148,7 +148,10 @@ class StepRunner(ResumableLearner):
             "grad_norm": float(norm),
         }
         self.skipped += not math.isfinite(record["grad_norm"])
-        self.tokens += int(sums.tokens)
+        targets = int(sums.tokens)
+        tokens = self.batch.global_batch_size * self.run.training.seq_len
+        self.tokens += tokens
+        self.targets += targets
         self._update_stop_step(record["step"], sums)
         self.has_pending_saves = bool(sums.pending_saves)
         if results.reduced.staleness is not None and self.run.layout.max_staleness is not None:
@@ -160,16 +163,27 @@ class StepRunner(ResumableLearner):
             record |= expert_metrics(sums, hottest, has_capacity=self.run.model.moe.capacity_factor is not None)
         if results.expert_rows is not None:
             self.step_record["expert_rows"] = results.expert_rows
-        return record | self._performance_metrics(results, self.step_record, int(sums.tokens))
+        return record | self._performance_metrics(results, self.step_record, tokens, targets=targets)
 
-    def _performance_metrics(self, results: LaunchedResults, step_record: StepRecord, tokens: int) -> MetricsRecord:
-        """Return the metrics of speed and size of a step."""
+    def _performance_metrics(
+        self, results: LaunchedResults, step_record: StepRecord, tokens: int, *, targets: int
+    ) -> MetricsRecord:
+        """Return the metrics of speed and size of a step.
+
+        Args:
+            results: Results of the step.
+            step_record: Its times on this rank.
+            tokens: Tokens that all ranks computed, which speed and utilization refer to.
+            targets: Those of them with a target.
+        """
         step_seconds = sum(step_record["seconds"].values())
         metrics: MetricsRecord = {
             "ranks": self.mesh.dims.world_size,
             "resumed_at_step": self.resumed_at_step,
             "tokens": self.tokens,
+            "targets": self.targets,
             "tokens_per_second": tokens / step_seconds,
+            "targets_per_second": targets / step_seconds,
             "step_seconds": step_seconds,
             **time_metrics(step_record, self.strategy),
             **self.utilization.metrics(tokens / step_seconds),

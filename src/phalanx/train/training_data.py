@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from phalanx.data.checked_loader import CheckedLoader
 from phalanx.data.dataset_loader import open_dataset
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import StepLoader, TokenLoader
@@ -34,8 +36,8 @@ class TrainingData:
     weights: Callable[[str, torch.Size], Tensor] | None = None
     """Initial weights by parameter name; None: they are drawn at random."""
 
-    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
-        """Return this rank's loader of global steps.
+    def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> CheckedLoader:
+        """Return this rank's loader of global steps, which checks ids and targets.
 
         Args:
             run: Run with the sequence length and the seed.
@@ -44,12 +46,15 @@ class TrainingData:
             ranks: Number of data-parallel ranks.
         """
         loader_args = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
+        checked = partial(CheckedLoader, vocab_size=run.model.vocab_size, checks_targets=run.training.loss is None)
         if run.data.dataset is not None:
             dataset = call_component("data.dataset", run.data.dataset, seq_len=run.training.seq_len)
-            return open_dataset(dataset, run.data.dataset, *loader_args)
+            loader: StepLoader = open_dataset(dataset, run.data.dataset, *loader_args)
+            return checked(loader, "data.dataset", run.data.dataset.class_path)
         if self.train is None:
-            return StreamingLoader(run.data, self.tokenizer, *loader_args)
-        return TokenLoader(self.train, *loader_args, mask_documents=run.data.mask_documents)
+            return checked(StreamingLoader(run.data, self.tokenizer, *loader_args), "data.train", run.data.train)
+        loader = TokenLoader(self.train, *loader_args, mask_documents=run.data.mask_documents)
+        return checked(loader, "data.train", self.train.prefix)
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:

@@ -3,10 +3,13 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from phalanx.cli import main
+from phalanx.cli.common.usage_errors import FREE_TEXT_OPTIONS
 from phalanx.cli.main import COMMANDS, PANELS
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import run_python
@@ -67,3 +70,47 @@ def test_every_command_file_has_a_summary():
 def test_command_group_without_arguments_prints_help():
     for words in ((), ("data",)):
         assert "Usage" in cli_runner.command_output(*words, exit_code=2)
+
+
+URL = "s3://bucket/path"
+
+
+def _command(name):
+    group: Any = typer.main.get_command(main.app)
+    return group.get_command(None, name)
+
+
+def _arguments_with_url(command, words):
+    """Yield command lines of a command and its subcommands: one for each option and argument, with a URL as value."""
+    for name, subcommand in getattr(command, "commands", {}).items():
+        yield from _arguments_with_url(subcommand, (*words, name))
+    for parameter in () if hasattr(command, "commands") else command.params:
+        option = parameter.opts[0] if parameter.param_type_name == "option" else None
+        if option is None:
+            yield (*words, URL), "argument"
+        elif not getattr(parameter, "is_flag", False) and option not in FREE_TEXT_OPTIONS:
+            yield (*words, option, *["other"] * (parameter.nargs - 1), URL), option if parameter.nargs == 1 else URL
+            yield (*words, f"{option}={URL}"), option
+
+
+def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
+    lines = [line for name in COMMANDS for line in _arguments_with_url(_command(name), (name,))]
+    assert len(lines) > 200
+    for arguments, name in lines:
+        with pytest.raises(UserError, match="is a URL, but only local paths") as caught:
+            cli_runner.command_output(*arguments)
+        assert name in str(caught.value)
+        assert f"= '{URL}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [("report", "--json", URL), ("data", "prepare", "--force", URL)])
+def test_url_after_a_flag_is_an_argument(words):
+    with pytest.raises(UserError, match=f"^argument = '{URL}': is a URL"):
+        cli_runner.command_output(*words)
+
+
+def test_options_of_free_text_exist_and_take_a_url():
+    parameters = [parameter for name in COMMANDS for parameter in _command(name).params]
+    assert {option for parameter in parameters for option in parameter.opts} >= set(FREE_TEXT_OPTIONS)
+    with pytest.raises(UserError, match=r"run directory|has no"):
+        cli_runner.command_output("generate", "no-run", "--prompt", URL)

@@ -47,7 +47,7 @@ def replace_targets(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: 
     class Spoiled(Trainer):
         def micro_batches(self, batch: Any) -> list[MicroBatch]:
             micros = super().micro_batches(batch)
-            if self.module.training and self.loader.first_sequence(self.step) in sequences:  # type: ignore[attr-defined]
+            if self.module.training and self.loader.loader.first_sequence(self.step) in sequences:  # type: ignore[attr-defined]
                 return [replace(micro, targets=targets(micro.targets)) for micro in micros]
             return micros
 
@@ -86,7 +86,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
 
     def infinite(self: Trainer, micros: list[MicroBatch]) -> Any:
         sums = forward(self, micros)
-        if self.loader.first_sequence(self.step) >= 3 * 8:  # type: ignore[attr-defined]
+        if self.loader.loader.first_sequence(self.step) >= 3 * 8:  # type: ignore[attr-defined]
             for parameter in self.module.parameters():
                 parameter.grad.fill_(torch.inf)
         return sums

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.local_paths import URL, check_local_path
 
 UsageError: Any = typer.BadParameter.__base__
 """Base class of usage errors in click, or in the click that newer typer versions include."""
+
+
+FREE_TEXT_OPTIONS = ("--prompt", "--image")
+"""Options whose values may be URLs: a prompt, and the image of a container."""
+
+
+def refuse_urls(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> None:
+    """Raise UserError for a URL in a command line, because every option and argument with a file needs a local path.
+
+    This runs before options are parsed: a parsed path has lost the second slash of its scheme.
+
+    Args:
+        arguments: The command line.
+        is_flag: Returns whether an option takes no value, so that an argument may follow it.
+    """
+    for previous, argument in zip(("", *arguments), arguments, strict=False):
+        option, _, value = argument.partition("=")
+        if not URL.match(value if option.startswith("--") else argument):
+            continue
+        if not option.startswith("--"):
+            value = argument
+            option = "argument" if not previous.startswith("-") or is_flag(previous) else previous
+        if option not in FREE_TEXT_OPTIONS:
+            check_local_path(option, value)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattribu
 STEP_FORMATS = {
     "loss": ("loss {}", "loss"),
     "tokens_per_second": ("{} tokens/s", "tokens/s"),
+    "targets_per_second": ("{} targets/s", "tokens/s"),
     "mfu": ("MFU {}", ""),
     "step_seconds": ("{} a step", "s"),
 }

@@ -40,8 +40,14 @@ STEP_FAMILIES = {
     "learning_rate": ("phalanx_learning_rate", "gauge", "Learning rate of the last step."),
     "step_seconds": ("phalanx_step_seconds", "gauge", "Duration of the last step."),
     "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Tokens per second of the last step, over all ranks."),
+    "targets_per_second": (
+        "phalanx_targets_per_second",
+        "gauge",
+        "Targets per second of the last step, over all ranks: tokens without those whose target is ignored.",
+    ),
     "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
-    "tokens": ("phalanx_tokens", "gauge", "Tokens trained on."),
+    "tokens": ("phalanx_tokens", "gauge", "Tokens computed in training."),
+    "targets": ("phalanx_targets", "gauge", "Targets trained on."),
     "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped because of a non-finite gradient."),
 }
 """Metrics from the last step's record in metrics.jsonl, by field: name, type, help.
@@ -50,6 +56,11 @@ None of them is a counter: a restarted run continues from a checkpoint, with low
 """
 EVALUATION_FAMILIES = {
     "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Held-out loss of the last evaluation."),
+    "held_out_tokens": (
+        "phalanx_held_out_tokens",
+        "gauge",
+        "Targets of the last evaluation; losses of other numbers are not comparable.",
+    ),
 }
 OTHER_FAMILIES = (
     ("phalanx_planned_steps", "gauge", "Number of steps of the run."),

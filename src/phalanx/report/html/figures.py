@@ -15,6 +15,8 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_seconds
 
 Figure = dict[str, Any]
+HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
+"""Markers of losses on different held-out texts."""
 RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
 WHERE = {
@@ -114,13 +116,16 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
             | line
             | {"yaxis": "y2", "showlegend": False}
         )
-    if curve["held_out"]:
-        steps, losses = map(list, zip(*curve["held_out"], strict=True))
-        marker = {"color": RUN_COLOURS[(index + is_single) % len(RUN_COLOURS)], "size": 8, "symbol": "diamond"}
-        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
+    for number, held_out in enumerate(curve["held_out"], 1):
+        steps, losses = map(list, zip(*held_out["loss"], strict=True))
+        colour = RUN_COLOURS[(index + is_single * number) % len(RUN_COLOURS)]
+        text = "held-out text"
+        if len(curve["held_out"]) > 1:
+            text += f" {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
+        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
             "mode": "markers",
-            "marker": marker,
-            "name": "held-out text",
+            "marker": {"color": colour, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
+            "name": text,
             "showlegend": is_single,
         }
 

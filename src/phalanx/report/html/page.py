@@ -15,7 +15,13 @@ from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_ratio, format_seconds
 
-TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
+TILES = {
+    "step": "step",
+    "tokens_per_second": "tokens per second",
+    "targets_per_second": "targets per second",
+    "mfu": "MFU",
+    "goodput": "goodput",
+}
 PLOTLY = "plotly-cartesian.min.js"
 """plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
 PROFILE_HINT = "train with --profile-steps FIRST:LAST"
@@ -75,7 +81,7 @@ def main(report: Facts) -> str:
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
-        held_out = '<p class="quiet">Diamonds are held-out text.</p>' if comparison else ""
+        held_out = '<p class="quiet">Markers are held-out text.</p>' if comparison else ""
         parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_figure_slot('curves', curves)}</section>")
     parts += [
         _figure_section(section, runs, names, figures_by_id=figures_by_id)
@@ -185,13 +191,21 @@ def _tiles(facts: Facts) -> str:
             )
             tiles.append((title, formatting.format_number(row["measured"], row["unit"]), detail))
     loss = formatting.last_value(facts["curves"].get("loss"))
-    held_out = facts["curves"]["held_out"]
     if loss is not None:
-        tiles.append(("loss", f"{loss:.3f}", f"held out {held_out[-1][1]:.3f}" if held_out and held_out[-1][1] else ""))
+        tiles.append(("loss", f"{loss:.3f}", _held_out_detail(facts["curves"]["held_out"])))
     tiles += formatting.round_totals(facts)
     return "".join(
         f"<div><dt>{title}</dt><dd>{value}<small>{detail}</small></dd></div>" for title, value, detail in tiles
     )
+
+
+def _held_out_detail(curves: Sequence[Facts]) -> str:
+    """Return the last held-out loss, with the number of tokens if the run evaluated several texts."""
+    loss = curves[-1]["loss"][-1][1] if curves else None
+    if loss is None:
+        return ""
+    text = f" over {formatting.format_tokens(curves[-1]['held_out_tokens'])}" if len(curves) > 1 else ""
+    return f"held out {loss:.3f}{text}"
 
 
 def _verdict(facts: Facts) -> str:

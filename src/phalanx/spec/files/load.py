@@ -15,6 +15,7 @@ from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.hf_config import model_table
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.local_paths import check_local_path
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec, TrainingSpec
 
@@ -189,7 +190,7 @@ def load_model_spec(name: str) -> ModelSpec:
     """
     path = Path(name)
     if path.suffix == ".toml":
-        table = read_run_table(path, trust=None)
+        table = read_run_table(name, trust=None)
         is_run = "model" in table or set(table) <= set(RunSpec.model_fields)
         return parse_table(ModelSpec, resolve_model(table.get("model", {}) if is_run else table), "model")
     if path.suffix == ".json" or path.is_dir():
@@ -264,7 +265,7 @@ def cluster_overrides(cluster: ClusterSpec) -> Table:
 
 def hf_config_file(from_hf: str) -> Path:
     """Return the config.json of `model.from_hf`, which is a Hugging Face directory or the file itself."""
-    path = Path(from_hf).expanduser()
+    path = Path(check_local_path("model.from_hf", from_hf)).expanduser()
     return path if path.suffix == ".json" else path / "config.json"
 
 
@@ -303,7 +304,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     if name is None:
         return table
     if folder == "machines" and str(name).endswith(".toml"):  # the preset in such a file is the machine's name
-        machine_table = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), folder, field)
+        machine_table = resolve_preset(read_toml(os.path.expanduser(str(name)), "machine file"), folder, field)
         return deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
     if name not in known_presets:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from phalanx.spec.components import mark_components
 from phalanx.spec.errors import UserError
+from phalanx.spec.local_paths import check_local_path
 
 Table = dict[str, Any]
 MARKER_FILE = "phalanx.json"
@@ -21,7 +22,7 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
     Raises:
         UserError: The file does not exist or is not TOML.
     """
-    path = Path(path)
+    path = Path(check_local_path(file_kind, str(path)))
     if path.is_dir() or not path.exists():
         problem = "is a directory" if path.is_dir() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"

@@ -54,9 +54,12 @@ class NonfiniteSteps(Callback):
             trainer.progress.log(f"step {record['step']}: skipped, {_describe_step(record)}")
         if self.in_a_row >= trainer.run.training.max_nonfinite_steps:
             trainer.checkpointer.wait()
+            remedy = "lower optimizer.learning_rate or increase optimizer.warmup_steps"
+            if _ignores_all_targets(record):
+                remedy = "let data.dataset return targets other than -100"
             raise DivergenceError(
                 f"step {record['step']}: {self.in_a_row} consecutive steps were not finite ({_describe_step(record)}); "
-                "lower optimizer.learning_rate or increase optimizer.warmup_steps, then continue with --resume"
+                f"{remedy}, then continue with --resume"
             )
 
 
@@ -83,5 +86,11 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _ignores_all_targets(record: MetricsRecord) -> bool:
+    return bool(record["targets_per_second"] == 0)
+
+
 def _describe_step(record: MetricsRecord) -> str:
+    if _ignores_all_targets(record):
+        return "all targets are -100"
     return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
