@@ -177,12 +177,11 @@ def _cpu_unit_peaks(
 
     gathered_bytes = compute_bytes * units.gathered(layout)
     sent_bytes = reduce_bytes(units.block)
-    copied_bytes = sent_bytes + state_bytes * units.block
     end_bytes = max(
         (compute_bytes + state_bytes) * units.last_reduced + reduce_bytes(units.block), reduce_bytes(units.last_reduced)
     )
     late_blocks = sorted({2, units.num_blocks - 1, units.num_blocks} - {0, 1}) if units.num_blocks > 1 else []
-    all_but_last = units.total - units.last_reduced
+    summed = units.total - (0 if units.root else units.last_reduced)
     if not deferred:
         exchanged_bytes = sent_bytes - compute_bytes * units.block  # gradients have been copied and freed
         head_bytes = compute_bytes * units.head + reduce_bytes(units.head)
@@ -196,16 +195,18 @@ def _cpu_unit_peaks(
                 for number in late_blocks
             ),
             *(block_peak(number, exchanged_bytes, is_between_blocks=True) for number in [1, *late_blocks]),
-            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True, summed=all_but_last),
+            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True, summed=summed),
         ]
+    # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
+    kept_bytes = state_bytes * units.last_reduced if summed_twice else 0
     return [
-        peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
+        peak(0.0, gathered_bytes + compute_bytes * units.head + kept_bytes, is_between_blocks=False),
         peak(FIRST_BLOCK, gathered_bytes + (compute_bytes + state_bytes) * units.head, is_between_blocks=True),
         # The head's gradients are in transit during the first block's backward pass, until its gradients are copied.
-        block_peak(1, reduce_bytes(units.head), is_between_blocks=False),
+        block_peak(1, reduce_bytes(units.head) if units.head else kept_bytes, is_between_blocks=False),
         block_peak(1, reduce_bytes(units.head) + state_bytes * units.block, is_between_blocks=True),
         block_peak(1, sent_bytes, is_between_blocks=True),
         *(block_peak(number, sent_bytes, is_between_blocks=False) for number in late_blocks),
-        *(block_peak(number, copied_bytes, is_between_blocks=True) for number in late_blocks),
-        peak(1.0, end_bytes, is_between_blocks=True, summed=all_but_last),
+        *(block_peak(number, sent_bytes + state_bytes * units.block, is_between_blocks=True) for number in late_blocks),
+        peak(1.0, end_bytes, is_between_blocks=True, summed=summed),
     ]

@@ -48,11 +48,12 @@ def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
 def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the head's sequence-parallel communication in its backward pass.
 
-    They are its input of all ranks, and the received terms of the input's gradient. On CUDA their sum follows, in fp32
-    and cast; on a CPU it is allocated before."""
+    They are its input of all ranks, and the received terms of the input's gradient. Tokens of several sequences have
+    copies of both in another order. On CUDA the sum follows, in fp32 and cast; on a CPU it is allocated before."""
     if not shape.layout.sequence_parallel or shape.tp == 1:
         return 0
-    all_tokens_bytes = 2 * shape.tokens * shape.compute_bytes
+    num_buffers = 2 if shape.batch == 1 or shape.on_cuda else 4
+    all_tokens_bytes = num_buffers * shape.tokens * shape.compute_bytes
     sum_bytes = shape.residual_tokens * (shape.on_cuda * shape.high_precision_bytes + shape.compute_bytes)
     return (all_tokens_bytes + sum_bytes) * spec.hidden_size
 
