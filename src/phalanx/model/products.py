@@ -215,7 +215,7 @@ class _ActivatedProduct(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[2]:
             grad_weight = product.defer_or_compute(
-                ctx.weight_edge, partial(product.weight_gradient, gradient, x, weight)
+                ctx.weight_edge, partial(product.weight_gradient, gradient, x.detach(), weight)
             )
         del x  # one tensor less at the peak, unless the weight's gradient is deferred
         return None, None, grad_weight, grad_bias, *input_gradients(product.input_gradient(gradient, weight))

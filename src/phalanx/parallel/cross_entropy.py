@@ -169,7 +169,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
             logits_NV.detach(), target_N, ignored, tp=tp, kernels=kernels, scale=scale if needs_gradient else None
         )
         if needs_gradient:
-            ctx.save_for_backward(logits_NV)
+            ctx.save_for_backward(logits_NV.detach())  # it becomes a gradient, which must not hold the graph
             ctx.scale = scale
         return loss
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.cross_entropy import in_place_cross_entropy
 from phalanx.parallel.module_tensors import named_parameters
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, compute_weight_grads, split_backward
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.tensor.autograd import ColumnParallelLinear
 from phalanx.spec.base import parse_table
 from phalanx.spec.model import ModelSpec
 from tests.helpers.small_runs import DENSE, MOE, Table
@@ -73,3 +81,66 @@ def test_split_backward_defers_only_linear_and_expert_gradients() -> None:
     assert all("norm" not in name and "embedding" not in name for name in waiting)
     compute_weight_grads(put_off)
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_first_half_frees_received_activation(model: str, autocast: bool) -> None:
+    """No deferred operand holds the graph, whose first node has the input of the stage: not one, nor the last loss."""
+    spec = parse_table(ModelSpec, MODELS[model])
+    stage, later = StageModule(spec, {1: range(spec.num_layers)}, stages=2), DeferredWeightGrads()
+    split_backward(stage, later)
+    received = torch.randn(1, 8, spec.hidden_size, requires_grad=True)
+    is_freed = _freed_test(received)
+    with later.deferring() as deferred:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits, auxiliary = stage(received, stage=1)
+        targets = torch.zeros(1, 8, dtype=torch.long)
+        (in_place_cross_entropy(logits, targets, ignored=-100) + auxiliary).backward()
+    del received, logits, auxiliary
+    assert len(deferred) > 5
+    assert is_freed()
+
+
+def test_first_half_of_tensor_parallel_product_frees_received_activation() -> None:
+    later = DeferredWeightGrads()
+    tp = SimpleNamespace(
+        deferred_grads=later, gather_tokens=Tensor.clone, start_reduce_tokens=lambda grad: lambda: grad
+    )
+    received = torch.randn(4, 8, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(6, 8))
+    is_freed = _freed_test(received)
+    with later.deferring() as deferred:
+        products = ColumnParallelLinear.apply(2 * received, weight, tp, torch.nn.functional.linear)
+        cast(Any, products)[0].sum().backward()
+    del received, products
+    assert len(deferred) == 1
+    assert is_freed()
+
+
+def _freed_test(tensor: Tensor) -> Any:
+    """Return a function that tells whether the memory of a tensor is freed."""
+    reference = tensor.untyped_storage()._weak_ref()
+    return lambda: torch.UntypedStorage._expired(reference)
+
+
+def test_compute_weight_grads_frees_operands_and_gradient_before_next() -> None:
+    """Memory of the second half: one gradient, and operands of those not yet computed; no graph of their products."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def deferred_gradient(weight: Tensor) -> Any:
+        operand = torch.ones(3, requires_grad=True)  # such as a weight that was gathered
+
+        def gradient() -> Tensor:
+            assert [reference() for reference in alive] == [None] * len(alive)
+            result = 2 * operand
+            alive.extend([weakref.ref(operand), weakref.ref(result)])
+            assert not result.requires_grad
+            return result
+
+        return get_gradient_edge(weight), gradient
+
+    weights = [torch.zeros(3, requires_grad=True) for _ in range(3)]
+    compute_weight_grads([deferred_gradient(weight) for weight in weights])
+    assert all(weight.grad is not None and weight.grad.tolist() == [2, 2, 2] for weight in weights)
+    assert len(alive) == 6

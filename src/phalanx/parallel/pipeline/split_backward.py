@@ -55,14 +55,15 @@ class DeferredWeightGrads:
 def compute_weight_grads(deferred: list[WeightGradient]) -> None:
     """Compute the deferred gradients: the second half of a backward pass.
 
-    Gradients reach the parameters and their hooks as in any backward pass."""
-    weights = [weight for weight, _ in deferred]
-    gradients = []
+    Gradients reach the parameters and their hooks as in any backward pass, one by one: the operands of each are freed
+    before the next is computed."""
     while deferred:
-        _, gradient = deferred.pop(0)
-        gradients.append(gradient())
-    if weights:
-        torch.autograd.backward(weights, gradients)
+        weight, gradient = deferred.pop(0)
+        with torch.no_grad():
+            weight_grad = gradient()
+        del gradient
+        torch.autograd.backward(weight, weight_grad)
+        del weight_grad
 
 
 def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> None:

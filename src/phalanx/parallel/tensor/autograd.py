@@ -70,7 +70,7 @@ class ColumnParallelLinear(torch.autograd.Function):
         tp = ctx.tp
         # A deferred weight gradient gathers its input when it is computed.
         gather_now = tp.deferred_grads.deferred is None and any(ctx.needs_input_grad[1:-2])
-        finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x)
+        finish_gather = tp.start_gather_tokens(x) if gather_now else partial(tp.gather_tokens, x.detach())
         grad_x = _input_gradient(ctx.linear, gradients, weights)
         finish_reduce = tp.start_reduce_tokens(grad_x)
         get_gathered_x = cache(finish_gather)
