@@ -23,9 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.head_memory import deferred_head_grad_bytes, loss_gradient_bytes, saved_by_head
+from phalanx.cost.exact.head_memory import loss_gradient_bytes, saved_by_head
 from phalanx.cost.exact.saved_tensors import (
-    deferred_weight_grad_bytes,
     fp8_cast_bytes,
     mlp_backward_bytes,
     norm_output_bytes,
@@ -35,6 +34,7 @@ from phalanx.cost.exact.saved_tensors import (
     saved_by_mlp,
     saved_by_norm,
 )
+from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -81,6 +81,12 @@ class ActivationBytes:
     """Fraction of the backward pass that has been freed when the last block with a `prefetched` input is recomputed."""
     deferred_weight_grads: int = 0
     """Bytes that a stage saves for a micro-batch between the halves of its backward pass."""
+    inside_blocks: int = 0
+    """Peak within a block, without `mlp_gradients`, when later blocks and the head have deferred their operands."""
+    weight_gradient: int = 0
+    """Temporary: the largest gradient that a second half adds, beyond the operands that are freed by then."""
+    embedding_gradient: int = 0
+    """Temporary: the gradient of the embedding, with which the backward pass of a first stage ends."""
 
     @property
     def total(self) -> int:
@@ -218,19 +224,29 @@ def activation_bytes(
         on_cuda=on_cuda,
         all_logits=all_logits,
     )
-    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
-    deferred = _deferred_weight_grads(spec, shape, stage)
+    saved, inside_blocks = _saved_by_blocks(spec, shape, stage, inputs=_saved_by_inputs(spec, shape, stage))
+    deferred = (
+        deferred_bytes(spec, shape, layers=stage.layers, recomputed=stage.recomputed, last=stage.last)
+        if stage.splits_backward
+        else []
+    )
     # Weight gradients that later layers and the head have deferred.
-    recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
+    inside_blocks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(inside_blocks)]
+    recompute_peaks = inside_blocks[: stage.recomputed] if shape.layout.recomputes_attention else []
     return ActivationBytes(
         **(saved + _saved_by_head(spec, shape, stage)),
-        loss_gradients=loss_gradient_bytes(spec, shape) if stage.last else 0,
+        loss_gradients=loss_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
         recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
         deferred_weight_grads=sum(deferred),
+        inside_blocks=max(inside_blocks),
+        weight_gradient=weight_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
+        if stage.first
+        else 0,
     )
 
 
@@ -267,13 +283,14 @@ def _saved_by_head(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> 
 def _saved_by_blocks(
     spec: ModelSpec, shape: ForwardShape, stage: StageBlocks, inputs: Counter[str]
 ) -> tuple[Counter[str], list[int]]:
-    """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each recomputed block runs again.
+    """Return `inputs` with the tensors saved by all blocks, and the bytes alive while each block runs backward.
 
-    Recomputed blocks are the first ones, so nothing of the others is left by then. While a block with an offloaded
-    input runs again, the input of the block before it is copied back.
+    The latter is what blocks up to it have saved, and what is recomputed. Recomputed blocks are the first ones, so
+    nothing of the others is left by then. While a block with an offloaded input runs again, the input of the block
+    before it is copied back.
     """
     saved = inputs.copy()
-    recompute_peaks = list[int]()
+    inside_blocks = list[int]()
     stream_bytes = _stream_bytes(spec, shape)
     checkpoint = Counter(checkpoints=stream_bytes)
     norm_saved = Counter(norms=saved_by_norm(spec, shape))
@@ -291,28 +308,17 @@ def _saved_by_blocks(
             again = saved + norm_saved + attention_saved + norm_saved + mlp_saved
             # The first norm saves the block's input, which a block that is not offloaded has saved already.
             other_inputs = (index > on_device) - (index < on_device)
-            recompute_peaks.append(again.total() + other_inputs * stream_bytes)
+            inside_blocks.append(again.total() + other_inputs * stream_bytes)
         elif method == "selective":
             saved += norm_saved + checkpoint
             # The projections also save their input, unless autocast makes copies of it.
-            recompute_peaks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))
+            inside_blocks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))
             saved += norm_saved + mlp_saved
         else:
             saved += norm_saved + attention_saved + norm_saved + mlp_saved
             saved -= norm_output_bytes(spec, layer, shape) if method == "norms" else Counter()
-    return saved, recompute_peaks
-
-
-def _deferred_weight_grads(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> list[int]:
-    """Return the bytes saved between the halves of a split backward pass, per block and for the head."""
-    if not stage.splits_backward:
-        return []
-    recomputes_norms = shape.layout.activation_checkpointing == "norms"
-    deferred = [
-        deferred_weight_grad_bytes(spec, layer, shape, recomputes_norms=recomputes_norms and index < stage.recomputed)
-        for index, layer in enumerate(stage.layers)
-    ]
-    return deferred + ([deferred_head_grad_bytes(spec, shape)] if stage.last else [])
+            inside_blocks.append(saved.total())
+    return saved, inside_blocks
 
 
 def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> int:

@@ -153,7 +153,7 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     E = moe.num_experts
     k = moe.top_k
     ep = shape.layout.ep
-    rows, F = _expert_rows(moe, shape)
+    rows, F = expert_rows(moe, shape)
     shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     saved_bytes = shape.linear_input_bytes(D, readers=1)  # the router
     if shared and shape.autocast:  # else gate and up of the shared experts read what the router does
@@ -210,7 +210,7 @@ def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     if spec.moe is None or not spec.is_moe_layer(layer):
         count = (shape.tokens + shape.max_local_count(spec.ffn_hidden_size)) * D
     else:
-        rows, F = _expert_rows(spec.moe, shape)
+        rows, F = expert_rows(spec.moe, shape)
         count = (rows + spec.moe.num_experts // shape.layout.ep * F) * D
     return count * (1 if shape.on_cuda else 1 + shape.compute_bytes)
 
@@ -235,13 +235,13 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_
             * shape.max_local_count(spec.ffn_hidden_size)
             * shape.compute_bytes
         )
-    rows, F = _expert_rows(spec.moe, shape)
+    rows, F = expert_rows(spec.moe, shape)
     return (
         rows * (2 * spec.hidden_size + 3 * F if splits_backward else 2 * max(spec.hidden_size, F)) * shape.compute_bytes
     )
 
 
-def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
+def expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
     """Return the number of rows that a rank's experts process, and their inner width.
 
     Ranks have some columns of every expert and all tokens, or some experts and their own tokens."""
@@ -251,46 +251,3 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
         else (shape.tokens, shape.max_local_count(moe.expert_ffn_size))
     )
     return tokens * moe.top_k, width
-
-
-def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, recomputes_norms: bool) -> int:
-    """Return the bytes that the second half of a block's backward pass needs.
-
-    `parallel.pipeline.split_backward` saves, for every linear layer, its input, the gradient of its output, and under
-    autocast the copy of its weight.
-
-    Args:
-        spec: Model.
-        layer: Index of the block in the model.
-        shape: Sizes of a micro-batch on one rank.
-        recomputes_norms: True if the layers that read a norm share its recomputed output.
-    """
-
-    def input_bytes(readers: int) -> int:
-        return shape.linear_input_bytes(spec.hidden_size, 1 if recomputes_norms else readers)
-
-    D = spec.hidden_size
-    q = shape.max_local_count(spec.num_heads) * spec.head_dim
-    kv = shape.max_local_count(spec.num_kv_heads) * spec.head_dim
-    if shape.layout.tp_attention == "gathered":
-        q = kv = spec.num_heads * spec.head_dim // shape.tp
-    saved_bytes = input_bytes(readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes
-    saved_bytes += saved_by_attention(spec, shape)["weight_copies"]
-    if spec.moe is None or not spec.is_moe_layer(layer):
-        saved_bytes += saved_by_mlp(spec, shape)["weight_copies"]
-        ffn = shape.max_local_count(spec.ffn_hidden_size)
-        num_up_layers = 2 if spec.activation == "swiglu" else 1
-        return (
-            saved_bytes
-            + input_bytes(readers=num_up_layers)
-            + shape.tokens * ((1 + num_up_layers) * ffn + D) * shape.compute_bytes
-        )
-    moe = spec.moe
-    (rows, F) = _expert_rows(spec.moe, shape)
-    shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
-    saved_bytes += saved_by_experts(spec, moe, shape)["weight_copies"]
-    saved_bytes += (
-        input_bytes(readers=3 if shared else 1) + shape.residual_tokens * moe.num_experts * shape.compute_bytes
-    )
-    saved_bytes += shape.tokens * (3 * shared + D) * shape.compute_bytes if shared else 0
-    return saved_bytes + rows * (2 * D + 3 * F) * shape.compute_bytes
