@@ -12,63 +12,120 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import TypeAdapter, ValidationError
 
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.schedule.registry import PUBLISHED
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED_STRATEGIES
+from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, small_run, train_and_evaluate
 
 STEPS = 5
-SEQUENCES_PER_STEP = 8
 TOLERANCE = 1e-10
 MODELS: dict[str, Table] = {
     "dense": DENSE,
     "moe": MOE,
+    "six-experts": {**MOE, "moe": {**MOE["moe"], "num_experts": 6}},
     "gpt2": {**DENSE, **GPT2},
     "tied": {**DENSE, "tie_embeddings": True},
+    "windows": {**DENSE, "sliding_window": 12, "full_attention_layers": [0, 3], "attention_sinks": True},
+    "three-heads": {**DENSE, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 3},
 }
+WORLD_SIZES = (2, 3, 4, 4, 4, 5, 6, 8)
+DEGREES = {"pp": (2, 3, 4, 5, 8), "tp": (2, 3, 4), "cp": (2, 3, 4), "ep": (2, 3, 4)}
+"""Degrees above 1 that are drawn."""
+UNDRAWN: dict[tuple[str, Any], str] = {
+    ("gradient_compression", "bf16"): "rounds gradients",
+    ("gradient_compression", "powersgd"): "approximates gradients",
+    ("auto_checkpointing", True): "the planner replaces it before a run starts",
+}
+"""Values of choices of a layout that are not drawn, and the reason."""
+
+
+def layout_choices() -> dict[str, tuple[Any, ...]]:
+    """Return the values of each field of a layout that is a choice, and that are drawn."""
+    values = {
+        name: (False, True) if field.annotation is bool else get_args(field.annotation)
+        for name, field in Layout.model_fields.items()
+        if field.annotation is bool or get_origin(field.annotation) is Literal
+    }
+    return {name: tuple(one for one in each if (name, one) not in UNDRAWN) for name, each in values.items()}
+
+
+CHOICES = layout_choices()
 
 
 def draw_layout(dice: random.Random) -> tuple[int, str, int, Table]:
-    """Ranks, a model, its layers, and what to change in the run file; it may be invalid."""
-    world_size, model = dice.choice([2, 2, 4, 4, 4, 8]), dice.choice(["moe", *MODELS])
-    pp = dice.choice([size for size in (1, 1, 2, 4, 8) if world_size % size == 0])
-    tp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp % size == 0])
-    cp = dice.choice([size for size in (1, 1, 2, 4) if world_size // pp // tp % size == 0])
-    ep = dice.choice([1, 2, 4]) if model == "moe" else 1
-    data = dice.choice(["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"])
-    layout: Table = {"layout.data_parallel": data, "layout.pp": pp}
-    layout["layout.activation_checkpointing"] = dice.choice(["none", "none", "selective", "full"])
-    if pp > 1:
-        layout["layout.schedule"] = dice.choice(list(PUBLISHED))
-        if layout["layout.schedule"] == "interleaved":
-            layout["layout.virtual_stages"] = 2
-    if tp > 1:
-        layout |= {"layout.tp": tp, "layout.sequence_parallel": dice.choice([True, True, False])}
-    if cp > 1:
-        layout |= {"layout.cp": cp, "layout.cp_method": dice.choice(["ring", "ulysses"])}
-    if ep > 1:
-        layout["layout.ep"] = ep
-    if data == "hsdp":
-        layout["layout.dp_shard"] = 2
-    if data in SHARDED_STRATEGIES:
-        layout["layout.offload"] = dice.choice(["none", "none", "cpu"])
-    if data == "parameter_server":
-        layout["layout.num_servers"] = dice.choice([1, 2])
-    if data in ("ddp", "zero1", "zero2"):
-        layout["layout.bucket_mb"] = dice.choice([0.01, 25.0])
-    layout["layout.micro_batch_size"] = dice.choice([1, 1, 1, 2] if pp > 1 else [1, 2, 4])
-    layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
-    if pp > 1:
-        layout["layout.rank_order"] = dice.choice(["data", "data", "pipeline"])
-    layout["training.tokens_per_step"] = (
-        dice.choice([SEQUENCES_PER_STEP, SEQUENCES_PER_STEP, SEQUENCES_PER_STEP - 1]) * 32
-    )
-    return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
+    """Return ranks, a model, its layers, and what to change in the run file; they may not fit each other."""
+    world_size = dice.choice(WORLD_SIZES)
+    degrees = draw_degrees(dice, world_size)
+    layout: Table = {**degrees, "data_parallel": dice.choice(CHOICES["data_parallel"])}
+    draw_recomputation(dice, layout)
+    if degrees["pp"] > 1:
+        layout["schedule"] = dice.choice(CHOICES["schedule"])
+        layout["rank_order"] = dice.choice(CHOICES["rank_order"])
+        layout["virtual_stages"] = 2 if layout["schedule"] == "interleaved" else 1
+    if degrees["tp"] > 1:
+        layout["sequence_parallel"] = dice.choice(CHOICES["sequence_parallel"])
+        layout["tp_attention"] = dice.choice(CHOICES["tp_attention"])
+    if degrees["cp"] > 1:
+        layout["cp_method"] = dice.choice(CHOICES["cp_method"])
+    draw_data_parallelism(dice, layout)
+    layout["micro_batch_size"] = dice.choice([1, 1, 1, 2] if degrees["pp"] > 1 else [1, 2, 4])
+    changes = {f"layout.{name}": value for name, value in layout.items() if value is not None}
+    changes["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
+    changes["training.seq_len"] = seq_len = 48 if 3 in (degrees["tp"], degrees["cp"]) else 32
+    changes["training.tokens_per_step"] = dice.choice([8, 8, 7, 12, 24]) * seq_len
+    return world_size, draw_model(dice, layout), dice.choice([4, 6, 8, 10] if degrees["pp"] > 1 else [2, 4]), changes
+
+
+def draw_model(dice: random.Random, layout: Table) -> str:
+    """Return a model whose experts and heads the ranks can mostly share."""
+    if layout["tp"] == 3 or (layout.get("tp_attention") == "gathered" and layout["ep"] == 1):
+        return "three-heads"
+    experts = {2: ["moe", "six-experts"], 3: ["six-experts"], 4: ["moe"]}
+    return dice.choice(experts.get(layout["ep"], list(MODELS)))
+
+
+def draw_degrees(dice: random.Random, world_size: int) -> dict[str, int]:
+    """Return degrees that divide the ranks; those of experts are ranks of any other kind."""
+    left, degrees = world_size, dict[str, int]()
+    for axis in ("pp", "tp", "cp"):
+        degrees[axis] = dice.choice([1, 1, *(size for size in DEGREES[axis] if left % size == 0)])
+        left //= degrees[axis]
+    inside = world_size // degrees["pp"]
+    degrees["ep"] = dice.choice([1, 1, 1, *(size for size in DEGREES["ep"] if inside % size == 0)])
+    return degrees
+
+
+def draw_recomputation(dice: random.Random, layout: Table) -> None:
+    """Draw what is recomputed, and in how many blocks."""
+    method = layout["activation_checkpointing"] = dice.choice(["none", *CHOICES["activation_checkpointing"]])
+    if method != "none":
+        by_rank = [dice.choice([0, 1, 2]) for _ in range(layout["pp"])]
+        layout["recomputed_blocks"] = dice.choice([None, None, 1, by_rank])
+
+
+def draw_data_parallelism(dice: random.Random, layout: Table) -> None:
+    """Draw the options of the strategy."""
+    strategy = layout["data_parallel"]
+    for name, strategies in VALID_DATA_STRATEGIES.items():
+        is_in_pipeline = layout["pp"] > 1 and name.startswith(("ddp_", "reshard"))
+        if name in CHOICES and strategy in strategies and not is_in_pipeline:
+            layout[name] = dice.choice([Layout.model_fields[name].default, *CHOICES[name]])
+    if strategy == "hsdp":
+        layout["dp_shard"] = dice.choice([2, 3])
+    if strategy in ("zero3", "hsdp"):
+        layout["fsdp_prefetch"] = dice.choice([0, 1, 2])
+    if strategy == "parameter_server":
+        layout["num_servers"] = dice.choice([1, 2])
+    if strategy in ("ddp", "zero1", "zero2"):
+        layout["bucket_mb"] = dice.choice([0.01, 25.0])
+    if strategy in SHARDED_STRATEGIES and layout["offload"] == "nvme":
+        layout["offload_directory"] = tempfile.gettempdir()
 
 
 def is_valid_layout(world_size: int, run: RunSpec) -> bool:
@@ -80,11 +137,33 @@ def is_valid_layout(world_size: int, run: RunSpec) -> bool:
     return True
 
 
+def check_values(changes: Table) -> None:
+    """Raise ValueError for a value that its own field does not take: no other values would make it valid."""
+    for key, value in changes.items():
+        try:
+            type_of_field(key).validate_json(json.dumps(value), strict=True)
+        except (KeyError, ValidationError) as error:
+            raise ValueError(f"{key} = {value} is drawn, but is never valid: {error!r}") from None
+
+
+@cache
+def type_of_field(key: str) -> TypeAdapter[Any]:
+    """Return the type of a field of a run ("section.name"), with its bounds."""
+    section, _, name = key.partition(".")
+    field = RunSpec.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]
+    return TypeAdapter(Annotated[field.annotation, field])
+
+
 def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
-    """So many valid ones."""
+    """Return so many layouts that training takes.
+
+    Raises:
+        ValueError: A value that no combination of the others would make valid.
+    """
     dice, found = random.Random(seed), []
     while len(found) < count:
         world_size, model, layers, changes = drawn = draw_layout(dice)
+        check_values(changes)
         try:
             run = small_run(text, text.parent, run_settings(model, layers, changes))
         except UserError:
@@ -112,7 +191,7 @@ def max_relative_difference(text: Path, world_size: int, model: str, layers: int
     kept = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = single_process_trajectory(text, model, layers, tuple(sorted(kept.items())))
     run = small_run(text, Path(tempfile.mkdtemp()), run_settings(model, layers, changes))
-    results = rank_pool(world_size).run(train_and_evaluate, run)
+    results = rank_pool(world_size).run(train_and_evaluate, run, timeout=300)
     return max(
         abs(got - wanted) / abs(wanted)
         for result in results
