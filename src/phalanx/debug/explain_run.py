@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.debug.collective_order import CollectiveOrder, OrderDifference
+from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_messages import MISMATCH_FIXES, Explanation, Verdict
 from phalanx.runs.create import RUN_FILE
@@ -20,10 +20,12 @@ from phalanx.runs.events import (
     describe_damaged_checkpoints,
     describe_failures,
     describe_rollbacks,
+    mtime_or_none,
     read_events,
 )
 from phalanx.runs.hang_dumps import HANGS_DIR, describe_fault, failure_file, fault_file, read_dumps, read_failures
 from phalanx.runs.lock import is_running
+from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
@@ -38,14 +40,13 @@ def explain_run(directory: Path) -> Explanation:
         UserError: The directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
-    dumps = read_dumps(directory)
-    failures = read_failures(directory)
-    events = read_events(directory)
+    problems: list[Problem] = []
+    dumps = read_dumps(directory, problems)
+    failures = read_failures(directory, problems)
+    events = read_events(directory, problems)
     dumped_world_sizes = [dump["ranks"] for dump in dumps.values()]
     started_world_sizes = [event["ranks"] for event in events if event["what"] == STARTED]
-    world_size = (
-        dumped_world_sizes[0] if dumped_world_sizes else max([max(failures, default=0) + 1, *started_world_sizes[-1:]])
-    )
+    world_size = max([max(failures, default=0) + 1, *(dumped_world_sizes or started_world_sizes[-1:])])
     try:
         sizes = parallel_dims(run.layout, world_size)
     except UserError:  # the number of ranks is unknown before a first step
@@ -53,7 +54,9 @@ def explain_run(directory: Path) -> Explanation:
     explanation = diagnose_hang(dumps, failures, sizes)
     if explanation.verdict.kind == "nothing":
         explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events=events))
-    difference = _find_order_difference(directory)
+    order = CollectiveOrder(_logs_by_rank(directory))
+    difference = order.first_difference()
+    problems += map(unreadable_file, order.damaged_files)
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
         verdict = Verdict(difference.kind, difference.ranks, difference.message, fix=MISMATCH_FIXES["operation"])
         explanation = replace(explanation, verdict=verdict)
@@ -62,7 +65,8 @@ def explain_run(directory: Path) -> Explanation:
         *describe_rollbacks(events),
         *describe_damaged_checkpoints(events),
     ]
-    return replace(explanation, earlier_failures=tuple(sorted(lines)))
+    damaged = tuple(problem.values["file"] for problem in problems)
+    return replace(explanation, earlier_failures=tuple(sorted(lines)), damaged_files=damaged)
 
 
 def failure_headline(directory: Path) -> list[str]:
@@ -82,10 +86,10 @@ def suspect_ranks(directory: Path) -> set[int]:
     return set()
 
 
-def _find_order_difference(directory: Path) -> OrderDifference | None:
-    """Compare the collectives that ranks logged, and return None without logs."""
-    files = {int(file.stem.removeprefix("rank-")): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
-    return CollectiveOrder(files).first_difference()
+def _logs_by_rank(directory: Path) -> dict[int, Path]:
+    """Return the logs of collectives by rank; none unless their order was checked."""
+    files = {file.stem.removeprefix("rank-"): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
+    return {int(rank): file for rank, file in files.items() if rank.isdecimal()}
 
 
 def _verdict_without_dumps(
@@ -113,7 +117,7 @@ def _verdict_without_dumps(
 
 def _describe_active_run(directory: Path, run: RunSpec) -> Verdict:
     summary = "the run is active, and no rank has hung since it started"
-    written_at = [file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]
+    written_at = [*filter(None, map(mtime_or_none, (directory / TRACE_DIR).glob("rank-*.jsonl")))]
     if written_at:
         summary += f"; the last step was recorded {time.time() - max(written_at):.0f} s ago"
     timeout_seconds = run.training.collective_timeout_seconds

@@ -105,13 +105,18 @@ def _read_locks(directory: Path) -> list[tuple[bool, str]]:
 
 def _read_lock(file: Path) -> tuple[bool, str] | None:
     """Return whether a process holds a lock, and its last owner; None if the file does not exist."""
-    with suppress(OSError), file.open() as lock_file:
+    with suppress(OSError), open(file, errors="replace", opener=_open_without_waiting) as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True, lock_file.read()
         return False, lock_file.read()
     return None
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file that may be a pipe in its place, which would block."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _in_use_error(directory: Path) -> UserError:

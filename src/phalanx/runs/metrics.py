@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
-from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count, Number, WorldSize, decoder
+from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.problems import Problem
 
 MetricsRecord = JsonRecord
@@ -13,18 +18,58 @@ WANDB_ID_FILE = "wandb.id"
 TENSORBOARD_DIR = "tensorboard"
 
 
+@with_config(ConfigDict(extra="allow"))
+class StepMetrics(TypedDict):
+    """The fields of a step's record that readers use. A number that was not finite is None."""
+
+    step: Count
+    step_seconds: Amount
+    loss: NotRequired[Number | None]
+    grad_norm: NotRequired[Number | None]
+    learning_rate: NotRequired[Number | None]
+    tokens_per_second: NotRequired[Amount | None]
+    mfu: NotRequired[Amount | None]
+    tokens: NotRequired[Count]
+    skipped_steps: NotRequired[Count]
+    hot_expert_share: NotRequired[Number | None]
+    peak_memory_bytes: NotRequired[Count]
+    ranks: NotRequired[WorldSize]
+    resumed_at_step: NotRequired[Count]
+
+
+@with_config(ConfigDict(extra="allow"))
+class EvaluationMetrics(TypedDict):
+    """The fields of an evaluation's record that readers use."""
+
+    step: Count
+    held_out_loss: Number | None
+    expert_tokens: NotRequired[Annotated[list[list[Count]], Field(min_length=1)]]
+
+
+def _record_kind(record: Any) -> str:
+    return "evaluation" if isinstance(record, dict) and "held_out_loss" in record else "step"
+
+
+decode_metrics = decoder(
+    Annotated[
+        Annotated[StepMetrics, Tag("step")] | Annotated[EvaluationMetrics, Tag("evaluation")],
+        Discriminator(_record_kind),
+    ]
+)
+"""Decode a line of metrics.jsonl."""
+
+
 def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None.
 
     A missing file and unreadable lines are added to `problems`.
     """
     file = directory / METRICS_FILE
-    if problems is None:
-        return read_jsonl(file)
-    if not file.is_file():
+    problems = [] if problems is None else problems
+    if not file.exists():
         problems.append(Problem("missing file", {"file": file.name}))
         return []
-    return read_valid_jsonl(file, problems)
+    return read_valid_jsonl(file, problems, decode_metrics)
 
 
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:
@@ -36,7 +81,8 @@ def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> 
         ranks: The number of ranks of the run.
 
     Returns:
-        The peak, or None if the record has no MFU.
+        The peak, or None if the record has no speed or no MFU.
     """
     mfu = record.get("mfu")
-    return record["tokens_per_second"] * flops_per_token / ranks / mfu if mfu else None
+    speed = record.get("tokens_per_second")
+    return speed * flops_per_token / ranks / mfu if mfu and speed else None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic_core
+
 from phalanx.spec.errors import UserError
 
 Table = dict[str, Any]
+MAX_DEPTH = 100
+"""Maximum depth of nested tables and lists. No field of a run is deeper than a few."""
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
@@ -19,14 +22,14 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         UserError: The file does not exist or is not TOML.
     """
     path = Path(path)
-    if path.is_dir() or not path.exists():
-        problem = "is a directory" if path.is_dir() else "no such file"
+    if not path.is_file():
+        problem = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"use {path / 'run.toml'}" if (path / "run.toml").is_file() else f"create one with: {command}"
         raise UserError(file_kind, str(path), problem, fix=fix)
     try:
-        return tomllib.loads(path.read_text())
+        return parse_toml(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="correct the file") from None
     except OSError as error:
@@ -35,18 +38,54 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         ) from None
 
 
-def read_json(path: Path) -> Table:
-    """Parse a JSON file that contains a table.
+def parse_toml(text: str) -> Table:
+    """Return the table of a TOML text.
 
     Raises:
-        UserError: The file is not JSON.
+        tomllib.TOMLDecodeError: The text is not TOML, or values are nested deeper than `MAX_DEPTH`.
     """
     try:
-        return dict(json.loads(path.read_text()))
+        table = tomllib.loads(text)
+        if not _is_deeper(table, MAX_DEPTH):
+            return table
+    except RecursionError:
+        pass
+    except ValueError as error:  # a number of thousands of digits, or no TOML
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    raise tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Unlike `json.loads`, it raises ValueError for every text that is not JSON: also for one that is nested too deep,
+    or that contains half a surrogate pair, which cannot be printed.
+    """
+    return pydantic_core.from_json(text)
+
+
+def read_json(path: Path, field: str = "model config", fix: str = "use a Hugging Face config.json") -> Table:
+    """Parse a JSON file that contains a table.
+
+    Args:
+        path: The file.
+        field: The kind of the file, for errors.
+        fix: The fix, for errors.
+
+    Raises:
+        UserError: The file cannot be read, or is not a table in JSON.
+    """
+    try:
+        return dict(parse_json(path.read_bytes()))
+    except OSError as error:
+        raise UserError(field, str(path), f"cannot be read: {error.strerror}", fix=fix) from None
     except (ValueError, TypeError) as error:
-        raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", fix="use a Hugging Face config.json"
-        ) from None
+        raise UserError(field, str(path), f"is not valid JSON: {error}", fix=fix) from None
 
 
 def deep_merge(base: Table, override: Table) -> Table:
@@ -85,7 +124,7 @@ def parse_toml_value(text: str) -> Any:
     Text that is not TOML is a string, so that --set name=trial needs no quotes; 32e9 is also accepted as an integer.
     """
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
     is_whole = isinstance(value, float) and value.is_integer() and "." not in text
