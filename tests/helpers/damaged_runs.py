@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rich.console import Console
 from typer.testing import CliRunner
 
 from phalanx.cli.commands import watch
@@ -38,6 +37,7 @@ from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.parallel_dims import ParallelDims
+from phalanx.spec.terminal import Terminal
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.serve import initial_pieces
 from phalanx.train.checkpoint.load_model import load_trained_model
@@ -237,7 +237,7 @@ def _read_by_live_view(directory: Path) -> str:
     """Render what `phalanx watch` shows in a terminal, and the page of --web."""
     facts = report_facts(read_run(directory))
     screen = StringIO()
-    Console(file=screen, width=120).print(render_live(facts))
+    Terminal(file=screen, width=120).print(render_live(facts))
     page(report_data([facts, facts]), every_seconds=1.0)
     return screen.getvalue()
 
@@ -281,6 +281,8 @@ def _read_by_model(directory: Path) -> str:
 
 def _read_by_coordinator(directory: Path) -> str:
     run = load_run(directory / "run.toml", environment={})
+    if run.swarm is None:  # `phalanx swarm serve` refuses such a run
+        return ""
     coordinator = Coordinator(run, directory, initial_pieces(run))
     try:
         coordinator.tick()

@@ -39,6 +39,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
     )
+    if "peak_memory_bytes" not in steady[-1]:
+        raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")
     peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)
     seconds = statistics.median(record["step_seconds"] for record in steady)
     tensor_bytes = measured.get("peak_bytes", {}).get("total")

@@ -31,12 +31,12 @@ Index = Annotated[str, StringConstraints(pattern=r"^(0|[1-9]\d{0,6})$")]
 """A key of a JSON object that is a number, such as a stage."""
 
 
-def require_key(key: str) -> AfterValidator:
-    """Return the validator of a dictionary of any keys that must have this one."""
+def require_keys(*keys: str) -> AfterValidator:
+    """Return the validator of a dictionary of any keys that must have these."""
 
     def check(table: dict[str, Any]) -> dict[str, Any]:
-        if key not in table:
-            raise ValueError(f"{key} is missing")
+        if not table.keys() >= set(keys):
+            raise ValueError(f"one of {', '.join(keys)} is missing")
         return table
 
     return AfterValidator(check)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field, Tag, ConfigDict, Discriminator, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Rank, WorldSize, decoder

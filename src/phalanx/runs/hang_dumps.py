@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypeVar, cast
+from typing import Any, Final, Literal, NotRequired, TypeVar
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
@@ -28,7 +28,7 @@ from phalanx.runs.problems import Problem, unreadable_file
 HANGS_DIR = "hangs"
 FAILURES_DIR = "failures"
 EARLIER_DIR = "earlier"
-FORMAT = 1
+FORMAT: Final = 1
 STALLED = "nothing moved"
 FAILED = "it failed"
 ABORTED = "it was aborted"
@@ -224,7 +224,7 @@ def _decode_dump(content: bytes) -> HangDump:
 def read_failures(directory: Path, problems: list[Problem] | None = None) -> dict[int, dict[str, Any]]:
     """Return the failure records in a run directory by rank. Damaged files are added to `problems`."""
     records = _read_records(directory / FAILURES_DIR, _decode_failure, problems)
-    return cast(dict[int, dict[str, Any]], records)
+    return {rank: {"code": 1, **record} for rank, record in records.items()}
 
 
 def describe_first_failure(directory: Path, problems: list[Problem] | None = None) -> str | None:

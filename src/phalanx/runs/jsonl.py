@@ -16,12 +16,12 @@ from phalanx.runs.problems import Problem, unreadable_file
 JsonRecord = dict[str, Any]
 
 
-def read_jsonl(path: Path, decode: Decode[T] = decode_object) -> list[T]:
-    """Return the records of a file in order, without damaged lines; none if the file cannot be read."""
-    return read_valid_jsonl(path, [], decode)
+def read_jsonl(path: Path) -> list[JsonRecord]:
+    """Return the objects of a file in order, without damaged lines; none if the file cannot be read."""
+    return read_valid_jsonl(path, [], decode_object)
 
 
-def parse_jsonl(content: bytes, decode: Decode[T] = decode_object) -> Iterator[tuple[bytes, T | None]]:
+def parse_jsonl(content: bytes, decode: Decode[T]) -> Iterator[tuple[bytes, T | None]]:
     """Yield each complete line with its record, or with None if it is damaged."""
     for line in content.split(b"\n")[:-1]:
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import printable
 
 LOCK_FILE = "lock"
 LAUNCHER_LOCK_FILE = "launcher.lock"
@@ -72,7 +73,8 @@ def is_running(directory: Path) -> bool | None:
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if a process uses a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}", file=sys.stderr)
+        message = f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}"
+        print(printable(message), file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 

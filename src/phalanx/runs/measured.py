@@ -14,7 +14,7 @@ from typing import Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_key
+from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_keys
 from phalanx.runs.problems import Problem, unreadable_file
 
 MEASURED_DIR = "measured"
@@ -42,7 +42,7 @@ class Measured(TypedDict):
     step: NotRequired[Count]
     held_bytes: dict[str, Number]
     """Bytes by part between the backward pass and the update."""
-    peak_bytes: Annotated[dict[str, Number], require_key("total")]
+    peak_bytes: Annotated[dict[str, Number], require_keys("total")]
     """Peak bytes by part."""
     flops: NotRequired[Number]
     collectives: list[CollectiveSum]

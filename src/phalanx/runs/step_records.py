@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Index, Number, Rank, WorldSize, decoder, require_key
+from phalanx.runs.decode import Count, Index, Number, Rank, WorldSize, decoder, require_keys
 from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.gpu_sample import GpuSample
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
@@ -27,7 +27,7 @@ from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
-FORMAT = 2
+FORMAT: Final = 2
 MAX_MEMORY_POINTS = 400
 """Maximum number of samples of memory over a step."""
 MAX_STEP_LAG = 2
@@ -62,18 +62,9 @@ class OtherHeader(TypedDict):
     format: int
 
 
-class PhaseSeconds(TypedDict):
-    """Seconds of the phases of a step, which follow each other."""
-
-    data: Number
-    passes: Number
-    reduce: Number
-    optimizer: Number
-
-
-MemorySample = Annotated[dict[str, Number], require_key("at")]
+MemorySample = Annotated[dict[str, Number], require_keys("at")]
 """Bytes by part, and the time `at`."""
-PassKind = Literal["F", "B", "I", "W"]
+PassKind = Annotated[str, StringConstraints(pattern=r"^[FBIW]$")]
 
 
 class StepRecord(TypedDict):
@@ -81,7 +72,8 @@ class StepRecord(TypedDict):
 
     step: Count
     start: Number
-    seconds: PhaseSeconds
+    seconds: Annotated[dict[str, Number], require_keys("data", "passes", "reduce", "optimizer")]
+    """Seconds of the phases, which follow each other."""
     stages: dict[Index, dict[PassKind, Number]]
     """Seconds of the passes F, B, I and W by stage.
 

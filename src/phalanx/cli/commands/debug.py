@@ -34,10 +34,11 @@ def debug(run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RU
 
 
 def _show(explanation: Explanation) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from phalanx.spec.terminal import Terminal
+
+    console = Terminal()
 
     def print_text(text: Text | str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)

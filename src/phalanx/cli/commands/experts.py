@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.common.options import Json
@@ -18,6 +17,7 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.terminal import Terminal
 
 Loads = dict[int, list[int]]
 
@@ -144,7 +144,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
 
 
 def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label: str) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(title=f"tokens of experts on {ep} ranks (1.00: as many for each)", title_justify="left")
     for column in ("layer", "busiest expert", "busiest rank", order_label, "order"):
         table.add_column(column, justify="left" if column == "order" else "right", no_wrap=column != "order")

@@ -121,8 +121,9 @@ def _watch_live(directory: Path, every_seconds: float) -> None:
     from rich.live import Live
 
     from phalanx.cli.views.report import render_live
+    from phalanx.spec.terminal import Terminal
 
-    with Live(auto_refresh=False) as screen:
+    with Live(console=Terminal(), auto_refresh=False) as screen:
         for facts in _poll_facts(directory, every_seconds):
             screen.update(render_live(facts), refresh=True)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pydantic_core
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import printable
 
 Table = dict[str, Any]
 MAX_DEPTH = 100
@@ -42,22 +43,34 @@ def parse_toml(text: str) -> Table:
     """Return the table of a TOML text.
 
     Raises:
-        tomllib.TOMLDecodeError: The text is not TOML, or values are nested deeper than `MAX_DEPTH`.
+        tomllib.TOMLDecodeError: The text is not TOML; or values are nested deeper than `MAX_DEPTH`, an integer has
+            more than 64 bits, or text contains control characters, which would reach terminals.
     """
     try:
         table = tomllib.loads(text)
-        if not _is_deeper(table, MAX_DEPTH):
-            return table
     except RecursionError:
-        pass
-    except ValueError as error:  # a number of thousands of digits, or no TOML
+        raise _too_deep() from None
+    except ValueError as error:  # also for a number of thousands of digits
         raise tomllib.TOMLDecodeError(str(error)) from None
-    raise tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
+    _check_values(table, MAX_DEPTH)
+    return table
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth < 0 or any(_is_deeper(part, depth - 1) for part in parts)
+def _check_values(value: Any, depth: int) -> None:
+    """Raise TOMLDecodeError for values that are nested deeper, for control characters, and for too large integers."""
+    if depth < 0:
+        raise _too_deep()
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
+    if isinstance(value, str) and printable(value) != value:
+        raise tomllib.TOMLDecodeError(f"the text '{printable(value)}' contains control characters")
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        _check_values(part, depth - 1)
+
+
+def _too_deep() -> tomllib.TOMLDecodeError:
+    return tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
 
 
 def parse_json(text: str | bytes) -> Any:
