@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -83,6 +84,8 @@ def _structured_damage(file: Path) -> Callable[[Path, Random], str] | None:
         return _damage_toml
     if name.endswith((".json", ".jsonl", ".calls", ".json.gz")):
         return _damage_json
+    if name.endswith(".safetensors"):
+        return _damage_header
     return None
 
 
@@ -109,6 +112,33 @@ def _damage_json(file: Path, random: Random) -> str:
     content = "".join(f"{line}\n" for line in lines).encode() if is_lines else lines[0].encode()
     file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
     return f"line {number + 1}: {how}"
+
+
+def _damage_header(file: Path, random: Random) -> str:
+    """Damage the header of a safetensors file, and correct the checksums of its folder."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size]
+    if random.random() < 0.6:
+        value = [json.loads(header)]
+        holder, key = random.choice(list(_places(value)))
+        how = f"{key!r} is damaged"
+        raw = random.choice(RAW_VALUES)
+        holder[key] = _MARK
+        header = json.dumps(value)[1:-1].replace(json.dumps(_MARK), raw).encode()
+    else:
+        damaged = bytearray(header)
+        place = random.randrange(size)
+        damaged[place] ^= 1 << random.randrange(8)
+        header = bytes(damaged)
+        how = f"byte {place} is {header[place : place + 1]!r}"
+    length = len(header) if random.random() < 0.9 else random.choice((0, 2**63, len(header) - 1))
+    file.write_bytes(length.to_bytes(8, "little") + header + content[8 + size :])
+    sums = file.parent / "SHA256SUMS"
+    if sums.exists():
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        sums.write_text(re.sub(rf"(?m)^\w+  {file.name}$", f"{digest}  {file.name}", sums.read_text()))
+    return f"header with correct checksums: {how}"
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

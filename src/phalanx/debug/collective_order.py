@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from phalanx.debug.collective_log import minority_ranks
-from phalanx.runs.decode import Count, Rank, decoder
+from phalanx.runs.decode import Count, Decode, Rank, decoder
 from phalanx.spec.formatting import join_words
 
 CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
@@ -82,9 +82,7 @@ class LoggedCall:
         return f"{self.signature} {self.members} at {self.caller}"
 
 
-_decode_line = decoder(
-    Count | tuple[str, str, tuple[Rank, ...], str, str, tuple[Count, ...], tuple[Count, ...], bool]
-)
+_decode_line: Decode[int | tuple[Any, ...]] = decoder(Count | tuple[str, str, tuple[Rank, ...], str, str, tuple[Count, ...], tuple[Count, ...], bool])
 """Decode a line of a log: the fields of `LoggedCall`, or the index of an earlier line."""
 
 

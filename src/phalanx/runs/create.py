@@ -29,6 +29,7 @@ from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import hf_config_file, load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
@@ -211,9 +212,7 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:
     """Replace the run file of a run directory after an open choice of it was resolved."""
-    temp_file = directory / f"{RUN_FILE}.partial"
-    temp_file.write_text(to_toml(run))
-    temp_file.replace(directory / RUN_FILE)
+    replace_file(directory / RUN_FILE, to_toml(run))
 
 
 def is_finished(directory: Path) -> bool:

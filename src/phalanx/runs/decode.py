@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union
 
-from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
 
 T = TypeVar("T")
 Decode = Callable[[bytes], T]
@@ -46,6 +46,17 @@ def decoder(json_type: Any) -> Decode[Any]:
     """Return the decoder of a type. It does not convert values, and bounds the depth of nested values."""
     adapter = TypeAdapter(json_type)
     return lambda content: adapter.validate_json(content, strict=True)
+
+
+def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
+    """Return the decoder of objects whose type depends on their text under `key`; `other` is that of other texts."""
+
+    def name(value: Any) -> str:
+        text = value.get(key) if isinstance(value, dict) else None
+        return text if isinstance(text, str) and text in types else ""
+
+    tagged = [Annotated[json_type, Tag(tag)] for tag, json_type in (*types.items(), ("", other))]
+    return decoder(Annotated[Union[tuple(tagged)], Discriminator(name)])  # noqa: UP007 -- of a tuple
 
 
 decode_object: Decode[dict[str, Any]] = decoder(dict[str, Any])

@@ -13,12 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Rank, WorldSize, decoder
+from phalanx.runs.decode import Count, Rank, WorldSize, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
+from phalanx.spec.files.replace import open_no_link
 
 EVENTS_FILE = "events.jsonl"
 """The file in the run directory with one event per line."""
@@ -92,22 +93,14 @@ class Quarantined(Event):
     problem: str
 
 
-def _event_kind(event: Any) -> str:
-    kind = event.get("what") if isinstance(event, dict) else None
-    return kind if kind in (*LIFECYCLE_EVENTS, QUARANTINED) else "other"
-
-
-decode_event = decoder(
-    Annotated[
-        Annotated[Started, Tag(STARTED)]
-        | Annotated[Failed, Tag(FAILED)]
-        | Annotated[Finished, Tag(FINISHED)]
-        | Annotated[RolledBack, Tag(ROLLED_BACK)]
-        | Annotated[Quarantined, Tag(QUARANTINED)]
-        | Annotated[Event, Tag("other")],
-        Discriminator(_event_kind),
-    ]
-)
+_EVENT_TYPES: dict[str, Any] = {
+    STARTED: Started,
+    FAILED: Failed,
+    FINISHED: Finished,
+    ROLLED_BACK: RolledBack,
+    QUARANTINED: Quarantined,
+}
+decode_event = union_decoder("what", _EVENT_TYPES, Event)
 """Decode a line of events.jsonl."""
 
 
@@ -120,7 +113,10 @@ def append_event(directory: Path, event_type: str, **fields: Any) -> None:
         fields: Fields of the event, such as those of `Failed`.
     """
     record = json.dumps({"time": time.time(), "what": event_type, "host": socket.gethostname(), **fields})
-    with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may have failed
+    with (
+        suppress(OSError),
+        open(directory / EVENTS_FILE, "ab+", opener=open_no_link) as file,
+    ):  # the disk may have failed
         file.seek(-min(1, file.tell()), os.SEEK_END)
         ends_with_newline = file.read() in (b"", b"\n")  # on a full disk the last line may be incomplete
         file.write((record if ends_with_newline else "\n" + record).encode() + b"\n")

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from phalanx.runs.decode import Amount, Count, Decode, Index, Number, Rank, WorldSize, decoder, read_bytes, read_json
 from phalanx.runs.host import host_name
 from phalanx.runs.problems import Problem, unreadable_file
+from phalanx.spec.files.replace import replace_file
 
 HANGS_DIR = "hangs"
 FAILURES_DIR = "failures"
@@ -200,11 +201,9 @@ def _archive(file: Path) -> None:
 
 
 def _write_atomically(file: Path, text: str) -> None:
-    """Write a file so that readers find it complete or not at all."""
+    """Write a file in a folder that may not exist yet."""
     file.parent.mkdir(exist_ok=True)
-    partial_file = file.with_suffix(".partial")
-    partial_file.write_text(text)
-    partial_file.replace(file)
+    replace_file(file, text)
 
 
 def read_dumps(directory: Path, problems: list[Problem] | None = None) -> dict[int, HangDump]:

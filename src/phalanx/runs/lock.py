@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import open_no_link
 from phalanx.spec.formatting import printable
 
 LOCK_FILE = "lock"
@@ -42,9 +43,13 @@ def acquire_run_lock(
         The open lock file, or None if the file system does not support locks.
 
     Raises:
-        UserError: Another process still holds the lock after `timeout_seconds`.
+        UserError: Another process still holds the lock after `timeout_seconds`, or there is a link in its place.
     """
-    file = (directory / name).open("a+")
+    try:
+        file = open(directory / name, "a+", opener=open_no_link)  # noqa: SIM115 -- the caller closes it
+    except OSError as error:
+        problem = f"has a file {name} that cannot be opened: {error.strerror}"
+        raise UserError("run directory", str(directory), problem, fix="remove the file, or check permissions") from None
     try:
         _wait_until(lambda: _try_lock(file), directory, timeout_seconds)
     except OSError:

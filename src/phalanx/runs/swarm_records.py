@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any, NotRequired
 
-from pydantic import ConfigDict, Discriminator, Tag, with_config
+from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Number, decoder
+from phalanx.runs.decode import Amount, Count, Decode, Number, decoder, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -107,33 +107,57 @@ class AcceptedEvent(RoundEvent):
     norm: Number
 
 
-class RefusedEvent(RoundEvent):
+class InitializedEvent(JournalEvent):
+    """The initial weights were written."""
+
+    base: list[str]
+    """Digests of the weights."""
+
+
+class TextEvent(JournalEvent):
+    """The text that all nodes read was set."""
+
+    text: str
+    """Checksum of the text."""
+
+
+class ResumedEvent(RoundEvent):
+    """A coordinator continues the open round after a restart."""
+
+    down: Number
+    """Seconds in which no coordinator ran."""
+
+
+class CommittedEvent(RoundEvent):
+    """The result of a round is in the model."""
+
+    base: NotRequired[str]
+    """Digest of the weights after the round."""
+    broadcast: NotRequired[str]
+    """Digest of the round's broadcast."""
+
+
+class RefusedEvent(JournalEvent):
     """A node's update was rejected, or an accepted one was dropped."""
 
     node: str
+    round: Count
     why: str
 
 
-_EVENT_TYPES = ("joined", "left", "opened", "accepted", "refused", "dropped")
-
-
-def _event_kind(event: Any) -> str:
-    kind = event.get("what") if isinstance(event, dict) else None
-    return kind if kind in _EVENT_TYPES else "other"
-
-
-decode_journal_event = decoder(
-    Annotated[
-        Annotated[JoinedEvent, Tag("joined")]
-        | Annotated[LeftEvent, Tag("left")]
-        | Annotated[OpenedEvent, Tag("opened")]
-        | Annotated[AcceptedEvent, Tag("accepted")]
-        | Annotated[RefusedEvent, Tag("refused")]
-        | Annotated[RefusedEvent, Tag("dropped")]
-        | Annotated[RoundEvent, Tag("other")],
-        Discriminator(_event_kind),
-    ]
-)
+_EVENT_TYPES: dict[str, Any] = {
+    "initialized": InitializedEvent,
+    "joined": JoinedEvent,
+    "left": LeftEvent,
+    "text": TextEvent,
+    "opened": OpenedEvent,
+    "resumed": ResumedEvent,
+    "accepted": AcceptedEvent,
+    "refused": RefusedEvent,
+    "dropped": RefusedEvent,
+    "committed": CommittedEvent,
+}
+decode_journal_event = union_decoder("what", _EVENT_TYPES, RoundEvent)
 """Decode a line of a coordinator's journal."""
 
 

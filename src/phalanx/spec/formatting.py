@@ -13,12 +13,14 @@ GB = 1e9
 SI_PREFIXES = ("", "k", "M", "G", "T", "P")
 COUNT_PREFIXES = ("", "k", "M", "B", "T")
 UNKNOWN = "-"
-_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """Characters that control a terminal or the direction of text, and halves of characters, which cannot be printed."""
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters, other than tabs and line breaks, as escapes such as "\\x1b".
+    r"""Return a text with its control characters, other than tabs and line breaks, as escapes such as "\x1b".
 
     Host names, errors and other text of files could otherwise change what a terminal shows, or its clipboard.
     """

@@ -13,6 +13,7 @@ from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
@@ -200,9 +201,7 @@ def write_effective_layout(directory: Path, layout: Layout | None) -> None:
     if layout is None:
         file.unlink(missing_ok=True)
     else:
-        temp_file = file.with_suffix(".partial")
-        temp_file.write_text(layout.model_dump_json(exclude_defaults=True))
-        temp_file.replace(file)  # atomic
+        replace_file(file, layout.model_dump_json(exclude_defaults=True))
 
 
 def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:

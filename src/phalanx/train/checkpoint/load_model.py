@@ -19,6 +19,7 @@ from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.state import load_checkpoint
 from phalanx.train.components import build_network
@@ -100,5 +101,5 @@ def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
             problem = "has no tokenizer.json: nodes create it from their text, which the coordinator does not read"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
             raise UserError("run directory", str(run_directory), problem, fix=fix)
-        tokenizer.save(file)
+        replace_file(file, tokenizer.to_json())
     return file
