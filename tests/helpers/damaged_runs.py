@@ -232,9 +232,15 @@ def _read_by_report(directory: Path) -> str:
 
 
 def _read_by_report_json(directory: Path) -> str:
-    output = _invoke("report", directory, "--json", "--html", directory / "a.html", "--trace", directory / "a.json")
+    output = _invoke("report", directory, "--json", "--html", directory / "a.html")
     json.loads(output, parse_constant=_reject_constant)
     return output
+
+
+def _read_by_trace(directory: Path) -> str:
+    _invoke("report", directory, "--json", "--trace", directory / "a.json")
+    json.loads((directory / "a.json").read_text(), parse_constant=_reject_constant)
+    return ""
 
 
 def _read_by_live_view(directory: Path) -> str:
@@ -300,6 +306,7 @@ def _read_by_coordinator(directory: Path) -> str:
 READERS: dict[str, Callable[[Path], str]] = {
     "report": _read_by_report,
     "report --json": _read_by_report_json,
+    "report --trace": _read_by_trace,
     "live view": _read_by_live_view,
     "prometheus": _read_by_prometheus,
     "watch": _read_by_watch,
@@ -312,13 +319,18 @@ READERS: dict[str, Callable[[Path], str]] = {
     "serve": _read_by_coordinator,
 }
 """Programs that read a run directory, and what they print."""
-READERS_OF_LEAD = ("report", "report --json", "live view", "prometheus", "watch", "debug", "model", "serve")
-"""A coordinator has other files than runs."""
+NOT_FOR = {
+    "lead": ("report --trace", "experts", "calibrate", "resume"),
+    "node": ("experts", "resume", "model", "serve"),
+    "finished": ("serve",),
+    "hung": ("serve",),
+}
+"""Programs by the kind of directory that they do not read."""
 
 
 def readers_of(kind: str) -> list[str]:
     """Return the names of the programs that read a kind of directory."""
-    return list(READERS_OF_LEAD) if kind == "lead" else [name for name in READERS if name != "serve"]
+    return [name for name in READERS if name not in NOT_FOR[kind]]
 
 
 def _reject_constant(text: str) -> float:

@@ -82,7 +82,8 @@ class LoggedCall:
         return f"{self.signature} {self.members} at {self.caller}"
 
 
-_decode_line: Decode[int | tuple[Any, ...]] = decoder(Count | tuple[str, str, tuple[Rank, ...], str, str, tuple[Count, ...], tuple[Count, ...], bool])
+_CallFields = tuple[str, str, tuple[Rank, ...], str, str, tuple[Count, ...], tuple[Count, ...], bool]
+_decode_line: Decode[int | tuple[Any, ...]] = decoder(Count | _CallFields)
 """Decode a line of a log: the fields of `LoggedCall`, or the index of an earlier line."""
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Number, WorldSize, decoder, read_bytes, read_json
+from phalanx.runs.decode import Count, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import printable
 from phalanx.spec.model import ModelSpec
@@ -126,7 +126,12 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's content."""
+    """Return the checksum of a file's content.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    check_regular_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

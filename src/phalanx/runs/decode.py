@@ -63,15 +63,20 @@ decode_object: Decode[dict[str, Any]] = decoder(dict[str, Any])
 """Decode an object with any values."""
 
 
+def check_regular_file(file: Path) -> None:
+    """Raise OSError unless a file exists and is a regular one. A pipe in its place would block its reader."""
+    if not file.is_file():
+        code = errno.EINVAL if file.exists() else errno.ENOENT
+        raise OSError(code, os.strerror(code), str(file))
+
+
 def read_bytes(file: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: The file cannot be read, or is not a regular file: a pipe would block its reader.
+        OSError: The file cannot be read.
     """
-    if not file.is_file():
-        code = errno.EINVAL if file.exists() else errno.ENOENT
-        raise OSError(code, os.strerror(code), str(file))
+    check_regular_file(file)
     return file.read_bytes()
 
 
