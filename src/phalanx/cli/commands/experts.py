@@ -16,6 +16,7 @@ from phalanx.runs.create import RUN_FILE
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.tables import parse_json
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.terminal import Terminal
 
@@ -120,7 +121,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     """
     fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
     try:
-        table = json.loads(file.read_text())
+        table = parse_json(file.read_bytes())
     except OSError as error:
         raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="give a JSON file") from None
     except ValueError:
