@@ -43,7 +43,7 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """What the ranks and launchers of a run recorded about failures."""
+    """Records of failures by the ranks and launchers of a run."""
 
     dumps: dict[int, HangDump]
     failures: dict[int, dict[str, Any]]
@@ -61,7 +61,7 @@ class RunRecords:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the last start, at least so many that every record is of one of them."""
+        """The number of ranks of the last start. Every record is of a rank below it."""
         dumped = [dump["ranks"] for dump in self.dumps.values()]
         started: list[int] = [event["ranks"] for event in self.events if event["what"] == STARTED]
         return max([max(self.failures, default=0) + 1, *(dumped or started[-1:])])

@@ -117,7 +117,7 @@ def _read_measured_step(directory: Path) -> JsonRecord:
     if not file.exists():
         return {}
     problems: list[Problem] = []
-    measured = read_measured_since(directory, 0, 0, problems).get(0)
+    measured = read_measured_since(directory, 0, world_size=0, problems=problems).get(0)
     if measured is None:
         raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
     return measured

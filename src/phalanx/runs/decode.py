@@ -49,7 +49,13 @@ def decoder(json_type: Any) -> Decode[Any]:
 
 
 def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
-    """Return the decoder of objects whose type depends on their text under `key`; `other` is that of other texts."""
+    """Return the decoder of objects whose type depends on the text of one field.
+
+    Args:
+        key: The name of the field.
+        types: The type of an object by this text.
+        other: The type of objects with any other text.
+    """
 
     def name(value: Any) -> str:
         text = value.get(key) if isinstance(value, dict) else None

@@ -87,7 +87,7 @@ class RolledBack(Event):
 
 
 class Quarantined(Event):
-    """A damaged checkpoint was set aside."""
+    """A damaged checkpoint was quarantined."""
 
     checkpoint: str
     problem: str

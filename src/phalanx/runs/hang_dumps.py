@@ -97,7 +97,7 @@ class HangDump(TypedDict):
 
 @with_config(ConfigDict(extra="allow"))
 class FailureRecord(TypedDict):
-    """Why a rank failed, as it or its launcher recorded it."""
+    """Record of a failed rank, by itself or its launcher."""
 
     rank: Rank
     time: Number

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from phalanx.spec.formatting import printable
 
@@ -20,6 +21,10 @@ class Terminal(Console):
         stream = sys.stderr if stderr else sys.stdout
         raw_file = file or getattr(stream, "rich_proxied_file", stream)
         super().__init__(file=raw_file, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text of a cell or title; its length is that of the printable text."""
+        return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of an object with printable text; only rich itself moves the cursor."""
