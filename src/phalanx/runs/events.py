@@ -69,7 +69,7 @@ class Failed(Event):
     verdict: NotRequired[list[str]]
     """Lines of the diagnosis."""
     here: NotRequired[bool]
-    """Whether the failure began on this node."""
+    """True if the failure began on this node."""
 
 
 class Finished(Event):

@@ -107,7 +107,7 @@ class FailureRecord(TypedDict):
     code: NotRequired[int]
     """The exit code."""
     final: NotRequired[bool]
-    """Whether the failure would recur."""
+    """True if the failure would recur."""
     traceback: NotRequired[str]
     suspect_ranks: NotRequired[list[Rank]]
     out_of_memory: NotRequired[bool]

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.runs.events import FINISHED, read_events
 from phalanx.spec.errors import UserError
 
 RESTART_SECONDS = 60.0
@@ -101,6 +100,8 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
 
 def _has_ended(directory: Path) -> bool:
     """Return whether a run has failed without a restart: by its own record, or because it is inactive."""
+    from phalanx.runs.events import FINISHED, read_events
+
     events = read_events(directory)
     if events and events[-1]["what"] == FINISHED:
         return True
