@@ -23,7 +23,7 @@ class StepMetrics(TypedDict):
     """The fields of a step's record that readers use. A number that was not finite is None."""
 
     step: Count
-    step_seconds: Amount
+    step_seconds: NotRequired[Amount]
     loss: NotRequired[Number | None]
     grad_norm: NotRequired[Number | None]
     learning_rate: NotRequired[Number | None]
