@@ -194,8 +194,17 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [b"{}\n", b"[1]\n", b"x\n", b"3\n", b"[" * 100_000 + b"\n", b"\xff\n", b'{"what":"committed"}\n']
-    + [b'{"what":"joined","node":[],"capacity":4,"text":"t","at":1}\n', b'{"what":"left","node":"a","at":1e400}\n'],
+    [
+        b"{}\n",
+        b"[1]\n",
+        b"x\n",
+        b"3\n",
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b'{"what":"committed"}\n',
+        b'{"what":"joined","node":[],"capacity":4,"text":"t","at":1}\n',
+        b'{"what":"left","node":"a","at":1e400}\n',
+    ],
 )
 def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path = tmp_path / "journal.jsonl"
