@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.runs.decode import decode_object
 from phalanx.runs.jsonl import JsonlTail, parse_jsonl, read_jsonl
 
 
@@ -40,7 +41,7 @@ def test_read_jsonl_ignores_unreadable_lines(file: Path, damaged: bytes) -> None
 
 def test_parse_jsonl_yields_unreadable_lines_without_record() -> None:
     content = b'{"step": 1}\nnot JSON\n{"step": 3}\n{"st'
-    assert list(parse_jsonl(content)) == [
+    assert list(parse_jsonl(content, decode_object)) == [
         (b'{"step": 1}', {"step": 1}),
         (b"not JSON", None),
         (b'{"step": 3}', {"step": 3}),

@@ -6,6 +6,8 @@ Why: `docs/design/decisions/lazy-commands.md`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from phalanx import __version__
 from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import printable
 
 PANELS = {
     "Plan": {
@@ -116,7 +119,28 @@ class LazyCommandGroup(TyperGroup):
             typer_app.command(cmd_name)(getattr(module, cmd_name))
         command = typer.main.get_command(typer_app)
         command.name = cmd_name
+        if cmd_name != "train":  # whose only rank may be this process, and prints what the user's code prints
+            _print_plainly(command)
         return command
+
+
+def _print_plainly(command: Any) -> None:
+    """Let a command and its subcommands write control characters as escapes: text of files may contain any."""
+    for subcommand in getattr(command, "commands", {}).values():
+        _print_plainly(subcommand)
+    if command.callback is not None:
+        command.callback = _in_printable_output(command.callback)
+
+
+def _in_printable_output(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(callback)
+    def run(*args: Any, **options: Any) -> Any:
+        from phalanx.spec.terminal import printable_output
+
+        with printable_output():
+            return callback(*args, **options)
+
+    return run
 
 
 app = typer.Typer(
@@ -150,7 +174,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        print(printable(f"phalanx: {error}"), file=sys.stderr)
         sys.exit(2)
     except PermissionError as error:
         if error.filename is None:  # no file name: the error is about a process or a socket

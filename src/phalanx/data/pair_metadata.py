@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.tables import parse_json
 
 METADATA_SUFFIX = ".meta.json"
 PAIR_SUFFIXES = (".bin", ".idx", METADATA_SUFFIX)
@@ -30,7 +31,7 @@ def write_pair_metadata(prefix: str | Path, tokenizer: Tokenizer) -> None:
 def read_pair_metadata(dataset: IndexedDataset) -> dict[str, str] | None:
     """Return the recorded tokenizer of a pair; None if no file records it, or if the tokens have changed."""
     with suppress(OSError, ValueError, TypeError):
-        metadata = dict(json.loads(Path(f"{dataset.prefix}{METADATA_SUFFIX}").read_text()))
+        metadata = dict(parse_json(Path(f"{dataset.prefix}{METADATA_SUFFIX}").read_bytes()))
         if TOKENIZER_KEY in metadata and metadata.get(TOKENS_KEY) == dataset.fingerprint():
             return metadata
     return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from phalanx.debug.collective_log import minority_ranks
+from phalanx.runs.decode import Count, Decode, Rank, decoder
 from phalanx.spec.formatting import join_words
 
 CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
@@ -58,11 +59,15 @@ class LoggedCall:
 
     @classmethod
     def from_values(cls, values: Sequence[Any]) -> Self:
-        """Return the call of a line of the log: its fields in the order of this class."""
-        call: dict[str, Any] = {}
-        for entry, value in zip(fields(cls), values, strict=True):
-            call[entry.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**call)
+        """Return the call of a line of the log: its fields in the order of this class.
+
+        Raises:
+            ValueError: The line is damaged.
+        """
+        call = cls(**{entry.name: value for entry, value in zip(fields(cls), values, strict=True)})
+        if len(call.ranks) < 1 + (call.kind == MESSAGE) or {len(call.sent), len(call.received)} - {0, len(call.ranks)}:
+            raise ValueError("the ranks of a call are damaged")
+        return call
 
     @property
     def members(self) -> str:
@@ -75,6 +80,11 @@ class LoggedCall:
     def place(self) -> str:
         """The call, its ranks and its line, as text."""
         return f"{self.signature} {self.members} at {self.caller}"
+
+
+_CallFields = tuple[str, str, tuple[Rank, ...], str, str, tuple[Count, ...], tuple[Count, ...], bool]
+_decode_line: Decode[int | tuple[Any, ...]] = decoder(Count | _CallFields)
+"""Decode a line of a log: the fields of `LoggedCall`, or the index of an earlier line."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +106,34 @@ class _Log:
     offset: int = 0
     kinds: list[LoggedCall] = field(default_factory=list)
     last_calls: deque[LoggedCall] = field(default_factory=lambda: deque(maxlen=NUM_LAST_CALLS))
+    is_damaged: bool = False
+    """True after a line that cannot be read. Later lines refer to earlier ones by index, and are not read either."""
 
     def read_new_calls(self) -> list[LoggedCall]:
         """Return the calls that were appended since the last read; none if the file does not exist."""
-        if not self.file.exists():
+        if self.is_damaged or not self.file.is_file():
             return []
         with self.file.open("rb") as file:
             file.seek(self.offset)
             lines, _, _ = file.read().rpartition(b"\n")  # the last line may be incomplete
-        calls = []
-        for line in lines.splitlines():
-            entry = json.loads(line)
-            if isinstance(entry, list):
-                self.kinds.append(LoggedCall.from_values(entry))
-                entry = len(self.kinds) - 1
-            calls.append(self.kinds[entry])
+        calls: list[LoggedCall] = []
+        try:
+            for line in lines.split(b"\n") if lines else ():
+                calls.append(self._decode_call(line))
+        except ValueError:
+            self.is_damaged = True
         self.offset += len(lines) + bool(lines)
         self.last_calls.extend(calls)
         return calls
+
+    def _decode_call(self, line: bytes) -> LoggedCall:
+        entry = _decode_line(line)
+        if isinstance(entry, tuple):
+            self.kinds.append(LoggedCall.from_values(entry))
+            return self.kinds[-1]
+        if entry >= len(self.kinds):
+            raise ValueError("a line refers to no earlier line")
+        return self.kinds[entry]
 
 
 @dataclass
@@ -204,6 +224,11 @@ class CollectiveOrder:
             path.append(rank)
             rank = min(waits_for[rank])
         return path[path.index(rank) :]
+
+    @property
+    def damaged_files(self) -> list[Path]:
+        """The logs that could not be read to their ends."""
+        return [log.file for log in self._logs.values() if log.is_damaged]
 
     def bytes_read(self, rank: int) -> int:
         """Return the number of bytes read from a rank's file."""

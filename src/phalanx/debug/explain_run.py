@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from phalanx.debug.collective_order import CollectiveOrder, OrderDifference
+from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_messages import MISMATCH_FIXES, Explanation, Verdict
 from phalanx.runs.create import RUN_FILE
@@ -20,15 +20,60 @@ from phalanx.runs.events import (
     describe_damaged_checkpoints,
     describe_failures,
     describe_rollbacks,
+    mtime_or_none,
     read_events,
 )
-from phalanx.runs.hang_dumps import HANGS_DIR, describe_fault, failure_file, fault_file, read_dumps, read_failures
+from phalanx.runs.hang_dumps import (
+    HANGS_DIR,
+    HangDump,
+    describe_fault,
+    failure_file,
+    fault_file,
+    read_dumps,
+    read_failures,
+)
 from phalanx.runs.lock import is_running
+from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """Records of failures by the ranks and launchers of a run."""
+
+    dumps: dict[int, HangDump]
+    failures: dict[int, dict[str, Any]]
+    events: list[Mapping[str, Any]]
+    problems: list[Problem]
+    """Damaged files."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read the records of a run directory."""
+        problems: list[Problem] = []
+        dumps = read_dumps(directory, problems)
+        failures = read_failures(directory, problems)
+        return cls(dumps=dumps, failures=failures, events=read_events(directory, problems), problems=problems)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the last start. Every record is of a rank below it."""
+        dumped = [dump["ranks"] for dump in self.dumps.values()]
+        started: list[int] = [event["ranks"] for event in self.events if event["what"] == STARTED]
+        return max([max(self.failures, default=0) + 1, *(dumped or started[-1:])])
+
+    @property
+    def earlier_failures(self) -> list[str]:
+        """A line on each failure, rollback and damaged checkpoint, without the present failure."""
+        return [
+            *describe_failures(self.events, exclude_last=bool(self.dumps or self.failures)),
+            *describe_rollbacks(self.events),
+            *describe_damaged_checkpoints(self.events),
+        ]
 
 
 def explain_run(directory: Path) -> Explanation:
@@ -38,31 +83,25 @@ def explain_run(directory: Path) -> Explanation:
         UserError: The directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
-    dumps = read_dumps(directory)
-    failures = read_failures(directory)
-    events = read_events(directory)
-    dumped_world_sizes = [dump["ranks"] for dump in dumps.values()]
-    started_world_sizes = [event["ranks"] for event in events if event["what"] == STARTED]
-    world_size = (
-        dumped_world_sizes[0] if dumped_world_sizes else max([max(failures, default=0) + 1, *started_world_sizes[-1:]])
-    )
+    records = RunRecords.read(directory)
     try:
-        sizes = parallel_dims(run.layout, world_size)
+        sizes = parallel_dims(run.layout, records.world_size)
     except UserError:  # the number of ranks is unknown before a first step
-        sizes = ParallelDims(dp_replicate=world_size)
-    explanation = diagnose_hang(dumps, failures, sizes)
+        sizes = ParallelDims(dp_replicate=records.world_size)
+    explanation = diagnose_hang(records.dumps, records.failures, sizes)
     if explanation.verdict.kind == "nothing":
-        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events=events))
-    difference = _find_order_difference(directory)
+        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, records))
+    order = CollectiveOrder(_logs_by_rank(directory))
+    difference = order.first_difference()
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
         verdict = Verdict(difference.kind, difference.ranks, difference.message, fix=MISMATCH_FIXES["operation"])
         explanation = replace(explanation, verdict=verdict)
-    lines = [
-        *describe_failures(events, exclude_last=bool(dumps or failures)),
-        *describe_rollbacks(events),
-        *describe_damaged_checkpoints(events),
-    ]
-    return replace(explanation, earlier_failures=tuple(sorted(lines)))
+    damaged = [*records.problems, *map(unreadable_file, order.damaged_files)]
+    return replace(
+        explanation,
+        earlier_failures=tuple(sorted(records.earlier_failures)),
+        damaged_files=tuple(str(problem.values["file"]) for problem in damaged),
+    )
 
 
 def failure_headline(directory: Path) -> list[str]:
@@ -82,26 +121,21 @@ def suspect_ranks(directory: Path) -> set[int]:
     return set()
 
 
-def _find_order_difference(directory: Path) -> OrderDifference | None:
-    """Compare the collectives that ranks logged, and return None without logs."""
-    files = {int(file.stem.removeprefix("rank-")): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
-    return CollectiveOrder(files).first_difference()
+def _logs_by_rank(directory: Path) -> dict[int, Path]:
+    """Return the logs of collectives by rank; none unless their order was checked."""
+    files = {file.stem.removeprefix("rank-"): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
+    return {int(rank): file for rank, file in files.items() if rank.isdecimal()}
 
 
-def _verdict_without_dumps(
-    directory: Path,
-    run: RunSpec,
-    failures: Mapping[int, Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
-) -> Verdict:
+def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -> Verdict:
     """Return the verdict on a run of which no rank reported a pending collective."""
-    if failures:
-        rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
+    if records.failures:
+        rank, first_failure = min(records.failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
     if is_running(directory):
         return _describe_active_run(directory, run)
-    lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
+    lifecycle_events = [event for event in records.events if event["what"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
     if last_event["what"] == FINISHED:
         return _describe_finished_run(directory, run, last_step=last_event["step"])
@@ -113,7 +147,7 @@ def _verdict_without_dumps(
 
 def _describe_active_run(directory: Path, run: RunSpec) -> Verdict:
     summary = "the run is active, and no rank has hung since it started"
-    written_at = [file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]
+    written_at = [*filter(None, map(mtime_or_none, (directory / TRACE_DIR).glob("rank-*.jsonl")))]
     if written_at:
         summary += f"; the last step was recorded {time.time() - max(written_at):.0f} s ago"
     timeout_seconds = run.training.collective_timeout_seconds

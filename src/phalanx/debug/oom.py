@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.runs.hang_dumps import describe_fault, read_dumps
-from phalanx.runs.jsonl import read_jsonl
-from phalanx.runs.step_records import rank_record_file
+from phalanx.runs.jsonl import read_valid_jsonl
+from phalanx.runs.step_records import decode_rank_line, rank_record_file
 from phalanx.spec.formatting import format_gb_or_mb
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -95,7 +95,7 @@ def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int =
 def _describe_last_peak(directory: Path, rank: int) -> str:
     """Describe the last peak memory that a rank recorded; ranks record about once a second."""
     with suppress(OSError):
-        for record in reversed(read_jsonl(rank_record_file(directory, rank))):
+        for record in reversed(read_valid_jsonl(rank_record_file(directory, rank), [], decode_rank_line)):
             if "peak_memory_bytes" in record:
                 peak = format_gb_or_mb(record["peak_memory_bytes"])
                 return f"; last recorded peak: {peak} by step {record['step']}"

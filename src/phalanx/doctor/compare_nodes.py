@@ -20,6 +20,7 @@ from phalanx.doctor.finding import CheckRule, DoctorFinding, most_common
 from phalanx.doctor.node_facts import Facts
 from phalanx.runs.hang_dumps import FAILURES_DIR, read_failures
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.tables import parse_json
 
 CRITICAL_FACTS = (
     "NVIDIA driver",
@@ -192,7 +193,7 @@ def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
     """
     file = directory / COLLECTIVES_FILE
     try:
-        return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
+        return [DoctorFinding(**finding) for finding in parse_json(file.read_bytes())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
         problem = f"is not a file of phalanx.doctor.multi_node_benchmark ({type(error).__name__})"
         raise UserError("--compare-reports", str(file), problem, fix="remove it, and measure again") from None
@@ -200,7 +201,7 @@ def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
 
 def _read_node_report(file: Path) -> NodeReport:
     try:
-        report = json.loads(file.read_text())
+        report = parse_json(file.read_bytes())
         findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
         job_hosts = tuple(map(str, report.get("job_nodes", ())))
         return NodeReport(

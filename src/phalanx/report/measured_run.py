@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,11 @@ from phalanx.report.collective_times import collective_times
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
 from phalanx.runs.create import RUN_FILE
+from phalanx.runs.decode import read_bytes
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
-from phalanx.runs.measured import measured_file
-from phalanx.runs.metrics import METRICS_FILE, peak_from_mfu
+from phalanx.runs.measured import measured_file, read_measured_since
+from phalanx.runs.metrics import METRICS_FILE, decode_metrics, peak_from_mfu
+from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
@@ -38,6 +39,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
     )
+    if "peak_memory_bytes" not in steady[-1]:
+        raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")
     peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)
     seconds = statistics.median(record["step_seconds"] for record in steady)
     tensor_bytes = measured.get("peak_bytes", {}).get("total")
@@ -59,9 +62,14 @@ def _read_step_records(directory: Path) -> list[JsonRecord]:
         fix = "use a run directory of phalanx train"
         raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", fix=fix)
     records = []
-    for line, record in parse_jsonl(file.read_bytes()):
+    try:
+        content = read_bytes(file)
+    except OSError as error:
+        fix = "restore it from a copy"
+        raise UserError("run directory", str(file), f"cannot be read: {error.strerror}", fix=fix) from None
+    for line, record in parse_jsonl(content, decode_metrics):
         if record is None:
-            raise _invalid_json_error(file, line.decode(errors="replace"))
+            raise _damaged_error(file, line)
         if "step_seconds" in record:
             records.append(record)
     return records
@@ -106,11 +114,15 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
 def _read_measured_step(directory: Path) -> JsonRecord:
     """Return rank 0's measurements of one slower step (`--profile-memory`); {} if there are none."""
     file = measured_file(directory, 0)
-    try:
-        return dict(json.loads(file.read_text())) if file.is_file() else {}
-    except (ValueError, TypeError):
-        raise _invalid_json_error(file, file.read_text()) from None
+    if not file.exists():
+        return {}
+    problems: list[Problem] = []
+    measured = read_measured_since(directory, 0, world_size=0, problems=problems).get(0)
+    if measured is None:
+        raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
+    return measured
 
 
-def _invalid_json_error(file: Path, text: str) -> UserError:
-    return UserError("run directory", str(file), f"is not valid JSON: {text[:40]}", fix="correct or remove the line")
+def _damaged_error(file: Path, line: bytes) -> UserError:
+    text = line.decode(errors="replace")[:40]
+    return UserError("run directory", str(file), f"has a damaged line: {text}", fix="correct or remove the line")

@@ -20,7 +20,7 @@ from phalanx.runs.measured import read_measured_since
 from phalanx.runs.metrics import read_metrics
 from phalanx.runs.problems import Problem
 from phalanx.runs.step_records import RankRecord, read_rank_records
-from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, read_rounds
+from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, decode_journal_event, read_rounds
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -148,7 +148,7 @@ class RunDataReader:
             self.problems.append(Problem("no rounds", {"file": ROUNDS_FILE}))
         if run is not None:
             run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
-        failure = describe_first_failure(self.directory)
+        failure = describe_first_failure(self.directory, self.problems)
         is_active = is_running(self.directory)
         self.problems += _find_unfinished(run, steps, failure, is_active=is_active)
         events = self.read_events(failure)
@@ -170,7 +170,7 @@ class RunDataReader:
 
     def read_coordinator(self) -> RunData:
         """Read the directory of a swarm's coordinator."""
-        journal = read_valid_jsonl(self.directory / JOURNAL_FILE, self.problems, {"what", "at"})
+        journal = read_valid_jsonl(self.directory / JOURNAL_FILE, self.problems, decode_journal_event)
         run = self.read_run_file(world_size=0)
         is_active = is_running(self.directory)
         run_data = RunData(
@@ -216,7 +216,7 @@ class RunDataReader:
 
     def read_events(self, failure: str | None) -> list[Mapping[str, Any]]:
         """Read events.jsonl. `failure` is the failure that ended the run, which is a problem of its own."""
-        events = read_events(self.directory)
+        events = read_events(self.directory, self.problems)
         self.problems += _find_interruptions(events, failure)
         return events
 

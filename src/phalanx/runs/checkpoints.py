@@ -17,16 +17,20 @@ A checkpoint is written to step-*.tmp, and renamed when all of it is on disk.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Count, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import printable
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 
@@ -65,6 +69,46 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 
+@with_config(ConfigDict(extra="allow"))
+class _SavedModel(TypedDict):
+    """The model in a manifest."""
+
+    moe: dict[str, Any] | None
+
+
+class _Rescaling(TypedDict):
+    """The learning-rate scale in a manifest."""
+
+    before: Number
+    after: Number
+    since: Count
+    steps: Count
+
+
+@with_config(ConfigDict(extra="allow"))
+class Manifest(TypedDict):
+    """The state of a run in a checkpoint, besides its tensors."""
+
+    format: Literal["phalanx-checkpoint"]
+    """The value of `FORMAT`."""
+    step: Count
+    world_size: WorldSize
+    tokens: Count
+    skipped: Count
+    loader: dict[str, Any]
+    rescaling: _Rescaling
+    model: _SavedModel
+    optimizer: str
+    implementations: NotRequired[dict[str, str | None]]
+    expert_tokens: NotRequired[tuple[list[list[Count]], list[list[Count]]]]
+    """Tokens of each layer and expert: until now, and between the last two evaluations."""
+    callbacks: NotRequired[dict[str, dict[str, Any]]]
+    """States of callbacks by name."""
+
+
+_decode_manifest = decoder(Manifest)
+
+
 def step_name(step: int) -> str:
     """Return the directory name of a checkpoint."""
     return f"step-{step:08d}"
@@ -82,7 +126,12 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's content."""
+    """Return the checksum of a file's content.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    check_regular_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -102,7 +151,7 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
         ValueError: The checksum file cannot be read, or does not list exactly the files of the checkpoint.
     """
     try:
-        lines = (checkpoint / CHECKSUMS_FILE).read_text().split("\n")
+        lines = read_bytes(checkpoint / CHECKSUMS_FILE).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{CHECKSUMS_FILE} cannot be read ({error})") from None
     matches = [_CHECKSUM_LINE.fullmatch(line) for line in lines[:-1]]
@@ -154,7 +203,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, fix="continue the run until its first checkpoint")
     for name, problem in damaged.items():
-        print(f"phalanx: checkpoint {name} is damaged and was skipped: {problem}", file=sys.stderr)
+        print(printable(f"phalanx: checkpoint {name} is damaged and was skipped: {problem}"), file=sys.stderr)
     return checkpoint
 
 
@@ -199,17 +248,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / "manifest.json"
     try:
-        manifest = json.loads(path.read_text())
+        return read_json(path, _decode_manifest)
     except (OSError, ValueError):
-        manifest = None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(
             "checkpoint",
             str(checkpoint),
             "is not a Phalanx checkpoint: it has no Phalanx manifest.json",
             fix="use a run directory of Phalanx; to start from Hugging Face weights, set model.from_hf",
-        )
-    return manifest
+        ) from None
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -25,9 +25,11 @@ from typing import Any
 from phalanx import __version__
 from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest, step_of
+from phalanx.runs.decode import Decode, decode_object, decoder, read_json
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import hf_config_file, load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import MARKER_FILE
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
@@ -57,6 +59,17 @@ The model card is not among them.
 """
 
 
+_decode_paths: Decode[dict[str, str]] = decoder(dict[str, str])
+
+
+def _decode_data(content: bytes) -> PreparedData:
+    """Decode data.json."""
+    paths = _decode_paths(content)
+    if paths.keys() != {field.name for field in fields(PreparedData)} or any("\0" in path for path in paths.values()):
+        raise ValueError("the names or the paths of files are damaged")
+    return PreparedData(**paths)
+
+
 def run_directory(run: RunSpec) -> Path:
     """Return the output directory of a run."""
     return Path(run.output_dir).expanduser() / run.name
@@ -67,12 +80,12 @@ def is_run_directory(directory: Path) -> bool:
 
     Directories from before the marker file existed are recognized by the fields of their data.json.
     """
-    with suppress(OSError, ValueError, AttributeError):
-        if json.loads((directory / MARKER_FILE).read_text()).get("made_by") == "phalanx":
+    with suppress(OSError, ValueError):
+        if read_json(directory / MARKER_FILE, decode_object).get("made_by") == "phalanx":
             return True
-    with suppress(OSError, ValueError, AttributeError):
-        data_fields = json.loads((directory / DATA_FILE).read_text()).keys()
-        return (directory / RUN_FILE).is_file() and data_fields == {field.name for field in fields(PreparedData)}
+    with suppress(OSError, ValueError):
+        read_json(directory / DATA_FILE, _decode_data)
+        return (directory / RUN_FILE).is_file()
     return False
 
 
@@ -194,14 +207,17 @@ def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, P
         fix = "use a run file, or a run directory of phalanx train"
         raise UserError("run directory", str(directory), f"has no {DATA_FILE} written by Phalanx", fix=fix)
     run = load_run(directory / RUN_FILE, environment={}, trust=trust)
-    return run, PreparedData(**json.loads((directory / DATA_FILE).read_text()))
+    try:
+        data = read_json(directory / DATA_FILE, _decode_data)
+    except (OSError, ValueError):
+        fix = f"restore {DATA_FILE} from a copy, or start a new run"
+        raise UserError("run directory", str(directory), f"has a damaged {DATA_FILE}", fix=fix) from None
+    return run, data
 
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:
     """Replace the run file of a run directory after an open choice of it was resolved."""
-    temp_file = directory / f"{RUN_FILE}.partial"
-    temp_file.write_text(to_toml(run))
-    temp_file.replace(directory / RUN_FILE)
+    replace_file(directory / RUN_FILE, to_toml(run))
 
 
 def is_finished(directory: Path) -> bool:

@@ -11,9 +11,15 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from phalanx.runs.jsonl import read_jsonl
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Count, Rank, WorldSize, union_decoder
+from phalanx.runs.jsonl import read_valid_jsonl
+from phalanx.runs.problems import Problem
+from phalanx.spec.files.replace import open_no_link
 
 EVENTS_FILE = "events.jsonl"
 """The file in the run directory with one event per line."""
@@ -32,14 +38,70 @@ QUARANTINED = "checkpoint_quarantined"
 """A damaged checkpoint was quarantined."""
 RANK_DROPPED = "rank_dropped"
 """The run continues without a rank that failed repeatedly."""
-REQUIRED_FIELDS = {
-    STARTED: ("ranks", "step"),
-    FAILED: ("rank", "step", "reason"),
-    FINISHED: ("step",),
-    ROLLED_BACK: ("after", "to", "reason"),
-    QUARANTINED: ("checkpoint", "problem"),
+Timestamp = Annotated[int | float, Field(allow_inf_nan=False, ge=0, le=4e9)]
+"""Seconds since 1970. A later time than the year 2096 is damage, and may not be a date."""
+
+
+@with_config(ConfigDict(extra="allow"))
+class Event(TypedDict):
+    """The fields of every event."""
+
+    time: Timestamp
+    what: str
+
+
+class Started(Event):
+    """All ranks of a start are ready."""
+
+    ranks: WorldSize
+    step: Count
+    host: NotRequired[str]
+    launcher: NotRequired[int]
+    alive_until: NotRequired[Timestamp | None]
+
+
+class Failed(Event):
+    """The first rank has failed."""
+
+    rank: Rank
+    step: Count
+    reason: str
+    verdict: NotRequired[list[str]]
+    """Lines of the diagnosis."""
+    here: NotRequired[bool]
+    """True if the failure began on this node."""
+
+
+class Finished(Event):
+    """All ranks have reached the last step or a requested stop."""
+
+    step: Count
+
+
+class RolledBack(Event):
+    """The run has returned to an earlier step."""
+
+    after: Count
+    to: Count
+    reason: str
+
+
+class Quarantined(Event):
+    """A damaged checkpoint was quarantined."""
+
+    checkpoint: str
+    problem: str
+
+
+_EVENT_TYPES: dict[str, Any] = {
+    STARTED: Started,
+    FAILED: Failed,
+    FINISHED: Finished,
+    ROLLED_BACK: RolledBack,
+    QUARANTINED: Quarantined,
 }
-"""The required fields of each kind, in addition to the time."""
+decode_event = union_decoder("what", _EVENT_TYPES, Event)
+"""Decode a line of events.jsonl."""
 
 
 def append_event(directory: Path, event_type: str, **fields: Any) -> None:
@@ -48,10 +110,13 @@ def append_event(directory: Path, event_type: str, **fields: Any) -> None:
     Args:
         directory: The run directory.
         event_type: The kind of event.
-        fields: Fields of the event, as `REQUIRED_FIELDS` lists them by kind.
+        fields: Fields of the event, such as those of `Failed`.
     """
     record = json.dumps({"time": time.time(), "what": event_type, "host": socket.gethostname(), **fields})
-    with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may have failed
+    with (
+        suppress(OSError),
+        open(directory / EVENTS_FILE, "ab+", opener=open_no_link) as file,
+    ):  # the disk may have failed
         file.seek(-min(1, file.tell()), os.SEEK_END)
         ends_with_newline = file.read() in (b"", b"\n")  # on a full disk the last line may be incomplete
         file.write((record if ends_with_newline else "\n" + record).encode() + b"\n")
@@ -159,10 +224,9 @@ def _format_time(event: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def read_events(directory: Path) -> list[Mapping[str, Any]]:
-    """Return the events of a run, in order, without incomplete lines of a full or failing disk."""
-    return [
-        event
-        for event in read_jsonl(directory / EVENTS_FILE)
-        if {"what", "time", *REQUIRED_FIELDS.get(str(event.get("what")), ())} <= event.keys()
-    ]
+def read_events(directory: Path, problems: list[Problem] | None = None) -> list[Mapping[str, Any]]:
+    """Return the events of a run, in order. Damaged lines, as after a full disk, are added to `problems`."""
+    file = directory / EVENTS_FILE
+    if not file.exists() and not file.is_symlink():
+        return []
+    return read_valid_jsonl(file, [] if problems is None else problems, decode_event)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count
 
 
 class KernelSum(TypedDict):
     """Kernels or calls of one kind."""
 
-    count: int
-    seconds: float
+    count: Count
+    seconds: Amount
     """Sum of their durations, in which simultaneous ones count twice."""
 
 
@@ -17,7 +19,7 @@ class CollectiveSum(KernelSum):
     """NCCL kernels of one collective in one process group."""
 
     collective: str
-    busy_seconds: float
+    busy_seconds: Amount
     """Time in which at least one of them runs."""
 
 
@@ -28,10 +30,10 @@ class GroupCommunication(TypedDict):
     """PyTorch's name of the group, or "" if the trace does not have it."""
     description: str
     """PyTorch's description of the group, such as mesh_tp."""
-    ranks: int
+    ranks: Count
     """The number of ranks, or 0 if the trace does not have it."""
-    busy_seconds: float
-    exposed_seconds: float
+    busy_seconds: Amount
+    exposed_seconds: Amount
     """Time in which at least one of its kernels runs, and no compute kernel of any stream."""
     collectives: list[CollectiveSum]
 
@@ -43,23 +45,23 @@ class GpuProfile(TypedDict):
     `idle_seconds`.
     """
 
-    seconds: float
+    seconds: Amount
     """Duration of the step, from an idle GPU to an idle GPU."""
-    compute_seconds: float
+    compute_seconds: Amount
     """Time in which at least one kernel runs that is not NCCL's."""
-    communication_seconds: float
+    communication_seconds: Amount
     """Time in which at least one kernel of NCCL runs."""
-    exposed_communication_seconds: float
+    exposed_communication_seconds: Amount
     """Time in which at least one kernel of NCCL runs, and no compute kernel."""
-    memory_seconds: float
+    memory_seconds: Amount
     """Time in which at least one copy or memset runs."""
-    exposed_memory_seconds: float
+    exposed_memory_seconds: Amount
     """Time in which at least one copy or memset runs, and no kernel."""
-    idle_seconds: float
+    idle_seconds: Amount
     """Time in which nothing runs."""
-    late_launch_seconds: float
+    late_launch_seconds: Amount
     """Part of the idle time before the host has launched what runs next."""
-    late_launches: int
+    late_launches: Count
     """The number of such gaps."""
     families: dict[str, KernelSum]
     """Kernels, copies and memsets by family."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count
 
 HARDWARE_SLOWDOWNS = ("hw_thermal_slowdown", "hw_power_brake_slowdown")
 """Reasons for lower clocks that no healthy machine has: heat, and the power supply."""
@@ -24,17 +26,17 @@ SLOWDOWNS = ("hw_slowdown", "sw_thermal_slowdown", *HARDWARE_SLOWDOWNS)
 class GpuSample(TypedDict, total=False):
     """Values of the sensors after a step. A value that the GPU does not report is absent."""
 
-    power_watts: float
-    energy_joules: float
+    power_watts: Amount
+    energy_joules: Amount
     """Energy since the driver was loaded: differences of samples count."""
-    clock_mhz: int
+    clock_mhz: Amount
     """Clock of the streaming multiprocessors."""
-    temperature_celsius: int
-    utilization: float
+    temperature_celsius: Amount
+    utilization: Amount
     """Share of the time in which a kernel ran, over the driver's last sample period."""
     throttle_reasons: list[str]
     """Active values of `THROTTLE_REASONS`."""
-    ecc_corrected: int
+    ecc_corrected: Count
     """Corrected ECC errors since the first sample of this start."""
-    ecc_uncorrected: int
+    ecc_uncorrected: Count
     """Uncorrected ECC errors since the first sample of this start."""

@@ -16,14 +16,20 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypeVar
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count, Decode, Index, Number, Rank, WorldSize, decoder, read_bytes, read_json
 from phalanx.runs.host import host_name
+from phalanx.runs.problems import Problem, unreadable_file
+from phalanx.spec.files.replace import replace_file
 
 HANGS_DIR = "hangs"
 FAILURES_DIR = "failures"
 EARLIER_DIR = "earlier"
-FORMAT = 1
+FORMAT: Final = 1
 STALLED = "nothing moved"
 FAILED = "it failed"
 ABORTED = "it was aborted"
@@ -46,7 +52,7 @@ class RecordedCollective(TypedDict):
     """One collective that a rank called."""
 
     group: str
-    number: int
+    number: Count
     """Index of the collective within its group, from 1; equal on every rank for the same collective."""
     operation: str
     inputs: list[list[int]]
@@ -62,16 +68,17 @@ class RecordedCollective(TypedDict):
 class HangDump(TypedDict):
     """State of a rank and of the other ranks on its host when the run hung or failed."""
 
-    format: int
-    rank: int
-    ranks: int
+    format: Literal[1]
+    """The value of `FORMAT`."""
+    rank: Rank
+    ranks: WorldSize
     host: str
-    pid: int
-    time: float
-    step: int
+    pid: Count
+    time: Number
+    step: Count
     """The last step that the rank had finished."""
     why: str
-    stalled_seconds: float
+    stalled_seconds: Amount
     """Seconds without progress."""
     error: NotRequired[str]
     """The error of the rank at this time or earlier."""
@@ -79,20 +86,37 @@ class HangDump(TypedDict):
     """Stack of the main thread, or of the error if there is one, innermost frame first."""
     waiting: bool
     """True if the rank waited for others at the top of this stack."""
-    groups: dict[str, list[int]]
+    groups: dict[str, list[Rank]]
     calls: list[RecordedCollective]
     """The last collectives, oldest first."""
     oom_kills: int
     """Number of processes in the rank's cgroup that the OOM killer has killed since the rank started."""
-    sibling_states: dict[str, str]
+    sibling_states: dict[Index, str]
     """The process state of each other rank on this host, from /proc, or "gone"."""
 
 
-REQUIRED_DUMP_FIELDS = frozenset(HangDump.__annotations__) - {"error"}
-"""The fields of every dump.
+@with_config(ConfigDict(extra="allow"))
+class FailureRecord(TypedDict):
+    """Record of a failed rank, by itself or its launcher."""
 
-`__required_keys__` includes NotRequired fields if annotations are postponed.
-"""
+    rank: Rank
+    time: Number
+    reason: str
+    step: NotRequired[Count]
+    """The last step that the rank had finished, if the rank wrote the record."""
+    code: NotRequired[int]
+    """The exit code."""
+    final: NotRequired[bool]
+    """True if the failure would recur."""
+    traceback: NotRequired[str]
+    suspect_ranks: NotRequired[list[Rank]]
+    out_of_memory: NotRequired[bool]
+    storage: NotRequired[bool]
+    host: NotRequired[str]
+
+
+_decode_dump_fields: Decode[HangDump] = decoder(HangDump)
+_decode_failure: Decode[FailureRecord] = decoder(FailureRecord)
 
 
 def dump_file(directory: Path, rank: int) -> Path:
@@ -116,7 +140,7 @@ def describe_fault(directory: Path, rank: int) -> str | None:
     Example: "Segmentation fault in train/worker.py:12 (work)".
     """
     try:
-        lines = fault_file(directory, rank).read_text(errors="replace").splitlines()
+        lines = read_bytes(fault_file(directory, rank)).decode(errors="replace").splitlines()
     except OSError:
         return None
     message = next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), None)
@@ -177,40 +201,38 @@ def _archive(file: Path) -> None:
 
 
 def _write_atomically(file: Path, text: str) -> None:
-    """Write a file so that readers find it complete or not at all."""
+    """Write a file in a folder that may not exist yet."""
     file.parent.mkdir(exist_ok=True)
-    partial_file = file.with_suffix(".partial")
-    partial_file.write_text(text)
-    partial_file.replace(file)
+    replace_file(file, text)
 
 
-def read_dumps(directory: Path) -> dict[int, HangDump]:
-    """Return the hang dumps in a run directory by rank."""
-    records = [
-        record
-        for record in _read_records(directory / HANGS_DIR)
-        if record.keys() >= REQUIRED_DUMP_FIELDS and record["format"] == FORMAT
-    ]
-    return {int(record["rank"]): record for record in records}  # type: ignore[misc]
+def read_dumps(directory: Path, problems: list[Problem] | None = None) -> dict[int, HangDump]:
+    """Return the hang dumps in a run directory by rank. Damaged files are added to `problems`."""
+    return _read_records(directory / HANGS_DIR, _decode_dump, problems)
 
 
-def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the failure records in a run directory by rank."""
-    types = {"rank": int, "time": int | float, "reason": str}
-    return {
-        record["rank"]: dict(record)
-        for record in _read_records(directory / FAILURES_DIR)
-        if all(isinstance(record.get(key), type_) for key, type_ in types.items())
-    }
+def _decode_dump(content: bytes) -> HangDump:
+    """Decode a dump; one that names ranks beyond its number of ranks is damaged."""
+    dump: HangDump = _decode_dump_fields(content)
+    members = [rank for ranks in dump["groups"].values() for rank in ranks]
+    if max([dump["rank"], *members, *map(int, dump["sibling_states"])]) >= dump["ranks"]:
+        raise ValueError("a rank is not below the number of ranks")
+    return dump
 
 
-def describe_first_failure(directory: Path) -> str | None:
-    """Return the rank that failed first and its reason, or None.
+def read_failures(directory: Path, problems: list[Problem] | None = None) -> dict[int, dict[str, Any]]:
+    """Return the failure records in a run directory by rank. Damaged files are added to `problems`."""
+    records = _read_records(directory / FAILURES_DIR, _decode_failure, problems)
+    return {rank: {"code": 1, **record} for rank, record in records.items()}
+
+
+def describe_first_failure(directory: Path, problems: list[Problem] | None = None) -> str | None:
+    """Return the rank that failed first and its reason, or None. Damaged records are added to `problems`.
 
     A killed rank cannot write its own record. Its launcher writes one without the step, later than the ranks that lost
     the connection to it.
     """
-    records = read_failures(directory).values()
+    records = read_failures(directory, problems).values()
     if not records:
         return None
     first = min(records, key=lambda record: ("step" in record, record["time"]))
@@ -218,9 +240,18 @@ def describe_first_failure(directory: Path) -> str | None:
     return f"rank {first['rank']} {'failed: ' if 'step' in first else ''}{reason}"
 
 
-def _read_records(folder: Path) -> list[Mapping[str, Any]]:
-    records = []
+R = TypeVar("R", HangDump, FailureRecord)
+
+
+def _read_records(folder: Path, decode: Decode[R], problems: list[Problem] | None) -> dict[int, R]:
+    """Return the record in each rank's file. A record of another rank than its file's name is damaged."""
+    records: dict[int, R] = {}
     for file in sorted(folder.glob("rank-*.json")):
         with suppress(ValueError, OSError):  # the disk may have been full
-            records.append(json.loads(file.read_text()))
-    return [record for record in records if isinstance(record, dict)]
+            record = read_json(file, decode)
+            if file.stem == f"rank-{record['rank']:05d}":
+                records[record["rank"]] = record
+                continue
+        if problems is not None:
+            problems.append(unreadable_file(file))
+    return records

@@ -5,52 +5,57 @@ A line without a newline is still being written, or its writer was killed: no re
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Set
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.runs.problems import Problem
+from phalanx.runs.decode import Decode, T, decode_object, read_bytes
+from phalanx.runs.problems import Problem, unreadable_file
 
 JsonRecord = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[JsonRecord]:
-    """Return the records of a file in order, without unreadable lines; none if the file does not exist."""
-    content = path.read_bytes() if path.exists() else b""
-    return [record for _, record in parse_jsonl(content) if record is not None]
+    """Return the objects of a file in order, without damaged lines; none if the file cannot be read."""
+    return read_valid_jsonl(path, [], decode_object)
 
 
-def parse_jsonl(content: bytes) -> Iterator[tuple[bytes, JsonRecord | None]]:
-    """Yield each complete line with its record, or with None if the line is not a JSON object."""
+def parse_jsonl(content: bytes, decode: Decode[T]) -> Iterator[tuple[bytes, T | None]]:
+    """Yield each complete line with its record, or with None if it is damaged."""
     for line in content.split(b"\n")[:-1]:
         try:
-            record = json.loads(line)
+            record = decode(line)
         except ValueError:
             record = None
-        yield line, record if isinstance(record, dict) else None
+        yield line, record
 
 
-def read_valid_jsonl(path: Path, problems: list[Problem], keys: Set[str] = frozenset({"step"})) -> list[JsonRecord]:
-    """Return the records of a file that have all `keys`.
+def read_valid_jsonl(path: Path, problems: list[Problem], decode: Decode[T]) -> list[T]:
+    """Return the records of a file in order, without damaged lines.
 
     Args:
         path: The file.
-        problems: A list to which the number of unreadable lines is added.
-        keys: The required keys.
+        problems: A list to which an unreadable file or the number of damaged lines is added.
+        decode: The decoder of a line.
     """
-    records = [record for _, record in parse_jsonl(path.read_bytes())]
-    valid = [record for record in records if record is not None and keys <= record.keys()]
-    if unreadable := len(records) - len(valid):
-        problems.append(Problem("unreadable lines", {"file": f"{path.parent.name}/{path.name}", "lines": unreadable}))
+    try:
+        records = [record for _, record in parse_jsonl(read_bytes(path), decode)]
+    except OSError:
+        problems.append(unreadable_file(path))
+        return []
+    valid = [record for record in records if record is not None]
+    if damaged := len(records) - len(valid):
+        problems.append(Problem("unreadable lines", {"file": f"{path.parent.name}/{path.name}", "lines": damaged}))
     return valid
 
 
 class JsonlTail:
     """Reader of a file that grows and may be replaced; each call returns only new records."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, decode: Decode[JsonRecord] = decode_object) -> None:
         self.path = path
+        self._decode = decode
         self._inode = 0
         self._offset = 0
 
@@ -62,6 +67,8 @@ class JsonlTail:
         """
         try:
             status = self.path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would block
+                raise OSError
             replaced = status.st_ino != self._inode or status.st_size < self._offset
             start = 0 if replaced else self._offset
             with self.path.open("rb") as file:
@@ -72,4 +79,4 @@ class JsonlTail:
             return replaced, []
         self._inode = status.st_ino
         self._offset = start + content.rfind(b"\n") + 1
-        return replaced, [record for _, record in parse_jsonl(content) if record is not None]
+        return replaced, [record for _, record in parse_jsonl(content, self._decode) if record is not None]

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import open_no_link
+from phalanx.spec.formatting import printable
 
 LOCK_FILE = "lock"
 LAUNCHER_LOCK_FILE = "launcher.lock"
@@ -41,9 +43,13 @@ def acquire_run_lock(
         The open lock file, or None if the file system does not support locks.
 
     Raises:
-        UserError: Another process still holds the lock after `timeout_seconds`.
+        UserError: Another process still holds the lock after `timeout_seconds`, or there is a link in its place.
     """
-    file = (directory / name).open("a+")
+    try:
+        file = open(directory / name, "a+", opener=open_no_link)  # noqa: SIM115 -- the caller closes it
+    except OSError as error:
+        problem = f"has a file {name} that cannot be opened: {error.strerror}"
+        raise UserError("run directory", str(directory), problem, fix="remove the file, or check permissions") from None
     try:
         _wait_until(lambda: _try_lock(file), directory, timeout_seconds)
     except OSError:
@@ -72,7 +78,8 @@ def is_running(directory: Path) -> bool | None:
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if a process uses a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}", file=sys.stderr)
+        message = f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}"
+        print(printable(message), file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 
@@ -105,13 +112,18 @@ def _read_locks(directory: Path) -> list[tuple[bool, str]]:
 
 def _read_lock(file: Path) -> tuple[bool, str] | None:
     """Return whether a process holds a lock, and its last owner; None if the file does not exist."""
-    with suppress(OSError), file.open() as lock_file:
+    with suppress(OSError), open(file, errors="replace", opener=_open_without_waiting) as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True, lock_file.read()
         return False, lock_file.read()
     return None
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file that may be a pipe in its place, which would block."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _in_use_error(directory: Path) -> UserError:

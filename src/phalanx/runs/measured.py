@@ -10,12 +10,45 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from phalanx.runs.problems import Problem
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_keys
+from phalanx.runs.problems import Problem, unreadable_file
 
 MEASURED_DIR = "measured"
 COMPARISON_FILE = "comparison.json"
+
+
+class CollectiveSum(TypedDict):
+    """The collectives of one operation and group in the measured step."""
+
+    operation: str
+    executed_as: str
+    group: list[Rank]
+    calls: Count
+    bytes: Count
+    """Bytes of the requested operation."""
+    sent_bytes: Number
+    """Bytes that a rank sends with a ring algorithm."""
+    seconds: Number
+    exposed_seconds: Number
+
+
+class Measured(TypedDict):
+    """The measurements of a rank."""
+
+    step: NotRequired[Count]
+    held_bytes: dict[str, Number]
+    """Bytes by part between the backward pass and the update."""
+    peak_bytes: Annotated[dict[str, Number], require_keys("total")]
+    """Peak bytes by part."""
+    flops: NotRequired[Number]
+    collectives: list[CollectiveSum]
+
+
+_decode_measured = decoder(Measured)
 
 
 def measured_file(directory: Path, rank: int) -> Path:
@@ -37,8 +70,8 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
 
 
 def read_measured(directory: Path) -> list[dict[str, Any]]:
-    """Return the measurements of each rank, in rank order."""
-    return [json.loads(file.read_text()) for file in sorted((directory / MEASURED_DIR).glob("rank-*.json"))]
+    """Return the measurements of each rank, in rank order, without damaged ones."""
+    return [measured for _, measured in sorted(_read_files(directory, []).items())]
 
 
 def read_measured_since(
@@ -50,18 +83,26 @@ def read_measured_since(
         directory: The run directory.
         resumed_at_step: The step that the last start continued from.
         world_size: The number of ranks of the last start; 0 if unknown.
-        problems: A list to which unreadable files are added.
+        problems: A list to which damaged files are added.
     """
+    return {
+        rank: measured
+        for rank, measured in _read_files(directory, problems).items()
+        if measured.get("step", resumed_at_step + 1) > resumed_at_step and rank < (world_size or rank + 1)
+    }
+
+
+def _read_files(directory: Path, problems: list[Problem]) -> dict[int, dict[str, Any]]:
+    """Return the measurements in all files by rank. Damaged files are added to `problems`."""
     measured_by_rank = {}
     for file in sorted((directory / MEASURED_DIR).glob("rank-*.json")):
+        number = file.stem.removeprefix("rank-")
         try:
-            measured = json.loads(file.read_text(errors="replace"))
-        except ValueError:
+            measured = read_json(file, _decode_measured)
+        except (OSError, ValueError):
             measured = None
-        if isinstance(measured, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(measured):
-            rank = int(file.stem.removeprefix("rank-"))
-            if measured.get("step", resumed_at_step + 1) > resumed_at_step and rank < (world_size or rank + 1):
-                measured_by_rank[rank] = measured
+        if measured is None or not number.isdecimal():
+            problems.append(unreadable_file(file))
         else:
-            problems.append(Problem("unreadable file", {"file": f"{MEASURED_DIR}/{file.name}"}))
+            measured_by_rank[int(number)] = measured
     return measured_by_rank

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count, Number, WorldSize, decoder
+from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.problems import Problem
 
 MetricsRecord = JsonRecord
@@ -15,18 +19,62 @@ WANDB_ID_FILE = "wandb.id"
 TENSORBOARD_DIR = "tensorboard"
 
 
+@with_config(ConfigDict(extra="allow"))
+class StepMetrics(TypedDict):
+    """The fields of a step's record that readers use. A number that was not finite is None."""
+
+    step: Count
+    step_seconds: NotRequired[Amount]
+    loss: NotRequired[Number | None]
+    grad_norm: NotRequired[Number | None]
+    learning_rate: NotRequired[Number | None]
+    tokens_per_second: NotRequired[Amount | None]
+    mfu: NotRequired[Amount | None]
+    tokens: NotRequired[Count]
+    targets: NotRequired[Count]
+    targets_per_second: NotRequired[Amount | None]
+    skipped_steps: NotRequired[Count]
+    hot_expert_share: NotRequired[Number | None]
+    peak_memory_bytes: NotRequired[Count]
+    ranks: NotRequired[WorldSize]
+    resumed_at_step: NotRequired[Count]
+
+
+@with_config(ConfigDict(extra="allow"))
+class EvaluationMetrics(TypedDict):
+    """The fields of an evaluation's record that readers use."""
+
+    step: Count
+    held_out_loss: Number | None
+    held_out_tokens: NotRequired[Count]
+    held_out_set: NotRequired[str]
+    expert_tokens: NotRequired[Annotated[list[list[Count]], Field(min_length=1)]]
+
+
+def _record_kind(record: Any) -> str:
+    return "evaluation" if isinstance(record, dict) and "held_out_loss" in record else "step"
+
+
+decode_metrics = decoder(
+    Annotated[
+        Annotated[StepMetrics, Tag("step")] | Annotated[EvaluationMetrics, Tag("evaluation")],
+        Discriminator(_record_kind),
+    ]
+)
+"""Decode a line of metrics.jsonl."""
+
+
 def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None.
 
     A missing file and unreadable lines are added to `problems`.
     """
     file = directory / METRICS_FILE
-    if problems is None:
-        return read_jsonl(file)
-    if not file.is_file():
+    problems = [] if problems is None else problems
+    if not file.exists():
         problems.append(Problem("missing file", {"file": file.name}))
         return []
-    return read_valid_jsonl(file, problems)
+    return read_valid_jsonl(file, problems, decode_metrics)
 
 
 def have_same_held_out_text(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
@@ -52,7 +100,8 @@ def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> 
         ranks: The number of ranks of the run.
 
     Returns:
-        The peak, or None if the record has no MFU.
+        The peak, or None if the record has no speed or no MFU.
     """
     mfu = record.get("mfu")
-    return record["tokens_per_second"] * flops_per_token / ranks / mfu if mfu else None
+    speed = record.get("tokens_per_second")
+    return speed * flops_per_token / ranks / mfu if mfu and speed else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 ProblemKind = Literal[
@@ -36,3 +37,8 @@ class Problem:
 
     kind: ProblemKind
     values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unreadable_file(file: Path) -> Problem:
+    """Return the problem of a damaged or unreadable file in a folder of the run directory."""
+    return Problem("unreadable file", {"file": f"{file.parent.name}/{file.name}"})

@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Annotated, Any, Final, Literal, NotRequired
 
+from pydantic import Discriminator, Field, StringConstraints, Tag
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Count, Index, Number, Rank, WorldSize, decoder, require_keys
 from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.gpu_sample import GpuSample
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
-from phalanx.runs.problems import Problem
+from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
-FORMAT = 2
+FORMAT: Final = 2
 MAX_MEMORY_POINTS = 400
 """Maximum number of samples of memory over a step."""
 MAX_STEP_LAG = 2
@@ -36,52 +40,64 @@ Ranks write periodically, and asynchronous workers drift apart.
 class RunHeader(TypedDict):
     """The first line of a start."""
 
-    format: int
-    rank: int
-    ranks: int
+    format: Literal[2]
+    """The value of `FORMAT`."""
+    rank: Rank
+    ranks: WorldSize
     host: str
     device: str
-    step: int
+    step: Count
     """The step after which this start began."""
-    clock_offset_seconds: float
-    clock_error_seconds: float
-    memory_bytes: int
+    clock_offset_seconds: Number
+    clock_error_seconds: Number
+    memory_bytes: Count
     """Memory of the device."""
-    cores: NotRequired[int]
+    cores: NotRequired[Count | None]
     """Number of cores that ranks on a CPU may use."""
+
+
+class OtherHeader(TypedDict):
+    """The first line of a start that another version of Phalanx wrote."""
+
+    format: int
+
+
+MemorySample = Annotated[dict[str, Number], require_keys("at")]
+"""Bytes by part, and the time `at`."""
+PassKind = Annotated[str, StringConstraints(pattern=r"^[FBIW]$")]
 
 
 class StepRecord(TypedDict):
     """The record of one step."""
 
-    step: int
-    start: float
-    seconds: dict[str, float]
-    """Seconds of the phases, which follow each other: data, passes, reduce, optimizer."""
-    stages: dict[str, dict[str, float]]
+    step: Count
+    start: Number
+    seconds: Annotated[dict[str, Number], require_keys("data", "passes", "reduce", "optimizer")]
+    """Seconds of the phases, which follow each other."""
+    stages: dict[Index, dict[PassKind, Number]]
     """Seconds of the passes F, B, I and W by stage.
 
     Waits for collectives are included, but not waits for tensors of other stages.
     """
-    wait_seconds: NotRequired[dict[str, float]]
+    wait_seconds: NotRequired[dict[str, Number]]
     """Seconds in which a rank on a CPU waited for others.
 
     Keys: passes (collectives in them), all_to_all (part of passes), pipeline (other stages), reduce and optimizer.
     """
-    peak_memory_bytes: int
-    expert_rows: NotRequired[int]
+    peak_memory_bytes: Count
+    expert_rows: NotRequired[Count]
     """Rows of tokens that this rank's experts computed, if ranks have different experts."""
-    hot_expert: NotRequired[tuple[int, int, float]]
+    hot_expert: NotRequired[tuple[Count, Count, Number]]
     """Layer and expert with the maximum load, and its share of the layer's tokens times the expert count."""
-    clock: NotRequired[tuple[float, float]]
+    clock: NotRequired[tuple[Number, Number]]
     """Clock offset of this step, instead of the header's, and its error."""
-    spans: NotRequired[list[tuple[str, int, int, float, float]]]
+    spans: NotRequired[list[tuple[PassKind, Count, Count, Number, Number]]]
     """Kind, stage, micro-batch, start and end of each pass."""
-    waits: NotRequired[list[tuple[str, float, float]]]
+    waits: NotRequired[list[tuple[str, Number, Number]]]
     collectives: NotRequired[list[CollectiveSpan]]
-    memory: NotRequired[list[dict[str, float]]]
-    """Bytes by part, and the time `at`. A step with memory samples takes longer."""
-    expert_tokens: NotRequired[list[list[int]]]
+    memory: NotRequired[Annotated[list[MemorySample], Field(min_length=1)]]
+    """Samples of memory. A step with them takes longer."""
+    expert_tokens: NotRequired[list[list[Count]]]
     """Tokens of each layer and expert, over all ranks."""
     gpu: NotRequired[GpuProfile]
     """Figures of the GPU's trace. A step with them has no collectives of its own."""
@@ -94,22 +110,42 @@ class CollectiveSpan(TypedDict):
 
     operation: str
     executed_as: str
-    group: list[int]
-    bytes: int
-    start: float
-    end: float | None
+    group: list[Rank]
+    bytes: Count
+    start: Number
+    end: Number | None
     """End of the collective, or None if the backend does not report it."""
-    exposed: float
+    exposed: Number
     """Seconds of the collective in which the rank waited for it."""
 
 
 class PauseRecord(TypedDict):
     """A pause between two steps: a checkpoint or an evaluation."""
 
-    step: int
+    step: Count
     pause: str
-    start: float
-    seconds: float
+    start: Number
+    seconds: Number
+
+
+def _line_kind(line: Any) -> str:
+    if not isinstance(line, dict) or not line.keys() & {"format", "pause"}:
+        return "step"
+    if "pause" in line:
+        return "pause"
+    return "header" if line["format"] == FORMAT else "other header"
+
+
+decode_rank_line = decoder(
+    Annotated[
+        Annotated[RunHeader, Tag("header")]
+        | Annotated[OtherHeader, Tag("other header")]
+        | Annotated[StepRecord, Tag("step")]
+        | Annotated[PauseRecord, Tag("pause")],
+        Discriminator(_line_kind),
+    ]
+)
+"""Decode a line of a rank's records."""
 
 
 def parse_step_range(text: str) -> range:
@@ -199,7 +235,7 @@ def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[in
     """
     starts: dict[int, list[JsonRecord]] = {}
     for file in sorted((directory / TRACE_DIR).glob("rank-*.jsonl")):
-        lines = _read_last_start(file, problems)
+        lines = _read_last_start(directory, file, problems)
         if lines:
             starts[lines[0]["rank"]] = lines
     if not starts:
@@ -213,10 +249,10 @@ def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[in
     return records, world_size, resumed_at_step
 
 
-def _read_last_start(file: Path, problems: list[Problem]) -> list[JsonRecord]:
+def _read_last_start(directory: Path, file: Path, problems: list[Problem]) -> list[JsonRecord]:
     """Return the lines of a rank's file from the last header on; none if this version cannot read them."""
     name = f"{TRACE_DIR}/{file.name}"
-    lines = read_valid_jsonl(file, problems)
+    lines: list[JsonRecord] = read_valid_jsonl(file, problems, decode_rank_line)
     headers = [index for index, line in enumerate(lines) if "format" in line]
     if not headers:
         problems.append(Problem("no header", {"file": name}))
@@ -225,6 +261,10 @@ def _read_last_start(file: Path, problems: list[Problem]) -> list[JsonRecord]:
     file_format = last_start[0]["format"]
     if file_format != FORMAT:
         problems.append(Problem("other format", {"file": name, "format": file_format, "supported": FORMAT}))
+        return []
+    rank = last_start[0]["rank"]
+    if file != rank_record_file(directory, rank) or rank >= last_start[0]["ranks"]:
+        problems.append(unreadable_file(file))
         return []
     return last_start
 
@@ -242,7 +282,7 @@ def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> I
 
 def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
     header = lines[0]
-    steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
+    steps = {line["step"]: line for line in lines[1:] if "stages" in line}
     return RankRecord(
         rank=header["rank"],
         host=header["host"],

@@ -9,9 +9,14 @@ RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NotRequired
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from phalanx.runs.decode import Amount, Count, Decode, Number, decoder, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -27,26 +32,133 @@ LOCAL_WEIGHTS_FILE = "live.safetensors"
 class RoundRecord:
     """A round on a node's rank 0. Encoding, sending and receiving may overlap with training."""
 
-    round: int
-    steps: int = 0
-    tokens: int = 0
-    experts: int = 0
+    round: Count
+    steps: Count = 0
+    tokens: Count = 0
+    experts: Count = 0
     """Number of experts per layer that the node owned and trained."""
-    train_seconds: float = 0.0
-    code_seconds: float = 0.0
+    train_seconds: Amount = 0.0
+    code_seconds: Amount = 0.0
     """Seconds of gathering and encoding weights, and of applying received ones."""
-    send_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    send_seconds: Amount = 0.0
+    wait_seconds: Amount = 0.0
     """Seconds of waiting for other nodes."""
-    receive_seconds: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    whole_bytes: int = 0
+    receive_seconds: Amount = 0.0
+    sent_bytes: Count = 0
+    received_bytes: Count = 0
+    whole_bytes: Count = 0
     """Received bytes of full copies of the weights, sent at the start or after too long an absence."""
-    held_bytes: int = 0
+    held_bytes: Count = 0
     """Weights, gradients and optimizer state of rank 0 after its last step, and experts in storage."""
-    seconds: float = 0.0
+    seconds: Amount = 0.0
     refused: str = ""
+
+
+decode_round: Decode[RoundRecord] = decoder(RoundRecord)
+"""Decode a line of `ROUNDS_FILE`."""
+
+
+@with_config(ConfigDict(extra="allow"))
+class JournalEvent(TypedDict):
+    """An event of a swarm's coordinator (`swarm/coordinator/swarm_state.py`)."""
+
+    what: str
+    at: Number
+
+
+class RoundEvent(JournalEvent):
+    """An event that may be of a round, such as its end."""
+
+    round: NotRequired[Count]
+
+
+class JoinedEvent(JournalEvent):
+    """A node has joined."""
+
+    node: str
+    capacity: Amount
+    text: str
+    """Checksum of the node's text."""
+
+
+class LeftEvent(JournalEvent):
+    """A node has left."""
+
+    node: str
+
+
+class OpenedEvent(JournalEvent):
+    """A round was opened."""
+
+    round: Count
+    owners: list[list[str]] | None
+    """The nodes that train each expert."""
+    text: dict[str, tuple[Count, Count]]
+    """First step and number of steps of the text of each node."""
+
+
+class AcceptedEvent(RoundEvent):
+    """A node's update was accepted."""
+
+    node: str
+    tokens: Count
+    steps: Count
+    bytes: Count
+    norm: Number
+
+
+class InitializedEvent(JournalEvent):
+    """The initial weights were written."""
+
+    base: list[str]
+    """Digests of the weights."""
+
+
+class TextEvent(JournalEvent):
+    """The text that all nodes read was set."""
+
+    text: str
+    """Checksum of the text."""
+
+
+class ResumedEvent(RoundEvent):
+    """A coordinator continues the open round after a restart."""
+
+    down: Number
+    """Seconds in which no coordinator ran."""
+
+
+class CommittedEvent(RoundEvent):
+    """The result of a round is in the model."""
+
+    base: NotRequired[str]
+    """Digest of the weights after the round."""
+    broadcast: NotRequired[str]
+    """Digest of the round's broadcast."""
+
+
+class RefusedEvent(JournalEvent):
+    """A node's update was rejected, or an accepted one was dropped."""
+
+    node: str
+    round: Count
+    why: str
+
+
+_EVENT_TYPES: dict[str, Any] = {
+    "initialized": InitializedEvent,
+    "joined": JoinedEvent,
+    "left": LeftEvent,
+    "text": TextEvent,
+    "opened": OpenedEvent,
+    "resumed": ResumedEvent,
+    "accepted": AcceptedEvent,
+    "refused": RefusedEvent,
+    "dropped": RefusedEvent,
+    "committed": CommittedEvent,
+}
+decode_journal_event = union_decoder("what", _EVENT_TYPES, RoundEvent)
+"""Decode a line of a coordinator's journal."""
 
 
 def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:
@@ -55,9 +167,7 @@ def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:
     Round numbers start over with each swarm.
     """
     file = directory / ROUNDS_FILE
-    names = {field.name for field in fields(RoundRecord)}
-    lines = read_valid_jsonl(file, problems, names) if file.is_file() else []
-    records = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
+    records = read_valid_jsonl(file, problems, decode_round) if file.exists() or file.is_symlink() else []
     swarm_starts = [index for index in range(1, len(records)) if records[index].round < records[index - 1].round]
     return records[swarm_starts[-1] :] if swarm_starts else records
 

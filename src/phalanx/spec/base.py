@@ -147,7 +147,7 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
 
 def _example_integer(value: object) -> int:
     """Return the integer that a text such as "4M" or "2e6" may mean, else 4."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value))
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([kKmMgG]?)", str(value))
     return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()]) if match else 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 MIB = 2**20
@@ -12,6 +13,18 @@ GB = 1e9
 SI_PREFIXES = ("", "k", "M", "G", "T", "P")
 COUNT_PREFIXES = ("", "k", "M", "B", "T")
 UNKNOWN = "-"
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that control a terminal or the direction of text, and halves of characters, which cannot be printed."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters, other than tabs and line breaks, as escapes such as "\x1b".
+
+    Host names, errors and other text of files could otherwise change what a terminal shows, or its clipboard.
+    """
+    return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def format_digits(value: float) -> str:

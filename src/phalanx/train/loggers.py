@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.runs.jsonl import read_jsonl
+from phalanx.runs.jsonl import JsonRecord, read_jsonl
 from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsRecord
 
 
@@ -24,6 +24,11 @@ class Logger(Protocol):
         """Close the log; safe after a failed write, and more than once."""
 
 
+def _read_numbered(path: Path) -> list[JsonRecord]:
+    """Return the records of a log that have a step; others are damaged."""
+    return [record for record in read_jsonl(path) if type(record.get("step")) is int]
+
+
 class JsonLinesLogger:
     """Log in metrics.jsonl: one JSON object per line, with null for NaN and infinity, which JSON lacks."""
 
@@ -33,7 +38,7 @@ class JsonLinesLogger:
         A line is in the file at once, or after `flush_seconds` with the next line."""
         self._flush_seconds = flush_seconds
         self._flushed_at = time.monotonic()
-        lines = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
+        lines = [json.dumps(record) + "\n" for record in _read_numbered(path) if record["step"] <= after_step]
         partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with partial_file.open("w") as file:
             file.writelines(lines)

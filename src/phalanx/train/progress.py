@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from phalanx.runs.metrics import has_ignored_targets
+from phalanx.spec.terminal import Terminal
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -20,7 +20,7 @@ class ProgressDisplay:
     def __init__(self, step: int, steps: int | None, quiet: bool) -> None:
         self.steps = steps
         self.quiet = quiet
-        self.console = Console(stderr=True, quiet=quiet)
+        self.console = Terminal(stderr=True, quiet=quiet)
         self._started_at = time.monotonic()
         self._first_step = step
         self._shown_at = 0.0

@@ -361,3 +361,36 @@ def test_load_run_drops_recomputed_blocks_if_an_override_changes_the_method(tmp_
     assert load_run(path, [], {}).layout.recomputed_blocks == (2, 1)
     assert load_run(path, [f"layout.activation_checkpointing={method}"], {}).layout.recomputed_blocks is None
     assert load_run(path, ["layout.activation_checkpointing=selective"], {}).layout.recomputed_blocks == (2, 1)
+
+
+DAMAGED_TOML = {
+    "deep lists": (f"x = {'[' * 3000}{']' * 3000}", "nested more than 100 deep"),
+    "lists deeper than a run": (f"x = {'[' * 150}{']' * 150}", "nested more than 100 deep"),
+    "deep tables": (f"[{'a.' * 3000}a]", "nested more than 100 deep"),
+    "a large integer": (f"x = {'9' * 400}", "an integer has more than 64 bits"),
+    "an integer of thousands of digits": (f"x = {'9' * 5000}", "not valid TOML"),
+    "an escape sequence": (r'name = "\u001b[2J"', r"contains control characters"),
+    "an escape sequence in a key": (r'"\u001b[2J" = 1', r"contains control characters"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_TOML)
+def test_load_run_rejects_toml_that_is_too_deep_or_too_large(damage, tmp_path):
+    text, problem = DAMAGED_TOML[damage]
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(UserError, match=problem) as raised:
+        load_run(tmp_path / "run.toml", environment={})
+    assert "\x1b" not in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["[" * 3000 + "]" * 3000, "9" * 400, "[" * 3000])
+def test_load_run_rejects_override_that_is_too_deep_or_too_large(value, tmp_path):
+    with pytest.raises(UserError, match=r"training\.steps"):
+        load_run(write_run_file(tmp_path, ""), [f"training.steps={value}"], {})
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": "\\ud800"}', b"\xff", b"[]1", b"[1]"])
+def test_load_model_spec_rejects_damaged_json(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match="is not valid JSON"):
+        load_model_spec(str(tmp_path / "config.json"))

@@ -181,20 +181,49 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     for number in range(3):
-        journal.append({"what": "opened", "round": number})
+        journal.append({"what": "committed", "round": number, "at": 1.0})
     journal.close()
     content = path.read_bytes()
     path.write_bytes(content[:-5])
     again = Journal(path)
     assert [event["round"] for event in again.events] == [0, 1]
-    again.append({"what": "opened", "round": 9})
+    again.append({"what": "committed", "round": 9, "at": 1.0})
     again.close()
     assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
 
 
-@pytest.mark.parametrize("line", [b"{}\n", b"[1]\n", b"x\n", b"3\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{}\n",
+        b"[1]\n",
+        b"x\n",
+        b"3\n",
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b'{"what":"committed"}\n',
+        b'{"what":"joined","node":[],"capacity":4,"text":"t","at":1}\n',
+        b'{"what":"left","node":"a","at":1e400}\n',
+    ],
+)
 def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path = tmp_path / "journal.jsonl"
-    path.write_bytes(b'{"what":"opened"}\n' + line + b'{"what":"opened"}\n')
+    event = b'{"what":"committed","round":0,"at":1}\n'
+    path.write_bytes(event + line + event)
     with pytest.raises(UserError, match=r"line 2.*is not an event"):
         Journal(path)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"what": "committed", "round": 0},
+        {"what": "accepted", "round": 0, "node": "ann", "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0},
+        {"what": "dropped", "round": 0, "node": "ann", "why": "outlying"},
+        {"what": "opened", "round": 3, "owners": None, "text": {}},
+        {"what": "opened", "round": 0, "owners": [["nobody"]] * 4, "text": {}},
+    ],
+)
+def test_replay_rejects_event_that_does_not_follow_from_earlier_ones(event, tmp_path):
+    with pytest.raises(UserError, match=r"line 1.*does not follow from the lines before it"):
+        replay(tiny_swarm_run(tmp_path), [{**event, "at": 1.0}])

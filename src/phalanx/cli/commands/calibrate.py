@@ -59,10 +59,9 @@ def calibrate(
 
         phalanx calibrate runs/* --machine h100 --out our-h100.toml
     """
-    from rich.console import Console
-
     from phalanx.cli.common.output_file import check_replaceable
     from phalanx.spec.errors import UserError
+    from phalanx.spec.terminal import Terminal
 
     if out.suffix != ".toml":
         raise UserError(
@@ -95,7 +94,7 @@ def calibrate(
             "is required for runs on GPUs",
             fix="give the machine of the runs, such as --machine h100",
         )
-    with Console(stderr=True).status(f"fitting constants to {len(runs)} runs, and cross-validating them"):
+    with Terminal(stderr=True).status(f"fitting constants to {len(runs)} runs, and cross-validating them"):
         calibration = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
     write_machine(out, calibration.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
     if json_:
@@ -143,10 +142,10 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
     """
     from math import exp
 
-    from rich.console import Console
     from rich.table import Table
 
     from phalanx.cost.estimate.constants import time_constants
+    from phalanx.spec.terminal import Terminal
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("run", no_wrap=True)
@@ -158,7 +157,7 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
         errors = [f"{100 * (seconds / run.step_seconds - 1):+.1f} %" for seconds in (before, after, leave_one_out)]
         memory_cells = f"{run.memory_bytes / GIB:.2f}", f"{100 * (memory / run.memory_bytes - 1):+.1f} %"
         table.add_row(run.name, f"{run.step_seconds:.3f}", *errors, *memory_cells)
-    console = Console()
+    console = Terminal()
     console.print(table)
     if calibration.operations:
         console.print()

@@ -180,9 +180,10 @@ def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
     Both are printed to stderr, so that stdout has only the result.
     """
     from rich import progress as bar
-    from rich.console import Console
 
-    console = Console(stderr=True)
+    from phalanx.spec.terminal import Terminal
+
+    console = Terminal(stderr=True)
     if not console.is_terminal:
         yield _ProgressLines(console.print)
         return

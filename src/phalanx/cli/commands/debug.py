@@ -34,10 +34,11 @@ def debug(run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RU
 
 
 def _show(explanation: Explanation) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    from phalanx.spec.terminal import Terminal
+
+    console = Terminal()
 
     def print_text(text: Text | str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -49,6 +50,8 @@ def _show(explanation: Explanation) -> None:
         print_text(f"the last step that all reporting ranks finished: {explanation.step}")
     for line in explanation.earlier_failures:
         print_text(f"before: {line}")
+    for file in explanation.damaged_files:
+        print_text(f"! {file} is damaged, and is left out as far as it cannot be read")
     if explanation.ranks:
         print_text("")
     for rank, line in explanation.ranks.items():

@@ -118,13 +118,14 @@ def _tracing_progress(ranks: int, jobs: int) -> Iterator[Any]:
     """Show a progress bar of traced ranks on a terminal."""
     import sys
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from phalanx.spec.terminal import Terminal
 
     columns = TextColumn("tracing ranks, {task.fields[jobs]} at a time"), BarColumn(), MofNCompleteColumn()
     hidden = not sys.stderr.isatty()
     with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=hidden
+        *columns, TimeElapsedColumn(), console=Terminal(stderr=True), transient=True, disable=hidden
     ) as progress:
         task = progress.add_task("", total=ranks, jobs=min(jobs, ranks))
         yield lambda: progress.advance(task)

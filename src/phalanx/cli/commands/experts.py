@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.common.options import Json
@@ -17,7 +16,9 @@ from phalanx.runs.create import RUN_FILE
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.tables import parse_json
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.terminal import Terminal
 
 Loads = dict[int, list[int]]
 
@@ -120,7 +121,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     """
     fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
     try:
-        table = json.loads(file.read_text())
+        table = parse_json(file.read_bytes())
     except OSError as error:
         raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="give a JSON file") from None
     except ValueError:
@@ -144,7 +145,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
 
 
 def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label: str) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(title=f"tokens of experts on {ep} ranks (1.00: as many for each)", title_justify="left")
     for column in ("layer", "busiest expert", "busiest rank", order_label, "order"):
         table.add_column(column, justify="left" if column == "order" else "right", no_wrap=column != "order")

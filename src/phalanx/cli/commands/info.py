@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
@@ -19,6 +18,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model_spec, preset_names
 from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.terminal import Terminal
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
 MACHINE_FIELDS = (
@@ -64,7 +64,7 @@ def info(
         if json_:
             _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
         else:
-            Console().print(_model_list(models), _machine_list(machines), sep="\n\n")
+            Terminal().print(_model_list(models), _machine_list(machines), sep="\n\n")
         return
     if model is None:
         raise UserError("MODEL", None, "is missing", fix="give a model, such as phalanx info llama3-8b, or use --list")
@@ -111,7 +111,7 @@ def _resolve_sequence(spec: ModelSpec, sequence: int | None) -> int:
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
-    console = Console()
+    console = Terminal()
     facts = model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
     console.print(describe(spec), highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cli.commands.info import describe
@@ -35,6 +34,7 @@ from phalanx.spec.formatting import GIB, format_si, plural
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout, describe_recomputation
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 CUDA_PARTS = ("unused", "nccl", "device")
@@ -206,7 +206,7 @@ def _memory_to_json(memory: RankMemory) -> dict[str, int]:
 
 
 def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
-    console = Console(width=max(Console().width, WIDTH))
+    console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
     console.print(_format_summary(run, world_size, ranks_source, rows=rows), highlight=False, soft_wrap=True)

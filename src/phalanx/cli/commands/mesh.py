@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
@@ -14,6 +13,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+from phalanx.spec.terminal import Terminal
 
 AXIS_MEANINGS = {
     "dp_replicate": "copies of the model",
@@ -65,7 +65,7 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
 
 
 def _show(facts: dict[str, Any]) -> None:
-    console = Console()
+    console = Terminal()
     nodes = -(-facts["ranks"] // facts["ranks_per_node"])
     where = f"{facts['ranks']} ranks on {plural(nodes, 'node')}"
     servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +25,7 @@ from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.terminal import Terminal
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALIZED = "book-overlap"
@@ -217,7 +217,7 @@ def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None)
 
 
 def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
-    console = Console()
+    console = Terminal()
     idealised = " (idealised: not a schedule that can run; see 1f1b)" if "active" in facts else ""
     console.print(Text(facts["schedule"] + idealised, "bold"))
     margin = len(f"rank {facts['ranks'] - 1} ")
@@ -291,7 +291,7 @@ def check(
 
 
 def _report(facts: dict[str, Any], runs: bool) -> None:
-    console = Console()
+    console = Terminal()
     sizes = f"{facts['ranks']} ranks, {facts['stages']} stages, {facts['micro_batches']} micro-batches"
     reading = "as drawn, a tick per cell" if facts["as_drawn"] else "as orders"
     if facts["valid"]:

@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from phalanx.cli.common.options import Json, Overrides, RunFile
 from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.files.load import load_run
+from phalanx.spec.terminal import Terminal
 
 
 def split(
@@ -74,7 +74,7 @@ def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
         names = ["embedding", *names] if stage == 0 else names
         names += ["head"] if stage == facts["stages"] - 1 else []
         table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
-    console = Console()
+    console = Terminal()
     console.print(table)
     alone = facts["by_layers_alone"]
     block = costs[1]

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -33,6 +32,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import format_bytes, format_seconds, plural
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
 
@@ -224,7 +224,7 @@ def _min_nic_seconds(speed: float | None, site: NodeLayout, busiest_bytes: float
 
 
 def _show(facts: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
     nodes = f"{plural(facts['nodes'], 'node')} of {facts['nproc']}"
     console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
     for assumed in facts["site"]["assumed"]:
@@ -279,7 +279,7 @@ def _format_network(facts: dict[str, Any]) -> str:
     )
 
 
-def _show_collectives(console: Console, facts: dict[str, Any]) -> None:
+def _show_collectives(console: Terminal, facts: dict[str, Any]) -> None:
     """Print the loads and latencies of collectives over all ranks, if their formulas apply."""
     if facts["fabric_loads"]:
         numbers = [Column(header, justify="right") for header in ("network card", "fast links", "by spine", "at least")]

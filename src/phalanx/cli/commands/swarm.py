@@ -206,9 +206,9 @@ def plan(
     if json_:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
+    from phalanx.spec.terminal import Terminal
 
-    Console(width=max(Console().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
+    Terminal(width=max(Terminal().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
 
 
 def _require_swarm(run: RunSpec) -> SwarmSpec:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.runs.events import FINISHED, read_events
 from phalanx.spec.errors import UserError
 
 RESTART_SECONDS = 60.0
@@ -101,6 +100,8 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
 
 def _has_ended(directory: Path) -> bool:
     """Return whether a run has failed without a restart: by its own record, or because it is inactive."""
+    from phalanx.runs.events import FINISHED, read_events
+
     events = read_events(directory)
     if events and events[-1]["what"] == FINISHED:
         return True
@@ -121,8 +122,9 @@ def _watch_live(directory: Path, every_seconds: float) -> None:
     from rich.live import Live
 
     from phalanx.cli.views.report import render_live
+    from phalanx.spec.terminal import Terminal
 
-    with Live(auto_refresh=False) as screen:
+    with Live(console=Terminal(), auto_refresh=False) as screen:
         for facts in _poll_facts(directory, every_seconds):
             screen.update(render_live(facts), refresh=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from phalanx.spec.terminal import Terminal
 
 if TYPE_CHECKING:
     from phalanx.data.tokenize import Progress, TokenizationCounts
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @contextmanager
 def tokenization_progress() -> Iterator[Progress]:
     """Show a line with the numbers of documents and tokens on a terminal; remove it at the end."""
-    with Console(stderr=True).status("reading the text ...") as status:
+    with Terminal(stderr=True).status("reading the text ...") as status:
         yield lambda counts: status.update(f"tokenizing: {format_counts(counts)}")
 
 
@@ -36,7 +36,7 @@ def search_progress(devices: int) -> Iterator[ProgressCallback]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     hidden = not sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(f"layouts of {devices:,} devices", total=None)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
 from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 
 TITLES: dict[Kind, str] = {
     "size": "by size",
@@ -25,7 +24,7 @@ WIDTH = 120
 
 def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     """Print the planner's best layout and every rule that applies."""
-    console = Console(width=max(Console().width, WIDTH))
+    console = Terminal(width=max(Terminal().width, WIDTH))
     situation = advised.situation
     best = advised.best
     name = run.model.preset or run.model.from_hf or "model"
@@ -53,7 +52,7 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
+def _show(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
     rule = advice.rule
     verdict = advice.verdict
     label = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict

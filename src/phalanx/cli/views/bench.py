@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.latency_bandwidth_fit import WARN_ABOVE
 from phalanx.bench.nccl_tests_format import format_table
 from phalanx.spec.formatting import format_si
+from phalanx.spec.terminal import Terminal
 
 Facts = dict[str, Any]
 
@@ -19,7 +19,7 @@ def print_benchmarks(results: Facts) -> None:
 
     Lines among collectives that are not in nccl-tests' format start with #.
     """
-    console = Console(width=max(Console().width, 110), highlight=False)
+    console = Terminal(width=max(Terminal().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} concurrent ranks, each {results['device']}; times of the slowest"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
     parts = {"matmul": _matmul_table, "attention": _attention_table, "bandwidth": _bandwidth_table}

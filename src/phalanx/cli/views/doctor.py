@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.report import failing_hosts, sort_by_severity
+from phalanx.spec.terminal import Terminal
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
 MIN_TABLE_WIDTH = 110
@@ -20,7 +20,7 @@ SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), (
 
 def print_findings(findings: Sequence[DoctorFinding]) -> None:
     """Print problems with their fixes, then skipped checks with reasons, then passed checks."""
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     problems = [finding for finding in sort_by_severity(findings) if finding.severity in STYLES]
     hosts = {finding.host for finding in findings if finding.host}
     if problems:

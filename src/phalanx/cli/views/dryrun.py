@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.spec.formatting import format_si
 from phalanx.spec.parallel_dims import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 from phalanx.verify.dry_run_report import DryRunReport
 from phalanx.verify.plan_comparison import PlanCheck
 
@@ -46,7 +46,7 @@ def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
 def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
     """Print the report."""
     results = report.results
-    console = Console(width=max(Console().width, 110), highlight=False)
+    console = Terminal(width=max(Terminal().width, 110), highlight=False)
     console.print(_overview(run, report), soft_wrap=True)
     first, first_checks = results[0]
     console.print(f"\nrank {first['rank']}", style="bold")

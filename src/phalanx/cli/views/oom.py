@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY, describe_fit, describe_memory_limit
 from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 
 WIDTH = 180
 NOTES = (
@@ -26,7 +26,7 @@ NOTES = (
 
 def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     """Print the run's memory, the effect of each remedy, the steps until it fits, and the required ones."""
-    console = Console(width=max(Console().width, WIDTH))
+    console = Terminal(width=max(Terminal().width, WIDTH))
     _print_head(console, run, diagnosis)
     order = (
         "" if diagnosis.current_footprint.fits else ": those that make it fit, then those that help but do not suffice"
@@ -52,7 +52,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
+def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory = diagnosis.current_footprint.memory
     cluster = run.cluster
     name = run.model.preset or run.model.from_hf or "model"
@@ -74,7 +74,7 @@ def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
     )
 
 
-def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
+def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
     console.print("\nin sequence, until it fits", style="bold")
     if diagnosis.steps:
         table = _table("change", "frees GiB", "most in", "GiB then", "step s", "")
@@ -98,7 +98,7 @@ def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
         console.print(then, highlight=False)
 
 
-def _print_best(console: Console, diagnosis: Diagnosis) -> None:
+def _print_best(console: Terminal, diagnosis: Diagnosis) -> None:
     best = diagnosis.best
     if best is None:
         return

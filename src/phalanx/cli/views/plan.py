@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cli.views.plan_notes import (
@@ -39,6 +38,7 @@ from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 
 WIDTH = 120
 BATCH_TRAINERS = (
@@ -135,7 +135,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     print_assumptions(console, run, world_size, options=[option, *other_options])
 
 
-def _print_memory_parts(console: Console, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
+def _print_memory_parts(console: Terminal, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
     """Print the estimated parts of the first and last stage, and what the tensor count adds to their sum."""
     table = _table("memory, GiB", *option.stages, "")
     stages = option.stages.items()
@@ -155,7 +155,7 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
     _print_line(console, note, style="dim")
 
 
-def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
+def _print_simulated(console: Terminal, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """Print the simulated pipeline next to the search's estimate."""
     candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
@@ -256,7 +256,7 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
     console.print(table)
 
 
-def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
+def _print_head(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     _print_line(
         console,
@@ -298,11 +298,11 @@ def _table(*headers: str) -> Table:
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
 
 
-def _print_line(console: Console, text: str, style: str | None = None) -> None:
+def _print_line(console: Terminal, text: str, style: str | None = None) -> None:
     """Print a line as it is: unbroken, and with numbers in the same color."""
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.width >= WIDTH else Console(width=WIDTH)
+def _console() -> Terminal:
+    console = Terminal()
+    return console if console.width >= WIDTH else Terminal(width=WIDTH)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from phalanx.plan.search.evaluate import layout_to_text
 from phalanx.plan.search.explain import equally_fast
 from phalanx.plan.search.faster_layout import FasterLayout
@@ -16,6 +14,7 @@ from phalanx.plan.training_cost import TrainingCost
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import format_gib
 from phalanx.spec.run import RunSpec
+from phalanx.spec.terminal import Terminal
 
 PREDICTED_TRAINER = "Phalanx's own trainer"
 """Trainer whose time and memory a plan predicts. Other trainers differ by tens of GiB."""
@@ -48,11 +47,11 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
     return assumptions + balanced
 
 
-def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+def print_assumptions(console: Terminal, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
     """Print the assumptions of some predictions.
 
     Args:
-        console: Console to print to.
+        console: Terminal to print to.
         run: Run with the model and the cluster.
         world_size: Number of ranks.
         options: Predicted layouts.

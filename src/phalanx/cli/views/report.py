@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.report import formatting, gpu_samples
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.spec.formatting import format_ratio, format_seconds
+from phalanx.spec.terminal import Terminal
 
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
@@ -37,7 +38,7 @@ MAX_RANKS_SHOWN = 16
 
 def print_report(data: Facts, file: Path) -> None:
     """Print the full report: each run, the differences between runs, and the location of the page."""
-    console = Console(width=max(Console().width, 80), highlight=False)
+    console = Terminal(width=max(Terminal().width, 80), highlight=False)
     for facts in data["runs"]:
         for part in _report(facts):
             console.print(part, soft_wrap=isinstance(part, Text))

@@ -4,7 +4,6 @@ Safetensors and JSON only; transformers itself is not needed."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -19,6 +18,7 @@ from phalanx.model.huggingface.tensor_names import FAMILIES, hf_location, hf_sou
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_families import require_known_fields
 from phalanx.spec.files.load import hf_config_file
+from phalanx.spec.files.tables import parse_json
 from phalanx.spec.model import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -165,7 +165,7 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: the file is missing or not a JSON object.
     """
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(parse_json(file.read_bytes()))
     except OSError:
         raise UserError(FIELD, str(file), "no such file", fix=DIRECTORY_FIX) from None
     except (ValueError, TypeError) as error:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from phalanx.cost.estimate.kernel_time import attention_seconds, matmul_seconds,
 from phalanx.cost.kinds import Column
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.tables import parse_json, parse_toml
 from phalanx.spec.run import RunSpec
 
 KNOWN_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -101,8 +100,8 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
         UserError: If the file has another format.
     """
     try:
-        results = json.loads(file.read_text())
-        run = run_from_table(tomllib.loads(results["run_file"]))
+        results = parse_json(file.read_bytes())
+        run = run_from_table(parse_toml(results["run_file"]))
         ranks = int(results["world_size"])
         cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
         return BenchmarkFile(

@@ -19,8 +19,8 @@ from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
 from phalanx.runs.hang_dumps import FAILURES_DIR
 from phalanx.runs.jsonl import JsonlTail, JsonRecord
 from phalanx.runs.lock import is_running
-from phalanx.runs.metrics import METRICS_FILE
-from phalanx.runs.step_records import FORMAT, TRACE_DIR
+from phalanx.runs.metrics import METRICS_FILE, decode_metrics
+from phalanx.runs.step_records import FORMAT, TRACE_DIR, decode_rank_line
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -114,7 +114,7 @@ class RankMetrics:
             if line.get("format") == FORMAT:
                 self.opening = line
                 self.step = {}
-            elif "seconds" in line and "stages" in line:
+            elif "stages" in line:
                 self.step = line
 
 
@@ -123,7 +123,7 @@ class RunMetrics:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metrics = JsonlTail(directory / METRICS_FILE)
+        self._metrics = JsonlTail(directory / METRICS_FILE, decode_metrics)
         self._step: JsonRecord = {}
         self._evaluation: JsonRecord = {}
         self._ranks: dict[Path, RankMetrics] = {}
@@ -187,7 +187,7 @@ class RunMetrics:
 
     def _rank_samples(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
-            self._ranks.setdefault(file, RankMetrics(JsonlTail(file))).refresh()
+            self._ranks.setdefault(file, RankMetrics(JsonlTail(file, decode_rank_line))).refresh()
         ranks = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
         if 0 not in ranks:
             return

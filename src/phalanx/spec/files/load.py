@@ -13,6 +13,7 @@ from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.tables import Table, deep_merge, read_json, read_run_table, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.local_paths import check_local_path
@@ -204,9 +205,7 @@ def write_effective_layout(directory: Path, layout: Layout | None) -> None:
     if layout is None:
         file.unlink(missing_ok=True)
     else:
-        temp_file = file.with_suffix(".partial")
-        temp_file.write_text(layout.model_dump_json(exclude_defaults=True))
-        temp_file.replace(file)  # atomic
+        replace_file(file, layout.model_dump_json(exclude_defaults=True))
 
 
 def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
@@ -216,7 +215,10 @@ def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
         UserError: The saved layout is of another version.
     """
     file = directory / LAYOUT_FILE
-    return run.model_copy(update={"layout": parse_table(Layout, read_json(file))}) if file.exists() else run
+    if not file.exists() and not file.is_symlink():
+        return run
+    table = read_json(file, "layout of the last start", fix="remove the file to use the layout of run.toml")
+    return run.model_copy(update={"layout": parse_table(Layout, table)})
 
 
 def _add_tokenizer(data: Any, model: Any) -> Any:

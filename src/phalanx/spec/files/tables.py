@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic_core
+
 from phalanx.spec.components import mark_components
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import printable
 from phalanx.spec.local_paths import check_local_path
 
 Table = dict[str, Any]
 MARKER_FILE = "phalanx.json"
 """File in a run directory: Phalanx may write to this directory."""
+MAX_DEPTH = 100
+"""Maximum depth of nested tables and lists. No field of a run is deeper than a few."""
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
@@ -23,14 +27,14 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         UserError: The file does not exist or is not TOML.
     """
     path = Path(check_local_path(file_kind, str(path)))
-    if path.is_dir() or not path.exists():
-        problem = "is a directory" if path.is_dir() else "no such file"
+    if not path.is_file():
+        problem = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"use {path / 'run.toml'}" if (path / "run.toml").is_file() else f"create one with: {command}"
         raise UserError(file_kind, str(path), problem, fix=fix)
     try:
-        return tomllib.loads(path.read_text())
+        return parse_toml(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="correct the file") from None
     except OSError as error:
@@ -65,18 +69,66 @@ def is_in_run_directory(file: Path) -> bool:
     return (folder / MARKER_FILE).exists() or any(folder.glob("checkpoints/step-*"))
 
 
-def read_json(path: Path) -> Table:
-    """Parse a JSON file that contains a table.
+def parse_toml(text: str) -> Table:
+    """Return the table of a TOML text.
 
     Raises:
-        UserError: The file is not JSON.
+        tomllib.TOMLDecodeError: The text is not TOML; or values are nested deeper than `MAX_DEPTH`, an integer has
+            more than 64 bits, or text contains control characters, which would reach terminals.
     """
     try:
-        return dict(json.loads(path.read_text()))
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # also for a number of thousands of digits
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    _check_values(table, MAX_DEPTH)
+    return table
+
+
+def _check_values(value: Any, depth: int) -> None:
+    """Raise TOMLDecodeError for values that are nested deeper, for control characters, and for too large integers."""
+    if depth < 0:
+        raise _too_deep()
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise tomllib.TOMLDecodeError("an integer has more than 64 bits")
+    if isinstance(value, str) and printable(value) != value:
+        raise tomllib.TOMLDecodeError(f"the text '{printable(value)}' contains control characters")
+    parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        _check_values(part, depth - 1)
+
+
+def _too_deep() -> tomllib.TOMLDecodeError:
+    return tomllib.TOMLDecodeError(f"tables or lists are nested more than {MAX_DEPTH} deep")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Unlike `json.loads`, it raises ValueError for every text that is not JSON: also for one that is nested too deep,
+    or that contains half a surrogate pair, which cannot be printed.
+    """
+    return pydantic_core.from_json(text)
+
+
+def read_json(path: Path, field: str = "model config", fix: str = "use a Hugging Face config.json") -> Table:
+    """Parse a JSON file that contains a table.
+
+    Args:
+        path: The file.
+        field: The kind of the file, for errors.
+        fix: The fix, for errors.
+
+    Raises:
+        UserError: The file cannot be read, or is not a table in JSON.
+    """
+    try:
+        return dict(parse_json(path.read_bytes()))
+    except OSError as error:
+        raise UserError(field, str(path), f"cannot be read: {error.strerror}", fix=fix) from None
     except (ValueError, TypeError) as error:
-        raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", fix="use a Hugging Face config.json"
-        ) from None
+        raise UserError(field, str(path), f"is not valid JSON: {error}", fix=fix) from None
 
 
 def deep_merge(base: Table, override: Table) -> Table:
@@ -115,7 +167,7 @@ def parse_toml_value(text: str) -> Any:
     Text that is not TOML is a string, so that --set name=trial needs no quotes; 32e9 is also accepted as an integer.
     """
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
     is_whole = isinstance(value, float) and value.is_integer() and "." not in text

@@ -9,8 +9,13 @@ import json
 import os
 from pathlib import Path
 
+from phalanx.runs.decode import read_bytes
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
+from phalanx.runs.swarm_records import decode_journal_event
 from phalanx.spec.errors import UserError
+
+RESTORE = "restore it from a copy, or start a new swarm in another directory"
+"""Fix of a damaged journal."""
 
 
 class Journal:
@@ -27,11 +32,13 @@ class Journal:
         """
         self.path = path
         self.events: list[JsonRecord] = []
-        content = path.read_bytes() if path.exists() else b""
-        for number, (_, event) in enumerate(parse_jsonl(content), start=1):
-            if event is None or "what" not in event:
-                fix = "restore it from a copy, or start a new swarm in another directory"
-                raise UserError("journal", f"{path}, line {number}", "is not an event", fix=fix)
+        try:
+            content = read_bytes(path) if path.exists() or path.is_symlink() else b""
+        except OSError as error:
+            raise UserError("journal", str(path), f"cannot be read: {error.strerror}", fix=RESTORE) from None
+        for number, (_, event) in enumerate(parse_jsonl(content, decode_journal_event), start=1):
+            if event is None:
+                raise UserError("journal", f"{path}, line {number}", "is not an event", fix=RESTORE)
             self.events.append(event)
         self._file = path.open("ab")
         self._file.truncate(content.rfind(b"\n") + 1)

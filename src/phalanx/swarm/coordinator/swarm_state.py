@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, RoundSpec
+from phalanx.swarm.coordinator.journal import RESTORE
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 
@@ -83,6 +85,25 @@ class SwarmState:
         """Number of rejections by node and reason."""
 
     # -- events ----------------------------------------------------------------------------------------------------
+
+    def can_record(self, event: Event) -> bool:
+        """Return whether an event can follow the earlier ones. In a damaged journal it may not."""
+        match event["what"]:
+            case "committed" | "resumed":
+                return self.round is not None
+            case "accepted":
+                return self.round is not None and event["node"] in self.round.data_assignments
+            case "dropped":
+                return self.round is not None and event["node"] in self.round.updates
+            case "opened":
+                is_next = self.round is None and event["round"] == self.committed
+                return is_next and set(event["text"]) == set(self.members) and self._has_all_owners(event["owners"])
+        return True
+
+    def _has_all_owners(self, owners: list[list[str]] | None) -> bool:
+        """Return whether each expert that is distributed over nodes has owners, which are members."""
+        is_owned = [bool(nodes) and set(nodes) <= set(self.members) for nodes in owners or ()]
+        return len(is_owned) == self._num_split_experts and all(is_owned)
 
     def record(self, event: Event) -> None:
         """Apply an event."""
@@ -268,9 +289,16 @@ def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
 
 
 def replay(run: RunSpec, events: list[Event]) -> SwarmState:
-    """Return the state after these events."""
+    """Return the state after these events.
+
+    Raises:
+        UserError: An event cannot follow the earlier ones: lines of the journal are missing or damaged.
+    """
     state = SwarmState(run)
-    for event in events:
+    for number, event in enumerate(events, start=1):
+        if not state.can_record(event):
+            problem = f"the event {event['what']!r} does not follow from the lines before it"
+            raise UserError("journal", f"line {number}", problem, fix=RESTORE)
         state.record(event)
     return state
 

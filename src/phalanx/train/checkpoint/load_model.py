@@ -20,6 +20,7 @@ from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.components import require_trusted
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.state import load_checkpoint
 from phalanx.train.components import build_network
@@ -107,5 +108,5 @@ def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
             problem = "has no tokenizer.json: nodes create it from their text, which the coordinator does not read"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
             raise UserError("run directory", str(run_directory), problem, fix=fix)
-        tokenizer.save(file)
+        replace_file(file, tokenizer.to_json())
     return file

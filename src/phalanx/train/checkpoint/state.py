@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from typing_extensions import TypedDict
 
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.module_tensors import named_buffers
 from phalanx.parallel.strategy import Strategy
+from phalanx.runs.decode import Decode, decoder, read_json, require_keys
 from phalanx.spec.errors import UserError
+
+
+class _RankFile(TypedDict):
+    """The file of a rank in a checkpoint."""
+
+    random: Annotated[dict[str, str], require_keys("torch")]
+    """States of random number generators, in hexadecimal text."""
+    sha256: dict[str, str]
+
+
+_decode_rank_file: Decode[_RankFile] = decoder(_RankFile)
 
 
 def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -53,14 +69,48 @@ def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = _saved_tensors(reader).items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
-    load(tensors, storage_reader=reader, no_dist=True)
+    _load(tensors, reader, no_dist=True)
     return tensors
 
 
 def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    """Return the metadata of each tensor of a checkpoint."""
-    entries = reader.read_metadata().state_dict_metadata.items()
-    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    """Return the metadata of each tensor of a checkpoint.
+
+    Raises:
+        UserError: A header of the files is damaged, although the checksums are correct. DCP does not check headers.
+    """
+    try:
+        entries = reader.read_metadata().state_dict_metadata.items()
+        saved = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        if sum(map(_num_bytes, saved.values())) > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
+            raise ValueError("the tensors are larger than the files")
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _damaged_weights(reader, error) from None
+    return saved
+
+
+def _num_bytes(entry: TensorStorageMetadata) -> int:
+    if min(entry.size, default=0) < 0:
+        raise ValueError("a dimension of a tensor is negative")
+    return prod(entry.size) * entry.properties.dtype.itemsize
+
+
+def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
+    """Load tensors in place.
+
+    Raises:
+        UserError: The files do not contain every part of the tensors.
+    """
+    try:
+        load(tensors, storage_reader=reader, no_dist=no_dist)
+    except CheckpointException as error:
+        raise _damaged_weights(reader, next(iter(error.failures.values()))[0]) from None
+
+
+def _damaged_weights(reader: HuggingFaceStorageReader, error: BaseException) -> UserError:
+    problem = f"has damaged weights ({type(error).__name__}: {str(error)[:200]})"
+    fix = "restore the checkpoint from a copy, or remove its directory to use the one before"
+    return UserError("checkpoint", str(reader.path), problem, fix=fix)
 
 
 def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -88,7 +138,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
                 f"but {list(tensor.shape)} in this run",
                 fix="resume with the model and optimizer of the checkpoint",
             )
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    _load(tensors, reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
 
 
@@ -132,7 +182,12 @@ def restore_rng_state(checkpoint: Path, rank: int) -> None:
     path = checkpoint / f"rank-{rank:05d}.json"
     if not path.exists():
         return
-    set_rng_state(json.loads(path.read_text())["random"])
+    try:
+        set_rng_state(read_json(path, _decode_rank_file)["random"])
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a state of another size
+        problem = f"does not contain the random state of rank {rank}: {error}"
+        fix = "restore it from a copy, or remove the checkpoint to use the one before"
+        raise UserError("checkpoint", str(path), problem, fix=fix) from None
 
 
 def rng_state() -> dict[str, str]:

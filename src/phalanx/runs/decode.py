@@ -1,0 +1,96 @@
+"""Typed decoding of the files of a run directory, which disks, editors and other people's programs may have damaged.
+
+Each file has one reader, which decodes its JSON by the type of its records. A record of another type is damaged: a
+problem of the report, and never an exception elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union
+
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, TypeAdapter
+
+T = TypeVar("T")
+Decode = Callable[[bytes], T]
+"""Function that decodes JSON, and raises ValueError for JSON of another type."""
+
+MAX_RANKS = 2**20
+MAX_NUMBER = 1e18
+"""Bounds of the numbers in records: larger ones are damage, and would overflow in sums or fill the memory."""
+Number = Annotated[int | float, Field(allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
+Amount = Annotated[int | float, Field(allow_inf_nan=False, ge=0, le=MAX_NUMBER)]
+"""A number that is not negative, such as seconds."""
+Count = Annotated[int, Field(ge=0, le=int(MAX_NUMBER))]
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+WorldSize = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Index = Annotated[str, StringConstraints(pattern=r"^(0|[1-9]\d{0,6})$")]
+"""A key of a JSON object that is a number, such as a stage."""
+
+
+def require_keys(*keys: str) -> AfterValidator:
+    """Return the validator of a dictionary of any keys that must have these."""
+
+    def check(table: dict[str, Any]) -> dict[str, Any]:
+        if not table.keys() >= set(keys):
+            raise ValueError(f"one of {', '.join(keys)} is missing")
+        return table
+
+    return AfterValidator(check)
+
+
+def decoder(json_type: Any) -> Decode[Any]:
+    """Return the decoder of a type. It does not convert values, and bounds the depth of nested values."""
+    adapter = TypeAdapter(json_type)
+    return lambda content: adapter.validate_json(content, strict=True)
+
+
+def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
+    """Return the decoder of objects whose type depends on the text of one field.
+
+    Args:
+        key: The name of the field.
+        types: The type of an object by this text.
+        other: The type of objects with any other text.
+    """
+
+    def name(value: Any) -> str:
+        text = value.get(key) if isinstance(value, dict) else None
+        return text if isinstance(text, str) and text in types else ""
+
+    tagged = [Annotated[json_type, Tag(tag)] for tag, json_type in (*types.items(), ("", other))]
+    return decoder(Annotated[Union[tuple(tagged)], Discriminator(name)])  # noqa: UP007 -- of a tuple
+
+
+decode_object: Decode[dict[str, Any]] = decoder(dict[str, Any])
+"""Decode an object with any values."""
+
+
+def check_regular_file(file: Path) -> None:
+    """Raise OSError unless a file exists and is a regular one. A pipe in its place would block its reader."""
+    if not file.is_file():
+        code = errno.EINVAL if file.exists() else errno.ENOENT
+        raise OSError(code, os.strerror(code), str(file))
+
+
+def read_bytes(file: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    check_regular_file(file)
+    return file.read_bytes()
+
+
+def read_json(file: Path, decode: Decode[T]) -> T:
+    """Return the decoded content of a file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The content is damaged.
+    """
+    return decode(read_bytes(file))
