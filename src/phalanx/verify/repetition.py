@@ -129,7 +129,7 @@ def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], record
 
 
 class _Mark(NamedTuple):
-    """What recorders and counters show at one time."""
+    """Counts of recorders, and of gradients in sums, at one time."""
 
     calls: int
     flops: int
@@ -138,7 +138,7 @@ class _Mark(NamedTuple):
 
 @dataclass
 class _Work:
-    """What a micro-batch, or a pass of it, adds to recorders and counters."""
+    """Additions of a micro-batch, or of a pass of it, to recorders and counters."""
 
     calls: list[CollectiveCall]
     flops: int
@@ -252,7 +252,7 @@ class RepeatedPasses(StagePasses):
         traced_action = self._traced_action[action]
         if traced_action == action:
             return self._trace(action, received, state)
-        return self._repeat(action, traced_action, received, state)
+        return self._repeat(action, traced_action, received, state=state)
 
     def _trace(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         key = action.stage, action.micro
@@ -267,7 +267,9 @@ class RepeatedPasses(StagePasses):
         self._name(key, "losses", losses)
         change.net.update(messages)
         change.net.subtract(self._message_bytes(key))
-        self._traced[action] = _TracedPass(self._work.since(mark), change, _empty_like(output), _empty_like(losses))
+        self._traced[action] = _TracedPass(
+            work=self._work.since(mark), memory=change, output=_empty_like(output), losses=_empty_like(losses)
+        )
         if action.kind == "I":
             self._last_backward = key
         return output

@@ -69,8 +69,8 @@ def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Stra
     """
     memories = []
     schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, schedule, strategy)):
-        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, schedule, pp_rank, strategy=strategy)
+    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, schedule=schedule, strategy=strategy)):
+        messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, schedule, pp_rank=pp_rank, strategy=strategy)
         memories.append(
             WorkingMemory(
                 activations=max(passes.forward_only, passes.with_gradients),

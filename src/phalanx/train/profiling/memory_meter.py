@@ -138,7 +138,9 @@ class MemoryMeter(TorchDispatchMode):
         self._update_peaks()
         before = self.peaks, self.peak_working, self.peak_total
         start = self.bytes_by_part.copy(), self._working_bytes, self._total_bytes
-        self.peaks, self.peak_working, self.peak_total = start[0].copy(), *start[1:]
+        self.peaks = start[0].copy()
+        self.peak_working = start[1]
+        self.peak_total = start[2]
         change = MemoryChange()
         yield change
         self._update_peaks()
