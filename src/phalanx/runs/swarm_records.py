@@ -28,6 +28,7 @@ SHARED_WEIGHTS_FILE = "base.safetensors"
 LOCAL_WEIGHTS_FILE = "live.safetensors"
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(kw_only=True)
 class RoundRecord:
     """A round on a node's rank 0. Encoding, sending and receiving may overlap with training."""

@@ -157,10 +157,10 @@ class RepeatedWork:
 
     def mark(self) -> _Mark:
         """Return the present state."""
-        calls, flops = (0, 0)
-        if self.recorders is not None:
-            calls, flops = len(self.recorders.collectives.calls), self.recorders.flops.flops
-        return _Mark(calls, flops, [owned.num_added for owned in self._owned])
+        num_added = [owned.num_added for owned in self._owned]
+        if self.recorders is None:
+            return _Mark(0, 0, num_added)
+        return _Mark(len(self.recorders.collectives.calls), self.recorders.flops.flops, num_added)
 
     def since(self, mark: _Mark) -> _Work:
         """Return what was added since the mark."""
