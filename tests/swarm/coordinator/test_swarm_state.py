@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.coordinator.journal import Journal
-from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, deadline_offset, replay, summary
+from phalanx.swarm.coordinator.open_round import deadline_offset
+from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, replay, summary
 from tests.helpers.local_swarm import NODES, tiny_swarm_run
 
 NOWHERE = Path("/nowhere")

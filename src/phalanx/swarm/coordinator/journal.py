@@ -33,14 +33,22 @@ class Journal:
                 fix = "restore it from a copy, or start a new swarm in another directory"
                 raise UserError("journal", f"{path}, line {number}", "is not an event", fix=fix)
             self.events.append(event)
-        self._file = path.open("ab")
-        self._file.truncate(content.rfind(b"\n") + 1)
+        self._file = path.open("ab", buffering=0)
+        self._size = content.rfind(b"\n") + 1
 
     def append(self, event: JsonRecord) -> None:
-        """Write an event, and wait until it is on disk."""
-        self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        """Write an event, and wait until it is on disk.
+
+        Raises:
+            OSError: The disk is full, for example. The event is not in the journal, and may be written again.
+        """
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        self._file.truncate(self._size)  # a part of an event that could not be written
+        written = 0
+        while written < len(line):
+            written += self._file.write(line[written:])
         os.fsync(self._file.fileno())
+        self._size += len(line)
 
     def close(self) -> None:
         """Close the file."""

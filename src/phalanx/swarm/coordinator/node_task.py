@@ -25,6 +25,8 @@ class NodeTask:
     owned: tuple[int, ...] = ()
     already_sent: bool = False
     closes_in_seconds: float | None = None
+    problem: str = ""
+    """The present problem of the coordinator, for which its operator must look."""
 
     def reached(self, round: int | None, committed: int | None) -> bool:
         """Return whether the node is in `round` or later, `committed` rounds are done, or all rounds are."""

@@ -15,9 +15,10 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.coordinator.store import check_digest
 from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
-from phalanx.swarm.rpc.certificates import NAME_PATTERN
+from phalanx.swarm.rpc.certificates import NAME_PATTERN, certificate_member
 from phalanx.swarm.rpc.protocol import (
     OPTIONS,
     PROTOCOL_VERSION,
@@ -28,19 +29,30 @@ from phalanx.swarm.rpc.protocol import (
     tensor_chunks,
     unpack,
 )
-from phalanx.swarm.rpc.rate_limit import MAX_CONCURRENT_CALLS, RateLimiter
+from phalanx.swarm.rpc.rate_limit import (
+    HANDSHAKE_SECONDS,
+    MAX_CONCURRENT_CALLS,
+    MAX_NODES,
+    RateLimiter,
+    connection_limit,
+)
 from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
-MAX_NODES = 64
+IDLE_SECONDS = 60.0
+"""Time without a call after which a connection is closed; nodes send a heartbeat every 5 s."""
 CALLS_PER_NODE = 3
 """Concurrent calls of a node: a transfer, a wait, and a heartbeat."""
 MAX_CACHED_DIGESTS = 4
 WAIT_SECONDS = 30.0
 """Maximum duration of a call that waits for a round."""
+NOT_PERMITTED = "not permitted"
+DAMAGED = "damaged model"
 CODES = {
     BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     "oversized": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "foreign": grpc.StatusCode.PERMISSION_DENIED,
+    NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
+    DAMAGED: grpc.StatusCode.DATA_LOSS,
     NOT_A_MEMBER: grpc.StatusCode.PERMISSION_DENIED,
     ALREADY_SENT: grpc.StatusCode.ALREADY_EXISTS,
     ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
@@ -61,12 +73,18 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     Raises:
         UserError: The server cannot listen on the address.
     """
+    operator = certificate_member(certificates)
     workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
     no_port_sharing = ("grpc.so_reuseport", 0)
-    max_streams = ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS)
-    server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, max_streams])
-    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
+    limits = [
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
+        ("grpc.max_allowed_incoming_connections", connection_limit()),
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
+        ("grpc.max_connection_idle_ms", int(1000 * IDLE_SECONDS)),
+    ]
+    server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, *limits])
+    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting, operator)),))
     key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
     credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
     try:
@@ -96,7 +114,7 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
     methods = {
         **{
             name: unary(_unary_handler(service.pace, getattr(service, name)))
-            for name in ("join", "heartbeat", "wait", "leave", "status", "received")
+            for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
         },
         "put": stream_in(service.put),
         "get": stream_out(service.get),
@@ -139,9 +157,11 @@ def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
 class SwarmService:
     """The calls that nodes can make."""
 
-    def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
+    def __init__(self, coordinator: Coordinator, greeting: Message, operator: str) -> None:
         self.coordinator = coordinator
         self.greeting = greeting
+        self.operator = operator
+        """The name in the coordinator's own certificate."""
         self.pace = RateLimiter()
         self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
@@ -158,12 +178,13 @@ class SwarmService:
 
     def heartbeat(self, node: str, message: Message) -> Message:
         """Record a heartbeat, and return the node's task."""
-        return asdict(self.coordinator.heartbeat(node))
+        return asdict(self.coordinator.heartbeat(node)) | {"problem": self.coordinator.problem}
 
     def wait(self, node: str, message: Message) -> Message:
         """Wait for a round (`Coordinator.wait`), and return the node's task."""
         seconds = min(WAIT_SECONDS, float(message["seconds"]))
-        return asdict(self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds))
+        task = self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds)
+        return asdict(task) | {"problem": self.coordinator.problem}
 
     def leave(self, node: str, message: Message) -> Message:
         """Remove a node from the swarm."""
@@ -173,6 +194,15 @@ class SwarmService:
     def status(self, node: str, message: Message) -> Message:
         """Return the status (`Coordinator.status`)."""
         return self.coordinator.status()
+
+    def text(self, node: str, message: Message) -> Message:
+        """Set the text that all nodes must read (`Coordinator.set_text`)."""
+        if node != self.operator:
+            raise UpdateRejected(
+                f"{NOT_PERMITTED}: only the coordinator's certificate, {self.operator}, may set the text"
+            )
+        self.coordinator.set_text(str(message["text"]))
+        return {}
 
     def received(self, node: str, message: Message) -> Message:
         """Return how many bytes of a node's update were received."""
@@ -197,6 +227,8 @@ class SwarmService:
             return pack({})
         except UpdateRejected as refused:
             reason = str(refused)
+        except TensorFileError as error:  # of the model, which the node did not send: it tries again
+            context.abort(grpc.StatusCode.INTERNAL, f"{DAMAGED}: the coordinator's {error}")
         except (KeyError, TypeError, ValueError, StopIteration) as error:
             reason = f"malformed: {type(error).__name__}: {error}"
         if not reason.startswith(BUSY):
@@ -219,8 +251,11 @@ class SwarmService:
                 yield from self._stream_weights(node, round_number, requested_committed, local_keys=local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
-        except TensorFileError:  # or truncated after a power failure, as it is not synced
-            context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
+        except (FileNotFoundError, TensorFileError) as error:
+            if round_number >= 0 or requested_committed >= 0:
+                context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
+            self.coordinator.problems["weights"] = f"nodes cannot receive the weights: {error}"
+            raise _abort(context, f"{DAMAGED}: {error}; the operator of the coordinator must restore it") from None
         except (TypeError, ValueError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
@@ -236,28 +271,31 @@ class SwarmService:
             if round_number < 0 and committed == self.coordinator.state.committed:
                 store.snapshot(committed)
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
-        with TensorFile(path) as file:
-            keys = [key for key in file.shapes if key not in local_keys]
-            with self._digest_lock:  # computed once for many concurrent calls
-                if path not in self._digests:
-                    self._digests = dict([*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]) | {
-                        path: _tensor_digests(file)
-                    }
-                digests = self._digests[path]
-            piece_digests = {key: digests[key] for key in keys}
-            yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
-            yield from tensor_chunks(file, keys)
+        try:
+            with TensorFile(path) as file:
+                digests = self._checked_digests(file, round_number, committed)
+                keys = [key for key in file.shapes if key not in local_keys]
+                piece_digests = {key: digests[key] for key in keys}
+                yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
+                yield from tensor_chunks(file, keys)
+        except TensorFileError:
+            if round_number < 0:
+                path.unlink(missing_ok=True)  # a copy, which the next call makes anew
+            raise
 
-
-def _tensor_digests(file: TensorFile) -> dict[str, str]:
-    """Return the checksum of every tensor in a file."""
-    digests = {}
-    for key in file.shapes:
-        checksum = xxhash.xxh3_128()
-        for chunk in tensor_chunks(file, [key]):
-            checksum.update(chunk)
-        digests[key] = checksum.hexdigest()
-    return digests
+    def _checked_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
+        """Return the digest of each tensor of a file, whose content is as the coordinator wrote it."""
+        with self._digest_lock:  # computed once for many concurrent calls
+            if file.path not in self._digests:
+                state = self.coordinator.state
+                if round_number >= 0:
+                    check_digest(file, file.shapes, state.broadcast_digests.get(round_number))
+                else:
+                    self.coordinator.store.check_weights(file, state.weight_digests(committed))
+                    self.coordinator.problems["weights"] = ""
+                recent = [*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]
+                self._digests = dict(recent) | {file.path: {key: file.digest([key]) for key in file.shapes}}
+            return self._digests[file.path]
 
 
 def _receive_file(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:
