@@ -72,7 +72,7 @@ class Coordinator:
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
         self.closing = False
         """True while the open round is aggregated: it accepts no more updates."""
-        self.ended = False  # True when waiting calls must return
+        self.ended = False  # true when waiting calls must return
         self.changed = threading.Condition()
         """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
@@ -89,7 +89,7 @@ class Coordinator:
             self._record("initialized", base=self.store.base_digests())
         self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
         if self.state.round is not None:
-            self._record("resumed", down=self.ticked_at - self.journal.events[-1]["at"])
+            self._record("resumed", down=self.ticked_at - self.journal.last_alive())
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -278,6 +278,7 @@ class Coordinator:
             if open_event is not None:
                 self._apply(open_event)
                 self.changed.notify_all()
+        self.journal.mark_alive(now)
         self.ticked_at = self.clock()
 
     def _close(self) -> None:

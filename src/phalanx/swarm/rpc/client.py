@@ -142,8 +142,8 @@ class SwarmClient:
         def send_file() -> None:
             nonlocal tries, start
             tries += 1
-            start = time.perf_counter()
             offset = int(self._call("received", {"round": round, "mark": upload_id})["bytes"])
+            start = time.perf_counter()
             header = {
                 "round": round,
                 "offset": offset,

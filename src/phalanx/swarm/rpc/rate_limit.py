@@ -1,28 +1,18 @@
-"""Limits on connections, and on the number of concurrent calls of a member and their rate.
+"""Limits on the number of concurrent calls of a member, and on their rate.
 
-A member that floods the coordinator must retry later, so that the other members are served. Connections are limited
-before anyone is known by a certificate, so that the coordinator can always open its own files.
+A member that floods the coordinator must retry later, so that the other members are served.
 """
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 
-MAX_NODES = 64
-MAX_CONNECTIONS = 512
-"""Maximum number of connections, most of which may be those of strangers for `HANDSHAKE_SECONDS`."""
-RESERVED_DESCRIPTORS = 5 * MAX_NODES
-"""Descriptors for files: an update that is received, one that is aggregated and a download per node, and the model."""
-HANDSHAKE_SECONDS = 10.0
-"""Time for TLS and the first message of a connection, over a link that is busy with an update."""
 MAX_CONCURRENT_CALLS = 6
 """Maximum number of concurrent calls: twice a node's need, in case of an unnoticed link failure."""
 CALLS_PER_SECOND = 100.0
@@ -32,26 +22,6 @@ MAX_BURST = 500.0
 A node makes about five per round, and small models have several rounds per second. A small call takes 0.5 ms, so that a
 flood takes a twentieth of a core.
 """
-
-
-def connection_limit() -> int:
-    """Raise the limit of descriptors as far as needed, and return the maximum number of connections.
-
-    Raises:
-        UserError: The limit is too low for the files of a coordinator and the connections of its nodes.
-    """
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
-    if soft_limit != resource.RLIM_INFINITY and soft_limit < needed:
-        soft_limit = needed if hard_limit == resource.RLIM_INFINITY else min(needed, hard_limit)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
-    if soft_limit == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    connections = min(MAX_CONNECTIONS, soft_limit - RESERVED_DESCRIPTORS)
-    if connections < 2 * MAX_NODES:
-        fix = f"raise the limit: ulimit -n {needed}"
-        raise UserError("ulimit -n", soft_limit, "is too low for a coordinator's files and connections", fix=fix)
-    return connections
 
 
 class RateLimiter:

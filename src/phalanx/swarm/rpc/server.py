@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +11,20 @@ from pathlib import Path
 import grpc
 import xxhash
 
-from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.coordinator.store import check_digest
 from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.certificates import NAME_PATTERN, certificate_member
+from phalanx.swarm.rpc.connections import (
+    HANDSHAKE_SECONDS,
+    IDLE_SECONDS,
+    MAX_NODES,
+    SWEEP_SECONDS,
+    StrangerLimit,
+    connection_limit,
+    listen_error,
+)
 from phalanx.swarm.rpc.protocol import (
     OPTIONS,
     PROTOCOL_VERSION,
@@ -29,17 +35,9 @@ from phalanx.swarm.rpc.protocol import (
     tensor_chunks,
     unpack,
 )
-from phalanx.swarm.rpc.rate_limit import (
-    HANDSHAKE_SECONDS,
-    MAX_CONCURRENT_CALLS,
-    MAX_NODES,
-    RateLimiter,
-    connection_limit,
-)
+from phalanx.swarm.rpc.rate_limit import MAX_CONCURRENT_CALLS, RateLimiter
 from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
-IDLE_SECONDS = 60.0
-"""Time without a call after which a connection is closed; nodes send a heartbeat every 5 s."""
 CALLS_PER_NODE = 3
 """Concurrent calls of a node: a transfer, a wait, and a heartbeat."""
 MAX_CACHED_DIGESTS = 4
@@ -74,37 +72,33 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
         UserError: The server cannot listen on the address.
     """
     operator = certificate_member(certificates)
+    max_connections = connection_limit()
     workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
     no_port_sharing = ("grpc.so_reuseport", 0)
     limits = [
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
-        ("grpc.max_allowed_incoming_connections", connection_limit()),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
         ("grpc.max_connection_idle_ms", int(1000 * IDLE_SECONDS)),
     ]
     server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, *limits])
-    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting, operator)),))
     key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
     credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
     try:
         port = server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise _listen_error(address) from None
+        raise listen_error(address) from None
+    strangers = StrangerLimit(port, max_connections // 2)
+    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting, operator, strangers=strangers)),))
     server.start()
+    threading.Thread(target=_sweep_until_stopped, args=(server, strangers), daemon=True).start()
     return server, port
 
 
-def _listen_error(address: str) -> UserError:
-    """Return why the server cannot listen on an address, which gRPC does not report."""
-    host, _, port = address.rpartition(":")
-    reason = "listening failed"
-    try:
-        socket.create_server((host.strip("[]"), int(port))).close()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-    fix = "use 0.0.0.0:PORT to listen on all addresses of this machine, or another port"
-    return UserError("--listen", address, f"cannot be served: {reason}", fix=fix)
+def _sweep_until_stopped(server: grpc.Server, strangers: StrangerLimit) -> None:
+    while server.wait_for_termination(SWEEP_SECONDS):
+        strangers.sweep()
 
 
 def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
@@ -113,7 +107,7 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
     stream_out = grpc.unary_stream_rpc_method_handler
     methods = {
         **{
-            name: unary(_unary_handler(service.pace, getattr(service, name)))
+            name: unary(_unary_handler(service, getattr(service, name)))
             for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
         },
         "put": stream_in(service.put),
@@ -123,14 +117,14 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
 
 
 def _unary_handler(
-    limiter: RateLimiter, call: Callable[[str, Message], Message]
+    service: SwarmService, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """Wrap a call with messages as a call with bytes, with exceptions as status codes."""
 
     def handle_call(data: bytes, context: grpc.ServicerContext) -> bytes:
-        node = certificate_name(context)
+        node = service.identify(context)
         try:
-            with limiter.limited(node):
+            with service.pace.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
@@ -138,14 +132,6 @@ def _unary_handler(
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
     return handle_call
-
-
-def certificate_name(context: grpc.ServicerContext) -> str:
-    """Return the name in the caller's certificate."""
-    (name,) = context.auth_context()["x509_common_name"]
-    if not NAME_PATTERN.fullmatch(name.decode()):
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is not a valid member name")
-    return str(name.decode())
 
 
 def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
@@ -157,15 +143,24 @@ def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
 class SwarmService:
     """The calls that nodes can make."""
 
-    def __init__(self, coordinator: Coordinator, greeting: Message, operator: str) -> None:
+    def __init__(self, coordinator: Coordinator, greeting: Message, operator: str, strangers: StrangerLimit) -> None:
         self.coordinator = coordinator
         self.greeting = greeting
         self.operator = operator
         """The name in the coordinator's own certificate."""
+        self.strangers = strangers
         self.pace = RateLimiter()
         self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Checksums of a few files that no longer change."""
+
+    def identify(self, context: grpc.ServicerContext) -> str:
+        """Return the name in the caller's certificate."""
+        self.strangers.admit(context.peer())
+        (name,) = context.auth_context()["x509_common_name"]
+        if not NAME_PATTERN.fullmatch(name.decode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is not a valid member name")
+        return str(name.decode())
 
     def join(self, node: str, message: Message) -> Message:
         """Add a node to the swarm (`Coordinator.join`), or only return the run if the message has no capacity."""
@@ -211,7 +206,7 @@ class SwarmService:
 
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive an update: a header, its bytes, and their checksum. The certificate identifies the node."""
-        node = certificate_name(context)
+        node = self.identify(context)
         round_number = -1
         try:
             with self.pace.limited(node):
@@ -241,7 +236,7 @@ class SwarmService:
         The node's `local_keys` are excluded. The weights are the present ones, or those of which the node already has a
         part.
         """
-        node = certificate_name(context)
+        node = self.identify(context)
         try:
             message = unpack(data)
             local_keys = set(message.get("has", ()))
