@@ -249,8 +249,9 @@ class SwarmService:
         except (FileNotFoundError, TensorFileError) as error:
             if round_number >= 0 or requested_committed >= 0:
                 context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
-            self.coordinator.problems["weights"] = f"nodes cannot receive the weights: {error}"
-            raise _abort(context, f"{DAMAGED}: {error}; the operator of the coordinator must restore it") from None
+            damage = f"{self.coordinator.store.base}, whose copy {error}"
+            self.coordinator.problems["weights"] = f"nodes cannot receive {damage}"
+            raise _abort(context, f"{DAMAGED}: {damage}") from None
         except (TypeError, ValueError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
