@@ -215,14 +215,16 @@ def started_swarm(folder: Path) -> Iterator[KilledSwarm]:
             swarm.kill(name)
 
 
-def soak(folder: Path, seconds: float, seed: int) -> tuple[KilledSwarm, Findings]:
-    """Run a swarm with kills, and return what the checks have found."""
+def soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+    """Run a swarm with kills, and return figures and what the checks have found."""
     with started_swarm(folder) as swarm:
         kill_at_random(swarm, seconds, random.Random(seed))
         findings = Findings()
         check_journal(swarm, findings)
         check_nodes(swarm, findings)
-        return swarm, findings
+    down_seconds = sum(up - down for down, up in swarm.downtimes)
+    kills = dict(swarm.kills)
+    return {"seed": seed, "seconds": seconds, "kills": kills, "down_seconds": down_seconds, **vars(findings)}
 
 
 def run_member(args: list[str]) -> None:
@@ -241,6 +243,30 @@ def run_member(args: list[str]) -> None:
     phalanx()
 
 
+def page(figures: dict[str, Any]) -> str:
+    """Return the page of the benchmark."""
+    kills = ", ".join(f"{name} {count}" for name, count in sorted(figures["kills"].items()))
+    refused = ", ".join(f"{count} {why}" for why, count in sorted(figures["refused"].items())) or "none"
+    violations = "\n".join(f"  - {violation}" for violation in figures["violations"]) or "  - none"
+    return f"""# Kills of a coordinator and of nodes
+
+| | |
+|---|---:|
+| duration | {figures["seconds"]:,.0f} s |
+| seed | {figures["seed"]} |
+| kills (SIGKILL), of which {COORDINATOR} is the coordinator | {kills} |
+| downtime of the coordinator | {figures["down_seconds"]:.0f} s |
+| rounds, of which without a node that was in them | {figures["rounds"]}, {figures["incomplete_rounds"]} |
+| accepted updates | {figures["accepted"]} |
+| rejected updates | {refused} |
+
+- Violations of the checks (`benchmarks/swarm_kills.py` lists them):
+{violations}
+- The method is spes+ in int8 with {len(NODES)} nodes and rounds of {EVERY} steps, on one machine with mutual TLS.
+- Written by `python -m benchmarks.swarm_kills --page`.
+"""
+
+
 def main() -> None:
     """Run the soak and print its figures; exit with 1 if a check has failed."""
     if sys.argv[1:2] == ["member"]:
@@ -252,9 +278,11 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help=f"write {KILLS_PAGE.name}")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-kills-") as folder:
-        swarm, findings = soak(Path(folder) / "one", asked.seconds, asked.seed)
-    print(json.dumps([asked.seed, swarm.kills, vars(findings)], indent=1))
-    raise SystemExit(bool(findings.violations))
+        figures = soak(Path(folder) / "one", asked.seconds, asked.seed)
+    print(json.dumps(figures, indent=1))
+    if asked.page:
+        KILLS_PAGE.write_text(page(figures))
+    raise SystemExit(bool(figures["violations"]))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,11 @@ def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[s
 
     No error ends the swarm, because nodes may have trained for days: a full disk is cleaned up, and a damaged file is
     restored from a copy.
+
+    Args:
+        coordinator: The coordinator, whose problems are set.
+        stop: The event that stops the process.
+        log: A function that prints a message.
     """
     reported_rounds = -1
     reported_problem = ""

@@ -131,7 +131,7 @@ class Coordinator:
             UpdateRejected: The checksum is empty or too long.
         """
         if not 0 < len(text) <= MAX_REASON_CHARS:
-            raise UpdateRejected("text: it is no checksum")
+            raise UpdateRejected("text: the checksum is empty or too long")
         with self.changed:
             self._record("text", text=text)
             for node in [node for node in self.state.members if self.state.texts[node] != text]:

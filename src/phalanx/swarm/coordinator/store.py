@@ -1,6 +1,6 @@
 """Files of the coordinator: the model that all nodes have, and the updates of a round.
 
-    run.toml  journal.jsonl
+    run.toml  journal.jsonl     next to the journal: alive, when the coordinator last ran (`journal.Journal`)
     model/base.safetensors      weights; next to it error_feedback, velocity, or exp_avg and exp_avg_sq
                                 (`aggregate.ModelState`)
     rounds/000012/NODE.update   a node's update; .part while it is received

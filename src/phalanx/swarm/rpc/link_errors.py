@@ -29,7 +29,7 @@ REJECTION_FIXES = {
     "not permitted": "use the certificate of the coordinator: --certs certs/lead",
     "damaged model": "ask the operator to restore the coordinator's model, and run the same command again",
 }
-"""What the owner of a rejected node can do, by the first words of the reason."""
+"""Fix by the owner of a rejected node, by the first words of the reason."""
 
 
 def rejection_error(address: str, rejected: UpdateRejected) -> UserError:
