@@ -48,7 +48,10 @@ class TensorFile:
                 pass
             header_bytes = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
             header = json.loads(os.pread(self._file, header_bytes, HEADER_BYTES))
-        except (SafetensorError, OSError, ValueError) as error:
+        except OSError:
+            os.close(self._file)
+            raise
+        except (SafetensorError, ValueError) as error:
             os.close(self._file)
             raise TensorFileError(f"{path.name} is not a valid safetensors file: {error}") from None
         self.path = path

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.coordinator.journal import Journal
+from phalanx.swarm.coordinator.node_task import node_task
 from phalanx.swarm.coordinator.open_round import RECONNECT_SECONDS, deadline_offset
 from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, replay, summary
 from tests.helpers.local_swarm import NODES, tiny_swarm_run
@@ -240,6 +241,16 @@ def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
     assert state.rejection_reason("ann", 0) == "already sent"
     state.record({"what": "committed"})
     assert state.rejection_reason("bob", 0) == "closed"
+
+
+def test_node_task_is_of_the_next_round_while_the_open_one_closes():
+    """A node that returns then would train for nothing."""
+    state = make_state()
+    join_nodes(state, *NODES[:2])
+    open_round(state)
+    assert (node_task(state, "ann", 1.0).round, node_task(state, "ann", 1.0).steps) == (0, 3)
+    closing = node_task(state, "ann", 1.0, closing=True)
+    assert (closing.round, closing.first_step, closing.member) == (1, None, True)
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------

@@ -70,8 +70,7 @@ class Coordinator:
         self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
-        self.closing = False
-        """True while the open round is aggregated: it accepts no more updates."""
+        self.closing = False  # true while the open round is aggregated: it accepts no more updates
         self.ended = False  # true when waiting calls must return
         self.changed = threading.Condition()
         """Lock for all state; notified when a round opens or closes."""
@@ -141,7 +140,7 @@ class Coordinator:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
-            return node_task(self.state, node, self.clock())
+            return node_task(self.state, node, self.clock(), self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
         """Return a node's task when it has `reached` a round or committed rounds, or after a time.
@@ -155,7 +154,7 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
-                task = node_task(self.state, node, self.clock())
+                task = node_task(self.state, node, self.clock(), self.closing)
                 remaining_seconds = deadline - time.monotonic()
                 if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
                     return task

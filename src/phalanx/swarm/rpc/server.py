@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,7 +99,8 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
 
 def _sweep_until_stopped(server: grpc.Server, strangers: StrangerLimit) -> None:
     while server.wait_for_termination(SWEEP_SECONDS):
-        strangers.sweep()
+        with suppress(OSError):
+            strangers.sweep()
 
 
 def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
