@@ -10,7 +10,8 @@ of the kills as this program has seen them:
 - Each accepted update is in the result of its round, and so is each one that its node believes to be accepted.
 - A round that closed without a present node was open for as long as its deadline says, without the coordinator's
   downtime.
-- Each accepted update has all steps of the round.
+- Each accepted update has all steps of the round, unless its node was restarted in the round, or computed too slowly
+  for the deadline (on a machine with other work).
 - The weights of the coordinator and of each node are those that the journal has for their round.
 - No process exits by itself.
 """
@@ -43,6 +44,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.open_round import deadline_offset
 from phalanx.swarm.coordinator.swarm_state import SwarmState
 from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.worker import DEADLINE_MARGIN_SECONDS
 from phalanx.testing.network_namespaces import Host, StarNetwork
 from phalanx.testing.processes import start_python
 from phalanx.testing.swarm_processes import COORDINATOR, SwarmProcesses
@@ -139,6 +141,10 @@ class Findings:
     incomplete_rounds: int = 0
     """Rounds that closed without a node that was in them."""
     accepted: int = 0
+    slow_updates: int = 0
+    """Updates with fewer steps than assigned, because the steps lasted too long."""
+    unrecorded_updates: int = 0
+    """Updates with fewer steps than assigned whose node was killed before it wrote the duration of the steps."""
     refused: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
 
@@ -155,9 +161,8 @@ def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
             gone.add(event["node"])
         elif event["what"] == "accepted":
             findings.accepted += 1
-            assigned = state.assigned_steps(event["node"])
-            if event["steps"] != assigned and event["node"] not in gone:  # a restarted node has less time
-                findings.violations.append(f"{event['steps']} of {assigned} steps: {event}")
+            if event["steps"] != state.assigned_steps(event["node"]) and event["node"] not in gone:
+                findings.violations += _short_update(swarm, state, event, findings)
         elif event["what"] == "refused":
             findings.refused[event["why"]] += 1
         elif event["what"] == "committed" and open_round is not None:
@@ -171,6 +176,23 @@ def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
             if missing and up_seconds < deadline_offset(known or [0.0], state.swarm.round):
                 findings.violations.append(f"open for {up_seconds:.2f} s without {missing}: {event}")
         state.record(event)
+
+
+def _short_update(swarm: KilledSwarm, state: SwarmState, event: dict[str, Any], findings: Findings) -> list[str]:
+    """Return the violation by an update with too few steps; none if the steps were too slow for the deadline."""
+    assigned = state.assigned_steps(event["node"])
+    known = [offset for offsets in state.arrivals for offset in offsets]
+    available_seconds = deadline_offset(known or [0.0], state.swarm.round) - DEADLINE_MARGIN_SECONDS
+    for record in read_jsonl(swarm.folder / "nodes" / event["node"] / ROUNDS_FILE):
+        if record["round"] == event["round"] and record["steps"] == event["steps"]:
+            break
+    else:
+        findings.unrecorded_updates += 1
+        return []
+    if assigned * record["train_seconds"] / record["steps"] > available_seconds:
+        findings.slow_updates += 1
+        return []
+    return [f"{event['steps']} of {assigned} steps in {available_seconds:.1f} s: {event}"]
 
 
 def up_time(start: float, end: float, downtimes: list[Interval]) -> float:
@@ -258,6 +280,8 @@ def page(figures: dict[str, Any]) -> str:
 | downtime of the coordinator | {figures["down_seconds"]:.0f} s |
 | rounds, of which without a node that was in them | {figures["rounds"]}, {figures["incomplete_rounds"]} |
 | accepted updates | {figures["accepted"]} |
+| of these, with fewer steps because steps were slow; because of unknown steps of a killed node | \
+{figures["slow_updates"]}; {figures["unrecorded_updates"]} |
 | rejected updates | {refused} |
 
 - Violations of the checks (`benchmarks/swarm_kills.py` lists them):

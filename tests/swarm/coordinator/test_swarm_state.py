@@ -132,11 +132,11 @@ def test_swarm_state_round_deadline_excludes_downtime_of_coordinator():
     open_round(state, 200.0)
     assert state.closes_at() == 200 + 10 + 20
     state.record({"what": "resumed", "down": 500.0, "at": 705.0})
-    assert state.closes_at() == 200 + 500 + 10 + 20
+    assert state.closes_at() == 200 + 500 + RECONNECT_SECONDS + 10 + 20
     accept_update(state, "ann", 711.0)
     assert state.round.updates["ann"].offset == 11.0
-    assert not state.should_close(729.9)
-    assert state.should_close(731.0)
+    assert not state.should_close(729.9 + RECONNECT_SECONDS)
+    assert state.should_close(731 + RECONNECT_SECONDS)
 
 
 def test_swarm_state_round_remains_open_after_downtime_until_nodes_have_reconnected():
@@ -147,7 +147,17 @@ def test_swarm_state_round_remains_open_after_downtime_until_nodes_have_reconnec
     accept_update(state, "ann", 10.0)
     assert state.closes_at() == 15.0
     state.record({"what": "resumed", "down": 100.0, "at": 114.9})
-    assert state.closes_at() == 114.9 + RECONNECT_SECONDS
+    assert state.closes_at() == 115.0 + RECONNECT_SECONDS
+
+
+def test_swarm_state_round_opened_after_downtime_waits_for_nodes_to_reconnect():
+    for opened_at, delay in ((101.0, RECONNECT_SECONDS), (100.0 + RECONNECT_SECONDS, 0.0)):
+        state = make_state(nodes=2, round={"grace_seconds": 5.0, "timeout_multiplier": 3.0})
+        join_nodes(state, *NODES[:2])
+        state.record({"what": "resumed", "down": 50.0, "at": 100.0})
+        open_round(state, opened_at)
+        accept_update(state, "ann", opened_at + 2)
+        assert state.closes_at() == opened_at + 2 + 5 + delay
 
 
 def test_swarm_state_text_is_free_until_a_node_has_trained():
@@ -215,7 +225,7 @@ def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(ac
             record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
         elif what == "close" and state.should_close(now):
             record({"what": "committed"})
-        elif what == "restart" and state.round is not None:
+        elif what == "restart":
             record({"what": "resumed", "down": data.draw(st.floats(-5, 1e4)), "at": now})
         elif what == "open" and (event := state.next_round_event(float(now))) is not None:
             record(event)

@@ -87,7 +87,7 @@ class Coordinator:
                 self.store.initialize(weights, aggregation_config(run, 0))
             self._record("initialized", base=self.store.base_digests())
         self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
-        if self.state.round is not None:
+        if self.journal.events:
             self._record("resumed", down=self.ticked_at - self.journal.last_alive())
 
     # -- nodes -----------------------------------------------------------------------------------------------------
@@ -262,8 +262,7 @@ class Coordinator:
             frozen_seconds = now - self.ticked_at
             if frozen_seconds > MAX_FROZEN_SECONDS:
                 self.last_heard = {node: heard + frozen_seconds for node, heard in self.last_heard.items()}
-                if self.state.round is not None:
-                    self._record("resumed", down=frozen_seconds)
+                self._record("resumed", down=frozen_seconds)
             lease_seconds = self.swarm.round.lease_seconds
             for node in [node for node, last_seen in self.last_heard.items() if now - last_seen > lease_seconds]:
                 del self.last_heard[node]

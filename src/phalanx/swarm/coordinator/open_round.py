@@ -10,7 +10,7 @@ from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.expert_ownership import Owners
 
 RECONNECT_SECONDS = 10.0
-"""Minimum time for updates after a coordinator's downtime: twice the longest pause between a node's attempts."""
+"""Time for nodes to notice that the coordinator is back: twice the longest pause between their attempts."""
 
 CLOCK_OFFSET = time.time() - time.monotonic()
 
@@ -49,8 +49,8 @@ class OpenRound:
     """Nodes with a rejected update; they may send another."""
     down_seconds: float = 0.0
     """Seconds since the opening in which the coordinator was down."""
-    resumed_at: float | None = None
-    """End of the last downtime."""
+    num_downtimes: int = 0
+    """Number of downtimes after which nodes had to reconnect, including one just before the opening."""
 
     def elapsed_seconds(self, now: float) -> float:
         """Return the seconds since the opening, without downtime of the coordinator."""
@@ -63,8 +63,8 @@ class OpenRound:
 
     def deadline(self, known_offsets: list[float], spec: RoundSpec) -> float:
         """Return when the round stops waiting for missing nodes, given arrivals in this and earlier rounds."""
-        deadline = self.opened_at + self.down_seconds + deadline_offset(known_offsets, spec)
-        return deadline if self.resumed_at is None else max(deadline, self.resumed_at + RECONNECT_SECONDS)
+        down_seconds = self.down_seconds + self.num_downtimes * RECONNECT_SECONDS
+        return self.opened_at + down_seconds + deadline_offset(known_offsets, spec)
 
 
 def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
-from phalanx.swarm.coordinator.open_round import AcceptedUpdate, OpenRound
+from phalanx.swarm.coordinator.open_round import RECONNECT_SECONDS, AcceptedUpdate, OpenRound
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 
@@ -51,6 +52,8 @@ class SwarmState:
         """The nodes of the last round."""
         self.last_included_nodes: frozenset[str] = frozenset()
         """The nodes whose updates are in the result of the last round."""
+        self.resumed_at = -inf
+        """End of the coordinator's last downtime."""
         self.arrivals: list[list[float]] = []
         """Seconds from the opening to the arrival of each update, for the last rounds."""
         self.initial_digests: list[str] = []
@@ -80,9 +83,10 @@ class SwarmState:
             case "opened":
                 self._open_round(event)
             case "resumed":
-                assert self.round is not None
-                self.round.down_seconds += event["down"]
-                self.round.resumed_at = event["at"]
+                self.resumed_at = event["at"]
+                if self.round is not None:
+                    self.round.down_seconds += event["down"]
+                    self.round.num_downtimes += 1
             case "accepted":
                 assert self.round is not None
                 names = ("node", "tokens", "steps", "bytes", "norm", "at")
@@ -107,7 +111,11 @@ class SwarmState:
         self.owners = None if owners is None else tuple(map(tuple, owners))
         assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
         self.round = OpenRound(
-            number=event["round"], opened_at=event["at"], owners=self.owners, data_assignments=assignments
+            number=event["round"],
+            opened_at=event["at"],
+            owners=self.owners,
+            data_assignments=assignments,
+            num_downtimes=int(event["at"] < self.resumed_at + RECONNECT_SECONDS),
         )
         self.steps_assigned += sum(steps for _, steps in assignments.values())
         self.previous_nodes = frozenset(assignments)
