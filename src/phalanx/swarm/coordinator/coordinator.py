@@ -140,7 +140,7 @@ class Coordinator:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
-            return node_task(self.state, node, self.clock(), self.closing)
+            return node_task(self.state, node, self.clock(), closing=self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
         """Return a node's task when it has `reached` a round or committed rounds, or after a time.
@@ -154,7 +154,7 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
-                task = node_task(self.state, node, self.clock(), self.closing)
+                task = node_task(self.state, node, self.clock(), closing=self.closing)
                 remaining_seconds = deadline - time.monotonic()
                 if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
                     return task
