@@ -189,7 +189,8 @@ def _short_update(swarm: KilledSwarm, state: SwarmState, event: dict[str, Any], 
     else:
         findings.unrecorded_updates += 1
         return []
-    if assigned * record["train_seconds"] / record["steps"] > available_seconds:
+    # A node ends its steps when a second one from now would end after the deadline (`SwarmWorker._deadline_is_near`).
+    if (event["steps"] + 2) * record["train_seconds"] / record["steps"] > available_seconds:
         findings.slow_updates += 1
         return []
     return [f"{event['steps']} of {assigned} steps in {available_seconds:.1f} s: {event}"]
