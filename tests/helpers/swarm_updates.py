@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.expert_ownership import experts_of
-from phalanx.swarm.pieces import model_pieces, pieces_sent_by
+from phalanx.swarm.pieces import pieces_sent_by, round_pieces
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import write_update
@@ -28,7 +28,7 @@ def write_node_update(
     owners = tuple((node,) if expert in experts else () for expert in range(4))
     path = folder / f"{node}.told"
     with TensorFile(swarm.coordinator.store.base) as base:
-        items = pieces_sent_by(model_pieces(swarm.run.model), owners, node)
+        items = pieces_sent_by(round_pieces(swarm.run, swarm.coordinator.state.committed), owners, node)
         coded = swarm.run.swarm.effective_codec
         write_update(path, items, coded, lambda item: base.read(item) + change, base.read, {}).close()
     return path

@@ -497,7 +497,7 @@ def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
         with pytest.raises(UpdateRejected, match=f"version: the swarm has protocol {PROTOCOL_VERSION}, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined_client("ann")
-        with pytest.raises(UpdateRejected, match="text: it differs from the other nodes"):
+        with pytest.raises(UpdateRejected, match="text: other differs from the other nodes' text text"):
             swarm.joined_client("bob", text="other")
         for capacity in (0, float("nan"), float("inf")):
             with pytest.raises(UpdateRejected, match="capacity"):

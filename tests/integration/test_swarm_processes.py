@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -203,6 +205,46 @@ def test_swarm_nodes_and_coordinator_exit_cleanly_on_sigterm(swarm_directory: Pa
         assert swarm_status(address)["nodes"] == []
         os.kill(lead.pid, signal.SIGTERM)
         assert lead.wait(TIMEOUT_SECONDS) == 0
+
+
+@contextmanager
+def idle_connections(address: str, count: int) -> Iterator[None]:
+    """Connections of a stranger that sends nothing."""
+    host, port = address.split(":")
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft_limit, count + 500), hard_limit))
+    try:
+        with ExitStack() as stack:
+            for _ in range(count):
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex((host, int(port)))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+
+
+def test_swarm_trains_and_admits_node_with_2000_idle_connections_and_1024_descriptors(swarm_directory: Path) -> None:
+    with command_processes() as start:
+        lead, address = start_coordinator(start, write_swarm_run_file(swarm_directory, 40_000))
+        resource.prlimit(lead.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        start("join", address, "--certs", "certs/ann")
+        start("join", address, "--certs", "certs/bob")
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+
+        def wait_until(condition: Callable[[dict[str, object]], bool]) -> None:
+            while not condition(swarm_status(address)):
+                assert time.monotonic() < deadline
+                assert lead.poll() is None
+
+        wait_until(lambda status: status["round"] >= 1)
+        with idle_connections(address, 2000):
+            start("join", address, "--certs", "certs/cid")
+            wait_until(lambda status: len(status["nodes"]) == 3)
+            first_round = swarm_status(address)["round"]
+            wait_until(lambda status: status["round"] >= first_round + 5)
+        descriptors = len(list(Path(f"/proc/{lead.pid}/fd").iterdir()))
+        assert descriptors < 1024 - 256
 
 
 def test_swarm_upcycles_dense_model_available_only_to_coordinator(swarm_directory: Path) -> None:

@@ -9,14 +9,14 @@ RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired, cast
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Number, decoder, union_decoder
+from phalanx.runs.decode import Amount, Count, Number, decoder, require_keys, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -28,7 +28,6 @@ SHARED_WEIGHTS_FILE = "base.safetensors"
 LOCAL_WEIGHTS_FILE = "live.safetensors"
 
 
-@with_config(ConfigDict(extra="forbid"))
 @dataclass(kw_only=True)
 class RoundRecord:
     """A round on a node's rank 0. Encoding, sending and receiving may overlap with training."""
@@ -55,8 +54,14 @@ class RoundRecord:
     refused: str = ""
 
 
-decode_round: Decode[RoundRecord] = decoder(RoundRecord)
-"""Decode a line of `ROUNDS_FILE`."""
+_decode_round = decoder(RoundRecord)
+_decode_round_fields = decoder(Annotated[dict[str, Any], require_keys(*(field.name for field in fields(RoundRecord)))])
+
+
+def decode_round(content: bytes) -> RoundRecord:
+    """Decode a line of `ROUNDS_FILE`; raise ValueError if a field is missing or of another type."""
+    _decode_round_fields(content)
+    return cast(RoundRecord, _decode_round(content))
 
 
 @with_config(ConfigDict(extra="allow"))

@@ -42,6 +42,7 @@ from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, SwarmSpec
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.certificates import certificate_member
 from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.rpc.link_errors import rejection_error
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.node_rank import NodeRank
 from phalanx.train.create_run import create_run
@@ -77,8 +78,7 @@ def join_swarm(
         log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
         version = RoundExchange(run, directory, name, link=link).download_model()
     except UpdateRejected as refused:
-        fix = "run phalanx swarm status, and use the same version of Phalanx and the same text as the coordinator"
-        raise UserError("swarm", address, f"rejected this node: {refused}", fix=fix) from None
+        raise rejection_error(address, refused) from None
     finally:
         link.close()
     link_record = {

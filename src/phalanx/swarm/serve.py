@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from phalanx.swarm.update_files import Weights
 from phalanx.train.training_data import initial_weights
 
 TICK_SECONDS = 0.05
-STATUS_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 TRIM_THRESHOLD_BYTES = 2**26
 MMAP_THRESHOLD_BYTES = 2**24
 """Limits of malloc: memory that remains allocated, and sizes allocated outside of it.
@@ -96,23 +97,11 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     coordinator = Coordinator(run, directory, initial_pieces(run))
     server, port = serve(coordinator, address, certificates, greeting={"run": to_toml(run)})
     stop = threading.Event()
-    reported_rounds = -1
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
     host = address.rpartition(":")[0]
     log(f"{run.name}: {coordinator.state.rounds} rounds; nodes join {host}:{port}")
-    while not stop.wait(TICK_SECONDS):
-        try:
-            coordinator.tick()
-        except OSError as error:  # a full disk may be temporary
-            log(f"a round cannot be closed: {error}; retrying in {STATUS_SECONDS:.0f} s")
-            stop.wait(STATUS_SECONDS)
-        state = coordinator.state
-        if state.committed > reported_rounds:
-            reported_rounds = state.committed
-            log(_format_status(coordinator))
-        if state.done and not state.members:
-            break
+    run_rounds(coordinator, stop, log)
     coordinator.shutdown()
     server.stop(grace=1.0).wait()
     if coordinator.state.done:
@@ -123,6 +112,39 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     if lock is not None:
         lock.close()
     return 0
+
+
+def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[str], None]) -> None:
+    """Open and close rounds until all are done and nodes have left, or until `stop` is set.
+
+    No error ends the swarm, because nodes may have trained for days: a full disk is cleaned up, and a damaged file is
+    restored from a copy.
+
+    Args:
+        coordinator: The coordinator, whose problems are set.
+        stop: The event that stops the process.
+        log: A function that prints a message.
+    """
+    reported_rounds = -1
+    reported_problem = ""
+    while not stop.wait(TICK_SECONDS):
+        try:
+            coordinator.tick()
+            coordinator.problems["rounds"] = ""
+        except Exception as error:
+            coordinator.problems["rounds"] = f"a round cannot be opened or closed: {error!r}"
+        with suppress(OSError, ValueError):  # nobody reads the output any more
+            if coordinator.problem != reported_problem:
+                reported_problem = coordinator.problem
+                log(reported_problem or "the problem is solved")
+            if coordinator.state.committed > reported_rounds:
+                reported_rounds = coordinator.state.committed
+                log(_format_status(coordinator))
+        if coordinator.problems["rounds"]:
+            stop.wait(RETRY_SECONDS)
+            coordinator.ticked_at = coordinator.clock()
+        elif coordinator.state.done and not coordinator.state.members:
+            return
 
 
 def _format_status(coordinator: Coordinator) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from phalanx.swarm.pieces import ModelPiece
 DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 HEADER_BYTES = 8
 ALIGNMENT_BYTES = 8
+CHUNK_BYTES = 2**20
 
 
 class TensorFileError(ValueError):
@@ -38,14 +40,19 @@ class TensorFile:
 
         Raises:
             TensorFileError: The file is not a valid safetensors file, or has other types than F32 and U8.
+            OSError: The file cannot be opened, which says nothing about its content.
         """
+        self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
             with safe_open(path, framework="pt"):  # checks every length and position in the header
                 pass
-            self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
             header_bytes = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
             header = json.loads(os.pread(self._file, header_bytes, HEADER_BYTES))
-        except (SafetensorError, OSError, ValueError) as error:
+        except OSError:
+            os.close(self._file)
+            raise
+        except (SafetensorError, ValueError) as error:
+            os.close(self._file)
             raise TensorFileError(f"{path.name} is not a valid safetensors file: {error}") from None
         self.path = path
         header.pop("__metadata__", None)
@@ -146,6 +153,15 @@ class TensorFile:
         """Return the position of a tensor in the file, and its number of bytes."""
         _, _, start, end = self._entries[name]
         return self._data_offset + start, end - start
+
+    def digest(self, names: Iterable[str]) -> str:
+        """Return the checksum of the bytes of tensors, one tensor after the other."""
+        checksum = xxhash.xxh3_128()
+        for name in names:
+            start, size = self.locate(name)
+            for offset in range(start, start + size, CHUNK_BYTES):
+                checksum.update(self.read_at(offset, min(CHUNK_BYTES, start + size - offset)))
+        return checksum.hexdigest()
 
     def _locate_piece(self, piece: ModelPiece) -> tuple[int, int]:
         start, size = self.locate(piece.name)

@@ -3,6 +3,8 @@ give the same state."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.coordinator.journal import Journal
-from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, deadline_offset, replay, summary
+from phalanx.swarm.coordinator.node_task import node_task
+from phalanx.swarm.coordinator.open_round import RECONNECT_SECONDS, deadline_offset
+from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, replay, summary
 from tests.helpers.local_swarm import NODES, tiny_swarm_run
 
 NOWHERE = Path("/nowhere")
@@ -117,6 +121,78 @@ def test_swarm_state_derives_round_deadline_from_previous_rounds():
     assert state.closes_at() == 200 + 13 + 3 * 2
 
 
+def test_swarm_state_round_deadline_excludes_downtime_of_coordinator():
+    state = make_state(nodes=2, steps=24, round={"grace_seconds": 20.0, "timeout_multiplier": 3.0})
+    join_nodes(state, *NODES[:2])
+    for opened_at in (0.0, 100.0):
+        open_round(state, opened_at)
+        for node in NODES[:2]:
+            accept_update(state, node, opened_at + 10)
+        state.record({"what": "committed"})
+    open_round(state, 200.0)
+    assert state.closes_at() == 200 + 10 + 20
+    state.record({"what": "resumed", "down": 500.0, "at": 705.0})
+    assert state.closes_at() == 200 + 500 + RECONNECT_SECONDS + 10 + 20
+    accept_update(state, "ann", 711.0)
+    assert state.round.updates["ann"].offset == 11.0
+    assert not state.should_close(729.9 + RECONNECT_SECONDS)
+    assert state.should_close(731 + RECONNECT_SECONDS)
+
+
+def test_swarm_state_round_remains_open_after_downtime_until_nodes_have_reconnected():
+    """The coordinator was killed just before the deadline."""
+    state = make_state(nodes=2, round={"grace_seconds": 5.0, "timeout_multiplier": 3.0})
+    join_nodes(state, *NODES[:2])
+    open_round(state)
+    accept_update(state, "ann", 10.0)
+    assert state.closes_at() == 15.0
+    state.record({"what": "resumed", "down": 100.0, "at": 114.9})
+    assert state.closes_at() == 115.0 + RECONNECT_SECONDS
+
+
+def test_swarm_state_round_opened_after_downtime_waits_for_nodes_to_reconnect():
+    for opened_at, delay in ((101.0, RECONNECT_SECONDS), (100.0 + RECONNECT_SECONDS, 0.0)):
+        state = make_state(nodes=2, round={"grace_seconds": 5.0, "timeout_multiplier": 3.0})
+        join_nodes(state, *NODES[:2])
+        state.record({"what": "resumed", "down": 50.0, "at": 100.0})
+        open_round(state, opened_at)
+        accept_update(state, "ann", opened_at + 2)
+        assert state.closes_at() == opened_at + 2 + 5 + delay
+
+
+def test_swarm_state_text_is_free_until_a_node_has_trained():
+    state = make_state()
+    assert state.required_text("ann") is None
+    state.record({"what": "joined", "node": "ann", "capacity": 4, "text": "wrong", "at": 0.0})
+    assert (state.required_text("ann"), state.required_text("bob")) == (None, "wrong")
+    state.record({"what": "left", "node": "ann", "why": "on request", "at": 0.0})
+    assert state.required_text("bob") is None
+    join_nodes(state, "bob", "cid")
+    open_round(state)
+    state.record({"what": "left", "node": "bob", "why": "no heartbeat", "at": 0.0})
+    assert state.required_text("ann") == "t"  # its update may still arrive
+    accept_update(state, "bob", 1.0)
+    for node in ("bob", "cid"):
+        state.record({"what": "left", "node": node, "why": "on request", "at": 0.0})
+    state.record({"what": "committed"})
+    assert state.required_text("ann") == "t"
+    state.record({"what": "text", "text": "right", "at": 0.0})
+    assert state.required_text("ann") == "right"
+
+
+def test_swarm_state_weight_digests_are_those_of_each_fragments_last_round():
+    state = make_state(steps=12, every=3, fragments=3)
+    assert state.weight_digests(0) == [None, None, None]
+    state.record({"what": "initialized", "base": ["a", "b", "c"]})
+    join_nodes(state, *NODES[:2])
+    for number in range(4):
+        open_round(state)
+        state.record({"what": "committed", "base": f"base {number}", "broadcast": ""})
+    assert state.weight_digests(0) == ["a", "b", "c"]
+    assert state.weight_digests(2) == ["base 0", "base 1", "c"]
+    assert state.weight_digests(4) == ["base 3", "base 1", "base 2"]
+
+
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
 def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, patience_factor):
     """At least half, whatever the settings; and one that is very late changes little."""
@@ -126,7 +202,7 @@ def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, p
 
 
 @given(
-    actions=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open"]), max_size=60),
+    actions=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open", "restart"]), max_size=60),
     data=st.data(),
     delay=st.integers(0, 2),
 )
@@ -149,6 +225,8 @@ def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(ac
             record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
         elif what == "close" and state.should_close(now):
             record({"what": "committed"})
+        elif what == "restart":
+            record({"what": "resumed", "down": data.draw(st.floats(-5, 1e4)), "at": now})
         elif what == "open" and (event := state.next_round_event(float(now))) is not None:
             record(event)
             assert all(of and set(of) <= set(state.members) for of in event["owners"])
@@ -157,6 +235,7 @@ def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(ac
     assert len(read) == len(set(read)) == state.steps_assigned
     again = replay(state.run, events)
     assert summary(again, {}, 0.0) == summary(state, {}, 0.0)
+    assert (again.arrivals, again.closes_at()) == (state.arrivals, state.closes_at())
     assert (again.steps_assigned, again.owners, again.members) == (state.steps_assigned, state.owners, state.members)
 
 
@@ -172,6 +251,16 @@ def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
     assert state.rejection_reason("ann", 0) == "already sent"
     state.record({"what": "committed"})
     assert state.rejection_reason("bob", 0) == "closed"
+
+
+def test_node_task_is_of_the_next_round_while_the_open_one_closes():
+    """A node that returns then would train for nothing."""
+    state = make_state()
+    join_nodes(state, *NODES[:2])
+    open_round(state)
+    assert (node_task(state, "ann", 1.0).round, node_task(state, "ann", 1.0).steps) == (0, 3)
+    closing = node_task(state, "ann", 1.0, closing=True)
+    assert (closing.round, closing.first_step, closing.member) == (1, None, True)
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------
@@ -190,6 +279,36 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
     again.append({"what": "committed", "round": 9, "at": 1.0})
     again.close()
     assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
+
+
+def test_journal_contains_event_once_when_its_first_write_failed(tmp_path, monkeypatch):
+    """The disk was full in the middle of a line, or after it."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.append({"what": "text", "text": "t", "at": 1.0})
+    os.write(journal._file.fileno(), b'{"what":"comm')
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", _raise_disk_full)
+        with pytest.raises(OSError, match="full"):
+            journal.append({"what": "committed", "at": 2.0})
+    journal.append({"what": "committed", "at": 2.0})
+    journal.close()
+    assert [event["what"] for event in Journal(tmp_path / "journal.jsonl").events] == ["text", "committed"]
+
+
+def _raise_disk_full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+@pytest.mark.parametrize("marker", [None, b"", b"x", b"nan", b"8.0", b"1e999"])
+def test_journal_last_alive_is_the_last_event_or_a_later_marker(tmp_path, marker):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.append({"what": "text", "text": "t", "at": 5.0})
+    journal.mark_alive(2.0)
+    if marker is not None:
+        (tmp_path / "alive").write_bytes(marker)
+    journal.close()
+    assert Journal(path).last_alive() == (8.0 if marker == b"8.0" else 5.0)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,36 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
     print(json.dumps(swarm_status, indent=2) if json_ else _format_status(swarm_status))
 
 
+@app.command()
+def text(
+    address: Address,
+    checksum: Annotated[str, typer.Argument(help="Checksum of the right text; the rejected node prints it.")],
+    certificates: Certificates,
+) -> None:
+    """Set the text that all nodes of a swarm must read, as its operator.
+
+    All nodes read the same text, and the first node that trains decides which. If it was the wrong one, this command
+    corrects it: nodes with another text are removed. It needs the certificate of the coordinator.
+
+    Examples:
+
+        phalanx swarm text 203.0.113.7:7077 1f0c2a9be47d5d31-8c1de0a95b7742f6 --certs certs/lead
+    """
+    _check_address(address, "ADDRESS")
+    _check_installed()
+    from phalanx.swarm.coordinator.update_checks import UpdateRejected
+    from phalanx.swarm.rpc.certificates import certificate_member
+    from phalanx.swarm.rpc.client import SwarmClient
+    from phalanx.swarm.rpc.link_errors import rejection_error
+
+    certificate_member(certificates)
+    try:
+        SwarmClient(address, certificates).set_text(checksum)
+    except UpdateRejected as rejected:
+        raise rejection_error(address, rejected) from None
+    print(f"nodes of this swarm must read text {checksum}")
+
+
 METHOD_CODECS: tuple[tuple[Method, Codec], ...] = (
     ("ddp", "fp32"),
     ("diloco", "fp32"),
@@ -284,6 +314,10 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
         f"round {swarm_status['round']} of {swarm_status['rounds']}, "
         f"{swarm_status['method']} in {swarm_status['codec']}"
     ]
+    if swarm_status["text"]:
+        lines.append(f"text {swarm_status['text']}")
+    if swarm_status["problem"]:
+        lines.append(f"problem: {swarm_status['problem']}")
     if swarm_status["waits_for"]:
         lines.append(f"waiting for {swarm_status['waits_for']}")
     if swarm_status["open_seconds"] is not None:

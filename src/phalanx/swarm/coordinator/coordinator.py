@@ -21,13 +21,23 @@ from phalanx.spec.run import RunSpec
 from phalanx.swarm.aggregation.aggregate import aggregation_config
 from phalanx.swarm.coordinator.journal import Journal
 from phalanx.swarm.coordinator.node_task import NodeTask, node_task
+from phalanx.swarm.coordinator.open_round import steady_clock
 from phalanx.swarm.coordinator.store import SwarmStore
 from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
-from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected, check_update, find_outliers, size_limit
+from phalanx.swarm.coordinator.update_checks import (
+    BUSY,
+    UpdateRejected,
+    check_counts,
+    check_update,
+    find_outliers,
+    size_limit,
+)
 from phalanx.swarm.pieces import ModelPiece, round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 
+MAX_FROZEN_SECONDS = 2.0
+"""Time between two ticks from which the process was stopped in between; a tick is due every 0.05 s."""
 MAX_RECENT_NORMS = 64
 MAX_REASON_CHARS = 200
 """Maximum number of recorded characters of a rejection's reason, which may contain the sender's text."""
@@ -36,7 +46,9 @@ MAX_REASON_CHARS = 200
 class Coordinator:
     """State, files and round clock of a swarm; `tick` must be called often."""
 
-    def __init__(self, run: RunSpec, directory: Path, weights: Weights, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run: RunSpec, directory: Path, weights: Weights, clock: Callable[[], float] = steady_clock
+    ) -> None:
         """Start a swarm, or continue the existing one.
 
         Args:
@@ -44,6 +56,9 @@ class Coordinator:
             directory: Directory of the swarm.
             weights: Initial weights of a new swarm.
             clock: Returns the present time.
+
+        Raises:
+            UserError: A file of the model is damaged or missing.
         """
         assert run.swarm is not None
         self.run = run
@@ -54,12 +69,9 @@ class Coordinator:
         self.state: SwarmState = replay(run, self.journal.events)
         self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
-        accepted = [event for event in self.journal.events if event["what"] == "accepted"]
-        self.norms: list[float] = [event["norm"] for event in accepted if event["tokens"]]
-        self.closing = False
-        """True while the open round is aggregated: it accepts no more updates."""
-        self.ended = False
-        """True when waiting calls must return."""
+        self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
+        self.closing = False  # true while the open round is aggregated: it accepts no more updates
+        self.ended = False  # true when waiting calls must return
         self.changed = threading.Condition()
         """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
@@ -67,11 +79,16 @@ class Coordinator:
         self._store_executor = ThreadPoolExecutor(1, thread_name_prefix="keeping")
         """Thread that syncs an update to disk while it is checked."""
         self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        if not self.store.base.exists():
-            self.store.initialize(weights, aggregation_config(run, 0))
-        if self.state.committed:
-            last_round = self.state.committed - 1
-            self.store.apply_round(last_round, round_pieces(run, last_round), aggregation_config(run, last_round))
+        self.problems: dict[str, str] = {}
+        """Present problems of the swarm by subject, which its operator must solve."""
+        self.ticked_at = clock()  # end of the last tick
+        if not self.journal.events:
+            if not self.store.base.exists():
+                self.store.initialize(weights, aggregation_config(run, 0))
+            self._record("initialized", base=self.store.base_digests())
+        self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
+        if self.journal.events:
+            self._record("resumed", down=self.ticked_at - self.journal.last_alive())
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -91,8 +108,9 @@ class Coordinator:
             if not (isfinite(capacity) and capacity >= 1):
                 raise UpdateRejected("capacity: it is less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
-            if self.state.text not in (None, data_fingerprint) or len(data_fingerprint) > MAX_REASON_CHARS:
-                raise UpdateRejected("text: it differs from the other nodes' text")
+            required_text = self.state.required_text(node)
+            if required_text not in (None, data_fingerprint) or not 0 < len(data_fingerprint) <= MAX_REASON_CHARS:
+                raise UpdateRejected(f"text: {data_fingerprint} differs from the other nodes' text {required_text}")
             if not begin:
                 self.leave(node, "restarts")
             else:
@@ -105,11 +123,24 @@ class Coordinator:
             if node in self.state.members:
                 self._record("left", node=node, why=reason)
 
+    def set_text(self, text: str) -> None:
+        """Set the checksum of the text that all nodes must read, and remove members with another text.
+
+        Raises:
+            UpdateRejected: The checksum is empty or too long.
+        """
+        if not 0 < len(text) <= MAX_REASON_CHARS:
+            raise UpdateRejected("text: the checksum is empty or too long")
+        with self.changed:
+            self._record("text", text=text)
+            for node in [node for node in self.state.members if self.state.texts[node] != text]:
+                self.leave(node, "another text")
+
     def heartbeat(self, node: str) -> NodeTask:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
-            return node_task(self.state, node, self.clock())
+            return node_task(self.state, node, self.clock(), closing=self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
         """Return a node's task when it has `reached` a round or committed rounds, or after a time.
@@ -123,7 +154,7 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
-                task = node_task(self.state, node, self.clock())
+                task = node_task(self.state, node, self.clock(), closing=self.closing)
                 remaining_seconds = deadline - time.monotonic()
                 if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
                     return task
@@ -173,7 +204,7 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
-                self._check_counts(node, tokens, steps)
+                check_counts(self.run, tokens, steps, assigned_steps=self.state.assigned_steps(node))
                 pieces = self.state.expected_pieces(node)
                 norms = self.norms[-MAX_RECENT_NORMS:]
             sync_future = self._store_executor.submit(sync, partial_path)
@@ -192,17 +223,7 @@ class Coordinator:
             partial_path.unlink(missing_ok=True)
             raise
 
-    def _check_counts(self, node: str, tokens: int, steps: int) -> None:
-        """Raise UpdateRejected if a node cannot have trained so much in the open round."""
-        assert self.state.round is not None
-        _, assigned_steps = self.state.round.data_assignments[node]
-        min_tokens = 0 if self.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
-        max_tokens = steps * self.run.training.tokens_per_step
-        if not (0 < steps <= assigned_steps and min_tokens <= tokens <= max_tokens):
-            raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
-
     def _check_content(self, path: Path, pieces: Sequence[ModelPiece], recent_norms: Sequence[float]) -> float:
-        """Check the pieces of an update, one update at a time, and return the norm of its change."""
         with self._check_lock, TensorFile(self.store.base) as base:
             return check_update(
                 path,
@@ -236,8 +257,12 @@ class Coordinator:
 
     def tick(self) -> None:
         """Remove nodes without heartbeats, close the round if it is time, and open the next one."""
-        now = self.clock()
         with self.changed:
+            now = self.clock()
+            frozen_seconds = now - self.ticked_at
+            if frozen_seconds > MAX_FROZEN_SECONDS:
+                self.last_heard = {node: heard + frozen_seconds for node, heard in self.last_heard.items()}
+                self._record("resumed", down=frozen_seconds)
             lease_seconds = self.swarm.round.lease_seconds
             for node in [node for node, last_seen in self.last_heard.items() if now - last_seen > lease_seconds]:
                 del self.last_heard[node]
@@ -251,6 +276,8 @@ class Coordinator:
             if open_event is not None:
                 self._apply(open_event)
                 self.changed.notify_all()
+        self.journal.mark_alive(now)
+        self.ticked_at = self.clock()
 
     def _close(self) -> None:
         open_round = self.state.round
@@ -263,10 +290,10 @@ class Coordinator:
         pieces = round_pieces(self.run, round_number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
         node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
-        self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
+        digests = self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
         with self.changed:
             nodes = sorted(node for node, _ in node_tokens)
-            self._record("committed", round=round_number, nodes=nodes)
+            self._record("committed", round=round_number, nodes=nodes, **digests)
             self.store.apply_round(round_number, pieces, config)
             self.closing = False
             self.changed.notify_all()
@@ -285,6 +312,11 @@ class Coordinator:
         with self.changed:
             return round_number == self.state.committed - 1 and node in self.state.last_included_nodes
 
+    @property
+    def problem(self) -> str:
+        """The present problems of the swarm as a text; "" if there are none."""
+        return "; ".join(filter(None, self.problems.values()))
+
     def shutdown(self) -> None:
         """Release all waiting calls."""
         with self.changed:
@@ -294,4 +326,4 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """Return the status for display (`swarm_state.summary`)."""
         with self.changed:
-            return summary(self.state, self.last_heard, self.clock())
+            return {**summary(self.state, self.last_heard, self.clock()), "problem": self.problem}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 
 from phalanx.runs.decode import read_bytes
@@ -16,6 +18,9 @@ from phalanx.spec.errors import UserError
 
 RESTORE = "restore it from a copy, or start a new swarm in another directory"
 """Fix of a damaged journal."""
+ALIVE_FILE = "alive"
+"""Time at which the coordinator was last alive, next to the journal."""
+ALIVE_SECONDS = 1.0
 
 
 class Journal:
@@ -40,14 +45,41 @@ class Journal:
             if event is None:
                 raise UserError("journal", f"{path}, line {number}", "is not an event", fix=RESTORE)
             self.events.append(event)
-        self._file = path.open("ab")
-        self._file.truncate(content.rfind(b"\n") + 1)
+        self._file = path.open("ab", buffering=0)
+        self._size = content.rfind(b"\n") + 1
+        self._alive_path = path.with_name(ALIVE_FILE)
+        self._marked_at = 0.0
 
     def append(self, event: JsonRecord) -> None:
-        """Write an event, and wait until it is on disk."""
-        self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        """Write an event, and wait until it is on disk.
+
+        Raises:
+            OSError: The disk is full, for example. The event is not in the journal, and may be written again.
+        """
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        self._file.truncate(self._size)  # a part of an event that could not be written
+        written = 0
+        while written < len(line):
+            written += self._file.write(line[written:])
         os.fsync(self._file.fileno())
+        self._size += len(line)
+
+    def mark_alive(self, now: float) -> None:
+        """Save the present time once per `ALIVE_SECONDS`; from it, a restart derives the duration of the downtime."""
+        if abs(now - self._marked_at) >= ALIVE_SECONDS:
+            self._marked_at = now
+            with suppress(OSError):  # a restart then uses the time of the last event
+                partial_path = self._alive_path.with_suffix(".part")
+                partial_path.write_text(repr(now))
+                partial_path.replace(self._alive_path)
+
+    def last_alive(self) -> float:
+        """Return when the coordinator that wrote this journal was last known to be alive."""
+        last_event_at = float(self.events[-1]["at"])
+        with suppress(OSError, ValueError):
+            marked_at = float(self._alive_path.read_text())
+            return max(last_event_at, marked_at) if isfinite(marked_at) else last_event_at
+        return last_event_at
 
     def close(self) -> None:
         """Close the file."""

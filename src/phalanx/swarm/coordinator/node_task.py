@@ -25,6 +25,8 @@ class NodeTask:
     owned: tuple[int, ...] = ()
     already_sent: bool = False
     closes_in_seconds: float | None = None
+    problem: str = ""
+    """The present problem of the coordinator, for which its operator must look."""
 
     def reached(self, round: int | None, committed: int | None) -> bool:
         """Return whether the node is in `round` or later, `committed` rounds are done, or all rounds are."""
@@ -32,17 +34,18 @@ class NodeTask:
         return self.done or ready or (committed is not None and self.committed >= committed)
 
 
-def node_task(state: SwarmState, node: str, now: float) -> NodeTask:
-    """Return the task of a node: that of the open round if the node is in it, else of the next round.
+def node_task(state: SwarmState, node: str, now: float, closing: bool = False) -> NodeTask:
+    """Return the task of a node: that of the open round if the node can still take part in it, else of the next round.
 
     Args:
         state: The state of the swarm.
         node: Name of the node.
         now: The present time by the coordinator's clock.
+        closing: True if the open round accepts no more updates.
     """
     is_member = node in state.members
     open_round = state.round
-    if open_round is None or node not in open_round.data_assignments:
+    if open_round is None or closing or node not in open_round.data_assignments:
         next_round = state.committed + (open_round is not None)
         return NodeTask(round=next_round, committed=state.committed, done=state.done, member=is_member)
     first_step, steps = open_round.data_assignments[node]

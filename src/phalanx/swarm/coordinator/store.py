@@ -1,6 +1,6 @@
 """Files of the coordinator: the model that all nodes have, and the updates of a round.
 
-    run.toml  journal.jsonl
+    run.toml  journal.jsonl     next to the journal: alive, when the coordinator last ran (`journal.Journal`)
     model/base.safetensors      weights; next to it error_feedback, velocity, or exp_avg and exp_avg_sq
                                 (`aggregate.ModelState`)
     rounds/000012/NODE.update   a node's update; .part while it is received
@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -24,11 +25,19 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.runs.checkpoints import sync
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
+from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.aggregation.adamw_step import MOMENTS
-from phalanx.swarm.aggregation.aggregate import AggregationConfig, ModelState, NodeUpdate, aggregate, encode_broadcast
-from phalanx.swarm.pieces import ModelPiece, model_pieces
-from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.aggregation.aggregate import (
+    AggregationConfig,
+    ModelState,
+    NodeUpdate,
+    aggregate,
+    aggregation_config,
+    encode_broadcast,
+)
+from phalanx.swarm.pieces import ModelPiece, fragment_pieces, model_pieces, round_pieces
+from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 from phalanx.swarm.update_files import Weights, sends_weights
 
 MODEL_FILE_KINDS = tuple(field.name for field in fields(ModelState))
@@ -95,14 +104,66 @@ class SwarmStore:
             file.sync()
         partial_path.rename(self.base)
 
+    def base_digests(self) -> list[str]:
+        """Return the digest of the present weights of each fragment."""
+        with TensorFile(self.base) as base:
+            return [base.digest(names) for names in self._fragment_names]
+
+    def restore(self, digests: Sequence[str | None], committed: int) -> None:
+        """Repeat the application of the last round, which may have been interrupted, and check the model's files.
+
+        Args:
+            digests: The recorded digest of the weights of each fragment; None where none was recorded.
+            committed: The number of committed rounds.
+
+        Raises:
+            UserError: A file is missing, or is not as it was written.
+        """
+        last_round = max(0, committed - 1)
+        config = aggregation_config(self.run, last_round)
+        shapes = parameter_shapes(self.run.model)
+        try:
+            if committed:
+                self.apply_round(last_round, round_pieces(self.run, last_round), config)
+            for kind in self._used_kinds(config):
+                with TensorFile(self._model_path(kind)) as file:
+                    if file.shapes != shapes:
+                        raise TensorFileError(f"{file.path.name} has tensors of another model")
+                    if kind == "base":
+                        self.check_weights(file, digests)
+        except (OSError, TensorFileError) as error:
+            fix = f"restore the file from a copy; nodes/NAME/{SHARED_WEIGHTS_FILE} of a node in the last round is one"
+            raise UserError("model", str(self.base.parent), f"is damaged: {error}", fix=fix) from None
+
+    def check_weights(self, file: TensorFile, digests: Sequence[str | None]) -> None:
+        """Check all weights in a file.
+
+        Args:
+            file: The file.
+            digests: The recorded digest of each fragment; None where none was recorded.
+
+        Raises:
+            TensorFileError: The weights differ from what was written.
+        """
+        for names, digest in zip(self._fragment_names, digests, strict=True):
+            check_digest(file, names, digest)
+
+    @property
+    def _fragment_names(self) -> list[list[str]]:
+        """The names of the tensors of each fragment."""
+        assert self.run.swarm is not None
+        num_fragments = self.run.swarm.fragments
+        fragments = (fragment_pieces(self.run.model, fragment, num_fragments) for fragment in range(num_fragments))
+        return [[*dict.fromkeys(piece.name for piece in pieces)] for pieces in fragments]
+
     def aggregate_round(
         self,
         round_number: int,
         pieces: Sequence[ModelPiece],
         node_tokens: Iterable[tuple[str, int]],
         config: AggregationConfig,
-    ) -> None:
-        """Aggregate a round without changing the model yet.
+    ) -> dict[str, str]:
+        """Aggregate a round without changing the model yet, and return the digests of its weights and broadcast.
 
         Args:
             round_number: The round.
@@ -113,27 +174,30 @@ class SwarmStore:
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
         round_shapes = {piece.name: shapes[piece.name] for piece in pieces}
-        updates = [
-            NodeUpdate(node, tokens, TensorFile(self.update(round_number, node))) for node, tokens in node_tokens
-        ]
-        old = self._open_state(config, lambda kind: TensorFile(self._model_path(kind)))
-        new = self._open_state(config, lambda kind: TensorFile.create(self._new_path(round_number, kind), round_shapes))
-        piece_senders = aggregate(pieces, updates, config, old=old, new=new)
-        sizes = {
-            piece.key: (encoded_bytes(piece.num_elements, config.codec),)
-            for piece in pieces
-            if piece.key in piece_senders
-        }
-        partial_path = self.broadcast_path(round_number).with_suffix(".part")
-        with TensorFile.create(partial_path, sizes, "U8") as broadcast:
+        with ExitStack() as files:  # also closed if the disk is full, because the round is tried again
+            updates = [
+                NodeUpdate(node, tokens, files.enter_context(TensorFile(self.update(round_number, node))))
+                for node, tokens in node_tokens
+            ]
+            old = self._open_state(config, lambda kind: files.enter_context(TensorFile(self._model_path(kind))))
+            new = self._open_state(
+                config,
+                lambda kind: files.enter_context(TensorFile.create(self._new_path(round_number, kind), round_shapes)),
+            )
+            piece_senders = aggregate(pieces, updates, config, old=old, new=new)
+            sizes = {
+                piece.key: (encoded_bytes(piece.num_elements, config.codec),)
+                for piece in pieces
+                if piece.key in piece_senders
+            }
+            partial_path = self.broadcast_path(round_number).with_suffix(".part")
+            broadcast = files.enter_context(TensorFile.create(partial_path, sizes, "U8"))
             encode_broadcast(pieces, updates, piece_senders, codec=config.codec, old=old, new=new, broadcast=broadcast)
-            broadcast.sync()
-        partial_path.rename(self.broadcast_path(round_number))
-        for file in new.files.values():
-            file.sync()
-        sync(self.round(round_number))
-        for file in (*(update.file for update in updates), *old.files.values(), *new.files.values()):
-            file.close()
+            for file in (broadcast, *new.files.values()):
+                file.sync()
+            partial_path.rename(self.broadcast_path(round_number))
+            sync(self.round(round_number))
+            return {"base": new.base.digest(round_shapes), "broadcast": broadcast.digest(broadcast.shapes)}
 
     def apply_round(self, round_number: int, pieces: Sequence[ModelPiece], config: AggregationConfig) -> None:
         """Apply a round's result to the model; an interrupted call can be repeated.
@@ -214,3 +278,18 @@ class SwarmStore:
 
     def _new_path(self, round_number: int, kind: str) -> Path:
         return self.round(round_number) / f"new-{kind}"
+
+
+def check_digest(file: TensorFile, names: Iterable[str], digest: str | None) -> None:
+    """Check the content of tensors.
+
+    Args:
+        file: The file.
+        names: The names of the tensors.
+        digest: The recorded digest, or None if none was recorded.
+
+    Raises:
+        TensorFileError: The content differs from what was written.
+    """
+    if digest is not None and file.digest(names) != digest:
+        raise TensorFileError(f"{file.path.name} differs from what the coordinator wrote")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from math import inf
 from typing import Any
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, RoundSpec
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.swarm.coordinator.journal import RESTORE
+from phalanx.swarm.coordinator.open_round import RECONNECT_SECONDS, AcceptedUpdate, OpenRound
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 
@@ -29,33 +29,6 @@ NOT_OPEN_YET = "not open yet"
 NOT_A_MEMBER = "not of this round"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AcceptedUpdate:
-    """An accepted update of a node."""
-
-    node: str
-    tokens: int
-    steps: int
-    bytes: int
-    norm: float
-    """Norm of the change in the update."""
-    at: float
-
-
-@dataclass(kw_only=True)
-class OpenRound:
-    """The open round."""
-
-    number: int
-    opened_at: float
-    owners: Owners | None
-    data_assignments: dict[str, tuple[int, int]]
-    """First step and number of steps of the text of each node, without overlap."""
-    updates: dict[str, AcceptedUpdate] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    """Nodes with a rejected update; they may send another."""
-
-
 class SwarmState:
     """The state of a swarm, which only `record` changes."""
 
@@ -65,8 +38,10 @@ class SwarmState:
         self.swarm = run.swarm
         self.members: dict[str, float] = {}
         """Number of experts per layer that each member has memory to train, in the order of joining."""
+        self.texts: dict[str, str] = {}
+        """Checksum of the text with which each node last joined."""
         self.text: str | None = None
-        """Checksum of the text that all nodes read; the first node sets it."""
+        """Checksum of the text that all nodes read, once one of them has trained or the operator has set it."""
         self.round: OpenRound | None = None
         self.committed = 0
         """Number of committed rounds."""
@@ -79,8 +54,16 @@ class SwarmState:
         """The nodes of the last round."""
         self.last_included_nodes: frozenset[str] = frozenset()
         """The nodes whose updates are in the result of the last round."""
+        self.resumed_at = -inf
+        """End of the coordinator's last downtime."""
         self.arrivals: list[list[float]] = []
         """Seconds from the opening to the arrival of each update, for the last rounds."""
+        self.initial_digests: list[str] = []
+        """Digest of the initial weights of each fragment; none in journals of older versions."""
+        self.base_digests: dict[int, str] = {}
+        """Digest of the weights of a round's fragment after the round."""
+        self.broadcast_digests: dict[int, str] = {}
+        """Digest of a round's broadcast."""
         self.refused: Counter[tuple[str, str]] = Counter()
         """Number of rejections by node and reason."""
 
@@ -89,7 +72,7 @@ class SwarmState:
     def can_record(self, event: Event) -> bool:
         """Return whether an event can follow the earlier ones. In a damaged journal it may not."""
         match event["what"]:
-            case "committed" | "resumed":
+            case "committed":
                 return self.round is not None
             case "accepted":
                 return self.round is not None and event["node"] in self.round.data_assignments
@@ -108,18 +91,31 @@ class SwarmState:
     def record(self, event: Event) -> None:
         """Apply an event."""
         match event["what"]:
+            case "initialized":
+                self.initial_digests = event["base"]
             case "joined":
                 self.members[event["node"]] = event["capacity"]
-                self.text = event["text"]
+                self.texts[event["node"]] = event["text"]
                 self.previous_nodes -= {event["node"]}  # a node that joins again starts over
             case "left":
                 self.members.pop(event["node"], None)
+            case "text":
+                self.text = event["text"]
             case "opened":
                 self._open_round(event)
+            case "resumed":
+                self.resumed_at = event["at"]
+                if self.round is not None:
+                    self.round.down_seconds += event["down"]
+                    self.round.num_downtimes += 1
             case "accepted":
                 assert self.round is not None
                 names = ("node", "tokens", "steps", "bytes", "norm", "at")
-                self.round.updates[event["node"]] = AcceptedUpdate(**{name: event[name] for name in names})
+                self.round.updates[event["node"]] = AcceptedUpdate(
+                    **{name: event[name] for name in names}, offset=self.round.elapsed_seconds(event["at"])
+                )
+                if self.text is None:
+                    self.text = self.texts.get(event["node"])
             case "refused":
                 self.refused[event["node"], event["why"]] += 1
                 if self.round is not None and event["round"] == self.round.number:
@@ -129,22 +125,28 @@ class SwarmState:
                 self.refused[event["node"], event["why"]] += 1
                 del self.round.updates[event["node"]]
             case "committed":
-                self._commit_round()
+                self._commit_round(event)
 
     def _open_round(self, event: Event) -> None:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
         assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
         self.round = OpenRound(
-            number=event["round"], opened_at=event["at"], owners=self.owners, data_assignments=assignments
+            number=event["round"],
+            opened_at=event["at"],
+            owners=self.owners,
+            data_assignments=assignments,
+            num_downtimes=int(event["at"] < self.resumed_at + RECONNECT_SECONDS),
         )
         self.steps_assigned += sum(steps for _, steps in assignments.values())
         self.previous_nodes = frozenset(assignments)
 
-    def _commit_round(self) -> None:
+    def _commit_round(self, event: Event) -> None:
         assert self.round is not None
-        offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
-        self.arrivals = [*self.arrivals, offsets][-MAX_ARRIVAL_ROUNDS:]
+        self.arrivals = [*self.arrivals, self.round.arrival_offsets][-MAX_ARRIVAL_ROUNDS:]
+        if "base" in event:
+            self.base_digests[self.round.number] = event["base"]
+            self.broadcast_digests[self.round.number] = event["broadcast"]
         self.rounds_with_training += any(update.tokens for update in self.round.updates.values())
         self.last_included_nodes = frozenset(self.round.updates)
         self.committed, self.round = self.round.number + 1, None
@@ -160,6 +162,22 @@ class SwarmState:
     def done(self) -> bool:
         """True if the last round is committed."""
         return self.committed >= self.rounds
+
+    def required_text(self, node: str) -> str | None:
+        """Return the checksum of the text that a node must have to join, or None if it may have any.
+
+        Before an update was accepted, this is the text of the other members and of the open round.
+        """
+        holders = [*self.members, *(self.round.data_assignments if self.round is not None else ())]
+        return self.text or next((self.texts[holder] for holder in holders if holder != node), None)
+
+    def weight_digests(self, committed: int) -> list[str | None]:
+        """Return the digest of each fragment's weights after `committed` rounds; None where none was recorded."""
+        num_fragments = self.swarm.fragments
+        digests: list[str | None] = [*self.initial_digests] or [None] * num_fragments
+        for round_number in range(max(0, committed - num_fragments), committed):
+            digests[round_number % num_fragments] = self.base_digests.get(round_number)
+        return digests
 
     def next_round_event(self, now: float) -> Event | None:
         """Return the event that opens the next round with the present members, or None if it cannot open yet."""
@@ -215,6 +233,10 @@ class SwarmState:
         assert self.round is not None
         return pieces_sent_by(round_pieces(self.run, self.round.number), self.round.owners, node)
 
+    def assigned_steps(self, node: str) -> int:
+        """Return the number of steps of text that a node may read in the open round."""
+        return 0 if self.round is None else self.round.data_assignments[node][1]
+
     def owned(self, node: str) -> tuple[int, ...]:
         """Return the experts that a node trains in the open round."""
         return () if self.round is None or self.round.owners is None else experts_of(self.round.owners, node)
@@ -237,17 +259,17 @@ class SwarmState:
         """Return when the open round stops waiting for missing nodes, or None if that is not determined yet."""
         if self.round is None:
             return None
-        round_offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
+        round_offsets = self.round.arrival_offsets
         known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
         if (
             not self._expected_nodes - self.round.updates.keys()
         ):  # all present nodes have sent an update or were rejected
-            return self.round.opened_at + deadline_offset(known_offsets or [0.0], self.swarm.round)
+            return self.round.deadline(known_offsets or [0.0], self.swarm.round)
         if not known_offsets or (
             not self.arrivals and len(round_offsets) < self._quorum_size(len(self.round.data_assignments))
         ):
             return None
-        return self.round.opened_at + deadline_offset(known_offsets, self.swarm.round)
+        return self.round.deadline(known_offsets, self.swarm.round)
 
     def should_close(self, now: float) -> bool:
         """Return whether to close the open round: all present nodes have sent, or a quorum has and time is up."""
@@ -277,17 +299,6 @@ class SwarmState:
         return max(1, -int(-nodes * self.swarm.round.quorum // 1))
 
 
-def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
-    """Return the seconds after a round's opening at which it stops waiting for missing nodes.
-
-    They are the median of the arrival times plus the maximum of three terms: a multiple of their median deviation
-    (robust to one late node), the grace time, and a quarter of the median.
-    """
-    median_offset = median(offsets)
-    deviation = median(abs(offset - median_offset) for offset in offsets)
-    return median_offset + max(spec.timeout_multiplier * deviation, spec.grace_seconds, median_offset / 4)
-
-
 def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     """Return the state after these events.
 
@@ -315,10 +326,11 @@ def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> di
     return {
         "method": state.swarm.method,
         "codec": state.swarm.effective_codec,
+        "text": state.required_text(""),
         "waits_for": "" if state.round or state.done else state.waiting_for,
         "round": state.committed,
         "rounds": state.rounds,
-        "open_seconds": now - state.round.opened_at if state.round else None,
+        "open_seconds": state.round.elapsed_seconds(now) if state.round else None,
         "closes_in_seconds": close_time - now if (close_time := state.closes_at()) is not None else None,
         "nodes": [
             {

@@ -9,9 +9,10 @@ from statistics import median
 import torch
 
 from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.codec import decode
-from phalanx.swarm.coordinator.swarm_state import AcceptedUpdate
+from phalanx.swarm.coordinator.open_round import AcceptedUpdate
 from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import HEADER_BYTES, TensorFile, TensorFileError
 from phalanx.swarm.update_files import Weights, sends_weights
@@ -34,6 +35,21 @@ def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
     return BASE_HEADER_BYTES + sum(
         HEADER_BYTES_PER_PIECE + encoded_bytes(piece.num_elements, codec) for piece in pieces
     )
+
+
+def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> None:
+    """Raise UpdateRejected if a node cannot have trained so much in a round.
+
+    Args:
+        run: The run.
+        tokens: The number of tokens that the node reports.
+        steps: The number of steps that the node reports.
+        assigned_steps: The number of steps of text that the node may read in the round.
+    """
+    assert run.swarm is not None
+    min_tokens = 0 if run.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
+    if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * run.training.tokens_per_step):
+        raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
 
 
 def check_update(

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import grpc
 import xxhash
 
-from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.node_task import NodeTask
 from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
+from phalanx.swarm.rpc.link_errors import PERMANENT_PHRASES, unreachable_error
 from phalanx.swarm.rpc.protocol import OPTIONS, PROTOCOL_VERSION, SERVICE, Message, file_chunks, pack, unpack
 from phalanx.swarm.tensor_files import TensorFile
 
@@ -33,25 +33,6 @@ RETRYABLE_CODES = (
     grpc.StatusCode.INTERNAL,
 )
 """Errors that may be temporary: a failed link, or a coordinator that crashed or has a full disk."""
-SERVE_FIX = "check that phalanx swarm serve runs at this address"
-AUTHORITY_FIX = "issue both certificates with one authority: phalanx swarm certs"
-UNREACHABLE_REASONS = {
-    "address lookup failed": ("the host is unknown", "correct the address"),
-    "CERTIFICATE_VERIFY_FAILED": (
-        "the coordinator's certificate is from another authority, or has expired",
-        AUTHORITY_FIX,
-    ),
-    "certificate required": ("the coordinator rejected this node's certificate", AUTHORITY_FIX),
-    "Hostname": (
-        "the coordinator's certificate is for another name or address",
-        "issue the certificate with phalanx swarm certs --host ADDRESS",
-    ),
-    "WRONG_VERSION_NUMBER": ("the server at this address does not use TLS", SERVE_FIX),
-    "Connection refused": ("no server listens at this address", SERVE_FIX),
-}
-"""Reason and fix for an unreachable coordinator, by a phrase of gRPC's message."""
-PERMANENT_PHRASES = tuple(UNREACHABLE_REASONS)[:-1]
-"""Phrases of errors that are permanent."""
 T = TypeVar("T")
 
 
@@ -69,6 +50,7 @@ class SwarmClient:
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
         self._reached = False
         self._say = log
+        self._reported_problem = ""
         self.leaving = False
         """True if the node does not wait for an unreachable coordinator."""
         self.was_included = False
@@ -77,6 +59,8 @@ class SwarmClient:
         """The message with which the node joined, to join again if its lease has expired."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of tensors and their names since the connection was opened."""
+        self.upload_seconds = 0.0
+        """Duration of the last upload's last attempt, without waiting for the coordinator to return."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -90,7 +74,7 @@ class SwarmClient:
 
     def heartbeat(self) -> NodeTask:
         """Send a heartbeat, and return the node's task."""
-        return _parse_task(self._call("heartbeat", {}))
+        return self._parse_task(self._call("heartbeat", {}))
 
     def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
         """Wait until the node is in round `round` or later, `committed` rounds are done, or all rounds are."""
@@ -105,10 +89,18 @@ class SwarmClient:
         A node whose lease has expired joins again.
         """
         request = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
-        task = _parse_task(self._call("wait", request, WAIT_SECONDS + CALL_SECONDS))
+        task = self._parse_task(self._call("wait", request, WAIT_SECONDS + CALL_SECONDS))
         if not task.member and not task.done and self.join_message:
             self.join(**self.join_message)
         return task if task.reached(round, committed) else None
+
+    def _parse_task(self, message: Message) -> NodeTask:
+        """Return a task, and report a new problem of the coordinator, for which the node may wait."""
+        task = NodeTask(**{**message, "owned": tuple(message["owned"])})
+        if task.problem and task.problem != self._reported_problem:
+            self._say(f"the coordinator has a problem: {task.problem}")
+        self._reported_problem = task.problem
+        return task
 
     def leave(self) -> None:
         """Leave the swarm."""
@@ -124,6 +116,10 @@ class SwarmClient:
         return unpack(self._retry(lambda: call(pack(message), timeout=seconds)))
 
     # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def set_text(self, text: str) -> None:
+        """Set the checksum of the text that all nodes must read, with the certificate of the coordinator."""
+        self._call("text", {"text": text})
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update.
@@ -141,11 +137,13 @@ class SwarmClient:
         upload_id = update_id(path)
         call = self._channel.stream_unary(f"/{SERVICE}/put")
         tries = 0
+        start = time.perf_counter()
 
         def send_file() -> None:
-            nonlocal tries
+            nonlocal tries, start
             tries += 1
             offset = int(self._call("received", {"round": round, "mark": upload_id})["bytes"])
+            start = time.perf_counter()
             header = {
                 "round": round,
                 "offset": offset,
@@ -174,6 +172,8 @@ class SwarmClient:
         except UpdateRejected as refused:
             if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # otherwise the answer was lost with the link
                 raise
+        finally:
+            self.upload_seconds = time.perf_counter() - start
 
     def download_round(
         self, path: Path, round: int | None, local_keys: Sequence[str], shapes: Callable[[str], tuple[int, ...]]
@@ -220,9 +220,11 @@ class SwarmClient:
             try:
                 self._retry(receive_pieces)
                 return committed
-            except RoundExpired:  # older weights are kept for a limited time; the present ones are available
+            except RoundExpired as expired:  # older weights are kept for a limited time; the present ones always
                 if round is not None:
                     raise
+                if not received_keys:
+                    raise UpdateRejected(f"no weights: {expired}") from None
                 received_keys.clear()
 
     def _receive_tensor(
@@ -274,7 +276,7 @@ class SwarmClient:
                 moved_bytes = self.sent_bytes + self.received_bytes
             away_seconds = time.monotonic() - last_progress_at
             if self._gives_up(away_seconds, details):
-                raise _unreachable_error(self.address, details)
+                raise unreachable_error(self.address, details)
             if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
                 has_warned = True
                 self._say(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
@@ -301,16 +303,3 @@ def _raise_answer(code: grpc.StatusCode, details: str) -> None:
 def update_id(path: Path) -> str:
     """Return an id that differs between the updates of a node."""
     return str(path.stat().st_mtime_ns)
-
-
-def _parse_task(message: Message) -> NodeTask:
-    return NodeTask(**{**message, "owned": tuple(message["owned"])})
-
-
-def _unreachable_error(address: str, details: str) -> UserError:
-    """Return why a coordinator cannot be reached, as far as TLS and the network report it."""
-    problem, fix = next(
-        (reason for phrase, reason in UNREACHABLE_REASONS.items() if phrase in details),
-        (details or "no answer", SERVE_FIX),
-    )
-    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix=fix)

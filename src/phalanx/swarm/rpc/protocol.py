@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.tensor_files import CHUNK_BYTES, TensorFile
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Version of the protocol, which must be equal on both ends."""
 SERVICE = "phalanx.Swarm"
-CHUNK_BYTES = 2**20
 MAX_MESSAGE_BYTES = 2**24
 """Maximum number of bytes of a message; one message contains the checksums of thousands of pieces."""
 Message = dict[str, Any]

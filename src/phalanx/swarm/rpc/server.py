@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import grpc
 import xxhash
 
-from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.coordinator.store import check_digest
 from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
-from phalanx.swarm.rpc.certificates import NAME_PATTERN
+from phalanx.swarm.rpc.certificates import NAME_PATTERN, certificate_member
+from phalanx.swarm.rpc.connections import (
+    HANDSHAKE_SECONDS,
+    IDLE_SECONDS,
+    MAX_NODES,
+    SWEEP_SECONDS,
+    StrangerLimit,
+    connection_limit,
+    listen_error,
+)
 from phalanx.swarm.rpc.protocol import (
     OPTIONS,
     PROTOCOL_VERSION,
@@ -31,16 +39,19 @@ from phalanx.swarm.rpc.protocol import (
 from phalanx.swarm.rpc.rate_limit import MAX_CONCURRENT_CALLS, RateLimiter
 from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
-MAX_NODES = 64
 CALLS_PER_NODE = 3
 """Concurrent calls of a node: a transfer, a wait, and a heartbeat."""
 MAX_CACHED_DIGESTS = 4
 WAIT_SECONDS = 30.0
 """Maximum duration of a call that waits for a round."""
+NOT_PERMITTED = "not permitted"
+DAMAGED = "damaged model"
 CODES = {
     BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     "oversized": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "foreign": grpc.StatusCode.PERMISSION_DENIED,
+    NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
+    DAMAGED: grpc.StatusCode.DATA_LOSS,
     NOT_A_MEMBER: grpc.StatusCode.PERMISSION_DENIED,
     ALREADY_SENT: grpc.StatusCode.ALREADY_EXISTS,
     ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
@@ -61,32 +72,35 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     Raises:
         UserError: The server cannot listen on the address.
     """
+    operator = certificate_member(certificates)
+    max_connections = connection_limit()
     workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
     no_port_sharing = ("grpc.so_reuseport", 0)
-    max_streams = ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS)
-    server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, max_streams])
-    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
+    limits = [
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_SECONDS)),
+        ("grpc.max_connection_idle_ms", int(1000 * IDLE_SECONDS)),
+    ]
+    server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, *limits])
     key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
     credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
     try:
         port = server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise _listen_error(address) from None
+        raise listen_error(address) from None
+    strangers = StrangerLimit(port, max_connections // 2)
+    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting, operator, strangers=strangers)),))
     server.start()
+    threading.Thread(target=_sweep_until_stopped, args=(server, strangers), daemon=True).start()
     return server, port
 
 
-def _listen_error(address: str) -> UserError:
-    """Return why the server cannot listen on an address, which gRPC does not report."""
-    host, _, port = address.rpartition(":")
-    reason = "listening failed"
-    try:
-        socket.create_server((host.strip("[]"), int(port))).close()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-    fix = "use 0.0.0.0:PORT to listen on all addresses of this machine, or another port"
-    return UserError("--listen", address, f"cannot be served: {reason}", fix=fix)
+def _sweep_until_stopped(server: grpc.Server, strangers: StrangerLimit) -> None:
+    while server.wait_for_termination(SWEEP_SECONDS):
+        with suppress(OSError):
+            strangers.sweep()
 
 
 def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
@@ -95,8 +109,8 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
     stream_out = grpc.unary_stream_rpc_method_handler
     methods = {
         **{
-            name: unary(_unary_handler(service.pace, getattr(service, name)))
-            for name in ("join", "heartbeat", "wait", "leave", "status", "received")
+            name: unary(_unary_handler(service, getattr(service, name)))
+            for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
         },
         "put": stream_in(service.put),
         "get": stream_out(service.get),
@@ -105,14 +119,14 @@ def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
 
 
 def _unary_handler(
-    limiter: RateLimiter, call: Callable[[str, Message], Message]
+    service: SwarmService, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """Wrap a call with messages as a call with bytes, with exceptions as status codes."""
 
     def handle_call(data: bytes, context: grpc.ServicerContext) -> bytes:
-        node = certificate_name(context)
+        node = service.identify(context)
         try:
-            with limiter.limited(node):
+            with service.pace.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
@@ -120,14 +134,6 @@ def _unary_handler(
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
     return handle_call
-
-
-def certificate_name(context: grpc.ServicerContext) -> str:
-    """Return the name in the caller's certificate."""
-    (name,) = context.auth_context()["x509_common_name"]
-    if not NAME_PATTERN.fullmatch(name.decode()):
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is not a valid member name")
-    return str(name.decode())
 
 
 def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
@@ -139,13 +145,24 @@ def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
 class SwarmService:
     """The calls that nodes can make."""
 
-    def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
+    def __init__(self, coordinator: Coordinator, greeting: Message, operator: str, strangers: StrangerLimit) -> None:
         self.coordinator = coordinator
         self.greeting = greeting
+        self.operator = operator
+        """The name in the coordinator's own certificate."""
+        self.strangers = strangers
         self.pace = RateLimiter()
         self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Checksums of a few files that no longer change."""
+
+    def identify(self, context: grpc.ServicerContext) -> str:
+        """Return the name in the caller's certificate."""
+        self.strangers.admit(context.peer())
+        (name,) = context.auth_context()["x509_common_name"]
+        if not NAME_PATTERN.fullmatch(name.decode()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is not a valid member name")
+        return str(name.decode())
 
     def join(self, node: str, message: Message) -> Message:
         """Add a node to the swarm (`Coordinator.join`), or only return the run if the message has no capacity."""
@@ -158,12 +175,13 @@ class SwarmService:
 
     def heartbeat(self, node: str, message: Message) -> Message:
         """Record a heartbeat, and return the node's task."""
-        return asdict(self.coordinator.heartbeat(node))
+        return asdict(self.coordinator.heartbeat(node)) | {"problem": self.coordinator.problem}
 
     def wait(self, node: str, message: Message) -> Message:
         """Wait for a round (`Coordinator.wait`), and return the node's task."""
         seconds = min(WAIT_SECONDS, float(message["seconds"]))
-        return asdict(self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds))
+        task = self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds)
+        return asdict(task) | {"problem": self.coordinator.problem}
 
     def leave(self, node: str, message: Message) -> Message:
         """Remove a node from the swarm."""
@@ -174,6 +192,15 @@ class SwarmService:
         """Return the status (`Coordinator.status`)."""
         return self.coordinator.status()
 
+    def text(self, node: str, message: Message) -> Message:
+        """Set the text that all nodes must read (`Coordinator.set_text`)."""
+        if node != self.operator:
+            raise UpdateRejected(
+                f"{NOT_PERMITTED}: only the coordinator's certificate, {self.operator}, may set the text"
+            )
+        self.coordinator.set_text(str(message["text"]))
+        return {}
+
     def received(self, node: str, message: Message) -> Message:
         """Return how many bytes of a node's update were received."""
         partial_path = self.coordinator.store.partial_update_path(int(message["round"]), node, str(message["mark"]))
@@ -181,7 +208,7 @@ class SwarmService:
 
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive an update: a header, its bytes, and their checksum. The certificate identifies the node."""
-        node = certificate_name(context)
+        node = self.identify(context)
         round_number = -1
         try:
             with self.pace.limited(node):
@@ -197,6 +224,8 @@ class SwarmService:
             return pack({})
         except UpdateRejected as refused:
             reason = str(refused)
+        except TensorFileError as error:  # of the model, which the node did not send: it tries again
+            context.abort(grpc.StatusCode.INTERNAL, f"{DAMAGED}: the coordinator's {error}")
         except (KeyError, TypeError, ValueError, StopIteration) as error:
             reason = f"malformed: {type(error).__name__}: {error}"
         if not reason.startswith(BUSY):
@@ -209,7 +238,7 @@ class SwarmService:
         The node's `local_keys` are excluded. The weights are the present ones, or those of which the node already has a
         part.
         """
-        node = certificate_name(context)
+        node = self.identify(context)
         try:
             message = unpack(data)
             local_keys = set(message.get("has", ()))
@@ -219,8 +248,12 @@ class SwarmService:
                 yield from self._stream_weights(node, round_number, requested_committed, local_keys=local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
-        except TensorFileError:  # or truncated after a power failure, as it is not synced
-            context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
+        except (FileNotFoundError, TensorFileError) as error:
+            if round_number >= 0 or requested_committed >= 0:
+                context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
+            damage = f"{self.coordinator.store.base}, whose copy {error}"
+            self.coordinator.problems["weights"] = f"nodes cannot receive {damage}"
+            raise _abort(context, f"{DAMAGED}: {damage}") from None
         except (TypeError, ValueError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
@@ -236,28 +269,31 @@ class SwarmService:
             if round_number < 0 and committed == self.coordinator.state.committed:
                 store.snapshot(committed)
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
-        with TensorFile(path) as file:
-            keys = [key for key in file.shapes if key not in local_keys]
-            with self._digest_lock:  # computed once for many concurrent calls
-                if path not in self._digests:
-                    self._digests = dict([*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]) | {
-                        path: _tensor_digests(file)
-                    }
-                digests = self._digests[path]
-            piece_digests = {key: digests[key] for key in keys}
-            yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
-            yield from tensor_chunks(file, keys)
+        try:
+            with TensorFile(path) as file:
+                digests = self._checked_digests(file, round_number, committed)
+                keys = [key for key in file.shapes if key not in local_keys]
+                piece_digests = {key: digests[key] for key in keys}
+                yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
+                yield from tensor_chunks(file, keys)
+        except TensorFileError:
+            if round_number < 0:
+                path.unlink(missing_ok=True)  # a copy, which the next call makes anew
+            raise
 
-
-def _tensor_digests(file: TensorFile) -> dict[str, str]:
-    """Return the checksum of every tensor in a file."""
-    digests = {}
-    for key in file.shapes:
-        checksum = xxhash.xxh3_128()
-        for chunk in tensor_chunks(file, [key]):
-            checksum.update(chunk)
-        digests[key] = checksum.hexdigest()
-    return digests
+    def _checked_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
+        """Return the digest of each tensor of a file, whose content is as the coordinator wrote it."""
+        with self._digest_lock:  # computed once for many concurrent calls
+            if file.path not in self._digests:
+                state = self.coordinator.state
+                if round_number >= 0:
+                    check_digest(file, file.shapes, state.broadcast_digests.get(round_number))
+                else:
+                    self.coordinator.store.check_weights(file, state.weight_digests(committed))
+                    self.coordinator.problems["weights"] = ""
+                recent = [*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]
+                self._digests = dict(recent) | {file.path: {key: file.digest([key]) for key in file.shapes}}
+            return self._digests[file.path]
 
 
 def _receive_file(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:

@@ -52,7 +52,7 @@ class RoundExchange:
         """The round whose broadcast is in the file `down`."""
         self.feedback: Feedback = {}
         self.upload_seconds = 0.0
-        """Duration of the last upload."""
+        """Seconds of encoding and sending the last update, while the coordinator was reachable."""
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class RoundExchange:
             self.feedback = feedback
         except UpdateRejected as refused:
             round_record.refused = str(refused)
-        self.upload_seconds = time.perf_counter() - start
+        self.upload_seconds = encoded_at - start + self.link.upload_seconds
         round_record.code_seconds += encoded_at - start
         round_record.send_seconds += time.perf_counter() - encoded_at
         round_record.sent_bytes += self.link.sent_bytes - sent_before

@@ -19,7 +19,9 @@ from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import LINK_FILE, ROUNDS_FILE
 from phalanx.spec.errors import UserError
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.rpc.link_errors import rejection_error
 from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
@@ -74,6 +76,8 @@ class NodeRank:
 
     def fail(self, error: BaseException) -> int:
         """Record an error, leave the swarm, and return the exit code."""
+        if isinstance(error, UpdateRejected) and self.link is not None:
+            error = rejection_error(self.link.address, error)
         trainer = self.worker.trainer if self.worker is not None else None
         write_failure(self.directory, env_rank(), trainer.step if trainer is not None else 0, error=error)
         if self.link is not None:
