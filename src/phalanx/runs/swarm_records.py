@@ -9,14 +9,14 @@ RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Number, decoder, union_decoder
+from phalanx.runs.decode import Amount, Count, Decode, Number, decode_object, decoder, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -54,8 +54,14 @@ class RoundRecord:
     refused: str = ""
 
 
-decode_round: Decode[RoundRecord] = decoder(RoundRecord)
-"""Decode a line of `ROUNDS_FILE`."""
+_decode_fields: Decode[RoundRecord] = decoder(RoundRecord)
+
+
+def decode_round(content: bytes) -> RoundRecord:
+    """Decode a line of `ROUNDS_FILE`, which has all fields unless another version wrote it."""
+    if not decode_object(content).keys() >= {field.name for field in fields(RoundRecord)}:
+        raise ValueError("a field is missing")
+    return _decode_fields(content)
 
 
 @with_config(ConfigDict(extra="allow"))
