@@ -95,10 +95,12 @@ def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeyp
     said = "was killed by SIGKILL, by the kernel's OOM killer (cgroup limit: 2.00 GB)"
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
     rank_record_file(tmp_path, 1).parent.mkdir()
-    lines = [{"format": 1}, {"step": 1, "peak_memory_bytes": 10**9}, {"step": 2, "peak_memory_bytes": 12 * 10**8}]
+    step = {"start": 0.0, "seconds": dict.fromkeys(("data", "passes", "reduce", "optimizer"), 0.1), "stages": {}}
+    peaks = {1: 10**9, 2: 12 * 10**8}
+    lines = [{"format": 1}, *({**step, "step": number, "peak_memory_bytes": peak} for number, peak in peaks.items())]
     rank_record_file(tmp_path, 1).write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "pe')
-    peak = "; last recorded peak: 1.20 GB by step 2"
-    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said + peak
+    said += "; last recorded peak: 1.20 GB by step 2"
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
 
 
 def test_format_oom_report_lists_bytes_by_part() -> None:

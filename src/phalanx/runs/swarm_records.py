@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, cast
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Number, decoder, require_keys, union_decoder
+from phalanx.runs.decode import Amount, Count, Decode, Number, decode_object, decoder, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -54,14 +54,14 @@ class RoundRecord:
     refused: str = ""
 
 
-_decode_round = decoder(RoundRecord)
-_decode_round_fields = decoder(Annotated[dict[str, Any], require_keys(*(field.name for field in fields(RoundRecord)))])
+_decode_fields: Decode[RoundRecord] = decoder(RoundRecord)
 
 
 def decode_round(content: bytes) -> RoundRecord:
-    """Decode a line of `ROUNDS_FILE`; raise ValueError if a field is missing or of another type."""
-    _decode_round_fields(content)
-    return cast(RoundRecord, _decode_round(content))
+    """Decode a line of `ROUNDS_FILE`, which has all fields unless another version wrote it."""
+    if not decode_object(content).keys() >= {field.name for field in fields(RoundRecord)}:
+        raise ValueError("a field is missing")
+    return _decode_fields(content)
 
 
 @with_config(ConfigDict(extra="allow"))
