@@ -117,7 +117,7 @@ def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even:
         fix=f"use one of {', '.join(map(str, allowed))}",
     )
     require(
-        not run.layout.ddp_static_graph or dp == 1 or micro_batch == sequences_per_rank,
+        not run.layout.ddp_static_graph or dp * run.layout.cp == 1 or micro_batch == sequences_per_rank,
         "layout.ddp_static_graph",
         True,
         problem="cannot be combined with gradient accumulation "

@@ -270,6 +270,10 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"layout.ddp_static_graph": "true", "layout.micro_batch_size": 2},
         ("layout.ddp_static_graph = True", "accumulation", "2 micro-batches", "layout.micro_batch_size = 4"),
     ),
+    (  # context-parallel ranks are DDP's, also without data-parallel ones
+        {"layout.ddp_static_graph": "true", "layout.cp": 2, "layout.micro_batch_size": 2},
+        ("layout.ddp_static_graph = True", "accumulation", "4 micro-batches", "layout.micro_batch_size = 8"),
+    ),
     ({"layout.tp": 3}, ("layout.tp",)),
     ({"model.preset": '"tinny"'}, ("model.preset = 'tinny'", "did you mean 'tiny'")),
     ({"model.num_heads": 7}, ("model.num_heads = 7", "model.hidden_size (192)", "use one of")),
