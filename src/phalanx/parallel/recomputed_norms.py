@@ -71,7 +71,10 @@ class NormCall:
 
     def _pack(self, tensor: Tensor) -> Tensor | PackedOutput:
         saved = self.operand
-        if tensor.data_ptr() != saved.data_ptr() or tensor.dtype != saved.dtype or tensor.numel() != saved.numel():
+        # Storages and not addresses: tensors without values (`phalanx.verify`) have none.
+        if tensor.untyped_storage()._cdata != saved.untyped_storage()._cdata or tensor.dtype != saved.dtype:
+            return tensor
+        if tensor.storage_offset() != saved.storage_offset() or tensor.numel() != saved.numel():
             return tensor
         if not (tensor.is_contiguous() and saved.is_contiguous()):
             return tensor
