@@ -4,7 +4,7 @@
     python -m benchmarks.dryrun qwen3-30b-a3b      # one model, printed only
 
 The planner selects the layout of each run. Of three large runs the first and last ranks of every axis are traced, of
-the first three choices for each preset on eight nodes of each machine the first and the last rank.
+the first three choices for each preset on eight nodes of each machine the first rank, and with pipelines the last.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def traced_choices(model: str, machine: str) -> list[Row]:
         print(f"{model} on {machine}: {error.problem}", flush=True)
         return []
     return [
-        row for run, layout in choices for row in traced(run, model, layout, world_size, sorted({0, world_size - 1}))
+        row
+        for run, layout in choices
+        for row in traced(run, model, layout, world_size, [0, world_size - 1] if run.layout.pp > 1 else [0])
     ]
 
 

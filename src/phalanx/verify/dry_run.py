@@ -164,6 +164,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
         "process_bytes": peak,
         "micro_batches": count,
         "traced_micro_batches": traced_count,
+        "full": full,
     }
     traced = profile.as_dict
     for row in traced["collectives"]:

@@ -69,12 +69,12 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
 
 
 def _repetition_note(report: DryRunReport) -> list[str]:
-    """Return a line on the micro-batches that were counted as others, if there are any."""
-    counts = {(rank["tracing"]["traced_micro_batches"], rank["tracing"]["micro_batches"]) for rank, _ in report.results}
-    traced, count = max(counts)
-    if traced == count:
+    """Return a line on the work that was counted instead of run, if there may be any."""
+    tracing = [traced["tracing"] for traced, _ in report.results]
+    if all(rank["full"] for rank in tracing):
         return []
-    return [f"{traced} of {count} micro-batches ran, the others equal one of them (--full runs all)"]
+    traced, count = max((rank["traced_micro_batches"], rank["micro_batches"]) for rank in tracing)
+    return [f"equal work ran once: {traced} of {count} micro-batches, and few chunks of rows (--full runs all)"]
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:

@@ -46,15 +46,16 @@ def _cpu_peaks(
     """Return the buffers on a CPU. With separate experts, one gradient is in transit at a time."""
 
     def unit_peaks(shapes: Shapes, ranks: int, num_full_buffers: int = 2) -> list[CommBufferPeak]:
-        return _cpu_unit_peaks(
-            shapes,
-            layout,
-            ranks,
-            precision=precision,
+        buffers = _CpuUnitBuffers(
+            units=_cpu_units(shapes, layout, ranks),
+            layout=layout,
+            compute_bytes=COMPUTE_BYTES[precision] * ranks,
+            state_bytes=STATE_BYTES[precision] * ranks,
+            row_bytes=STATE_BYTES[precision],
             num_full_buffers=num_full_buffers,
             summed_twice=summed_twice,
-            deferred=deferred,
         )
+        return buffers.deferred_peaks() if deferred else buffers.immediate_peaks()
 
     if not rank.expert:
         return unit_peaks(rank.dense, rank.shards)
@@ -124,89 +125,118 @@ def _cpu_units(shapes: Shapes, layout: Layout, ranks: int) -> _CpuUnits:
     )
 
 
-def _cpu_unit_peaks(
-    shapes: Shapes,
-    layout: Layout,
-    ranks: int,
-    precision: Precision,
-    num_full_buffers: int,
-    summed_twice: bool,
-    deferred: bool,
-) -> list[CommBufferPeak]:
-    """Return ZeRO-3's buffers at the start of backward, at each block's gradients, and at the end.
+@dataclass(frozen=True, kw_only=True)
+class _CpuUnitBuffers:
+    """Buffers of the units of one kind of tensors on a CPU, at the start of backward, at each block, and at the end.
 
-    The head's unit is gathered until its gradients are copied to the send buffer. They are in transit during the first
-    block's backward pass. A root that has all parameters outside blocks stays gathered instead. In addition, `prefetch`
-    blocks and the current block are gathered (without `reshard` all). When a block's gradients are copied to the send
-    buffer, that buffer replaces its parameters, and the previous block's gradients are in transit. Gradients are kept
-    in the compute dtype, those of a root's head all the time; they are sent and summed in the parameters' dtype.
-    Without `num_full_buffers`, other tensors are in transit then. The copies that FSDP2 makes of gathered blocks are
-    smaller (torch/distributed/fsdp/_fully_shard). With `summed_twice`, a micro-batch's sums exist in addition to those
-    of previous ones (`parallel.data.fsdp`). Exchanges that are not `deferred` (with replicas) end before the backward
-    pass of the next block."""
-    compute_bytes = COMPUTE_BYTES[precision] * ranks
-    state_bytes = STATE_BYTES[precision] * ranks
-    units = _cpu_units(shapes, layout, ranks)
-    row_bytes = STATE_BYTES[precision]
+    A root that has all parameters outside blocks stays gathered; else the head's unit is gathered until its gradients
+    are copied to the send buffer. `prefetch` blocks and the current block are gathered (without `reshard` all).
+    Gradients are kept in the compute dtype, those of a root's head all the time; they are sent and summed in the
+    parameters' dtype. The copies that FSDP2 makes of gathered blocks are smaller (torch/distributed/fsdp/_fully_shard).
+    """
 
-    def reduce_bytes(unit: int) -> int:
-        return (state_bytes * num_full_buffers + row_bytes) * unit if num_full_buffers else 0
+    units: _CpuUnits
+    layout: Layout
+    compute_bytes: int
+    """Bytes of an owned element on all ranks together, when it is gathered."""
+    state_bytes: int
+    """Bytes of an owned element on all ranks together, in the dtype of the parameters."""
+    row_bytes: int
+    """Bytes of an owned element."""
+    num_full_buffers: int
+    """Full buffers of an exchange; without any, other tensors are in transit then."""
+    summed_twice: bool
+    """True if a micro-batch's sums exist in addition to those of previous ones (`parallel.data.fsdp`)."""
 
-    def peak(fraction: float, size: int, is_between_blocks: bool, summed: int = 0) -> CommBufferPeak:
+    def deferred_peaks(self) -> list[CommBufferPeak]:
+        """Return the buffers where a unit's exchange ends when the gradients of the next unit are sent.
+
+        When a block's gradients are copied to the send buffer, that buffer replaces its parameters, and the previous
+        block's gradients are in transit. FSDP2 keeps what the previous micro-batch has sent last until the first unit
+        sends."""
+        units = self.units
+        sent_bytes = self._exchange_bytes(units.block)
+        head_bytes = self._exchange_bytes(units.head)
+        kept_bytes = self.state_bytes * units.last_reduced if self.summed_twice else 0
+        end_bytes = (self.compute_bytes + self.state_bytes) * units.last_reduced + sent_bytes
+        return [
+            self._start_peak(kept_bytes),
+            self._head_peak((self.compute_bytes + self.state_bytes) * units.head),
+            # The head's gradients are in transit until those of the first block are copied.
+            self._peak_in_block(1, head_bytes if units.head else kept_bytes),
+            self._peak_after_block(1, max(head_bytes + self.state_bytes * units.block, sent_bytes)),
+            *(self._peak_in_block(number, sent_bytes) for number in self._late_blocks),
+            *(
+                self._peak_after_block(number, sent_bytes + self.state_bytes * units.block)
+                for number in self._late_blocks
+            ),
+            self._end_peak(max(end_bytes, self._exchange_bytes(units.last_reduced))),
+        ]
+
+    def immediate_peaks(self) -> list[CommBufferPeak]:
+        """Return the buffers where a unit's exchange ends before the backward pass of the next unit, with replicas.
+
+        FSDP2 keeps the buffer that a unit has sent until the next unit sends."""
+        units = self.units
+        kept_bytes = self.state_bytes + self.row_bytes
+        # By then the gradients have been copied and freed.
+        exchanged_bytes = self._exchange_bytes(units.block) - self.compute_bytes * units.block
+        return [
+            self._start_peak(0),
+            self._head_peak(self.compute_bytes * units.head + self._exchange_bytes(units.head)),
+            self._peak_in_block(1, kept_bytes * units.head),
+            *(self._peak_in_block(number, kept_bytes * units.block) for number in self._late_blocks),
+            *(self._peak_after_block(number, exchanged_bytes) for number in [1, *self._late_blocks]),
+            self._end_peak(self._exchange_bytes(units.last_reduced)),
+        ]
+
+    @property
+    def _late_blocks(self) -> list[int]:
+        """Numbers of the second block in the backward pass, and of the last two."""
+        count = self.units.num_blocks
+        return sorted({2, count - 1, count} - {0, 1}) if count > 1 else []
+
+    def _exchange_bytes(self, unit: int) -> int:
+        if not self.num_full_buffers:
+            return 0
+        return (self.state_bytes * self.num_full_buffers + self.row_bytes) * unit
+
+    def _peak(self, fraction: float, size: int, is_between_blocks: bool, summed: int = 0) -> CommBufferPeak:
         """Return a peak of `size` bytes, when the gradients of `summed` elements have been summed."""
         return CommBufferPeak(
             backward_fraction=fraction,
-            gradient_fraction=summed / max(1, units.total),
-            bytes=size + (row_bytes * summed if summed_twice else 0),
+            gradient_fraction=summed / max(1, self.units.total),
+            bytes=size + (self.row_bytes * summed if self.summed_twice else 0),
             is_between_blocks=is_between_blocks,
         )
 
-    def block_peak(number: int, size: int, is_between_blocks: bool) -> CommBufferPeak:
-        """Return a peak in or after the backward pass of a block, with `size` bytes and what is gathered then.
+    def _start_peak(self, size: int) -> CommBufferPeak:
+        gathered_bytes = self.compute_bytes * (self.units.gathered(self.layout) + self.units.head)
+        return self._peak(0.0, gathered_bytes + size, is_between_blocks=False)
+
+    def _head_peak(self, size: int) -> CommBufferPeak:
+        gathered_bytes = self.compute_bytes * self.units.gathered(self.layout)
+        return self._peak(FIRST_BLOCK, gathered_bytes + size, is_between_blocks=True)
+
+    def _peak_in_block(self, number: int, size: int) -> CommBufferPeak:
+        return self._block_peak(number, size, num_completed=number - 1)
+
+    def _peak_after_block(self, number: int, size: int) -> CommBufferPeak:
+        return self._block_peak(number, size, num_completed=number)
+
+    def _block_peak(self, number: int, size: int, num_completed: int) -> CommBufferPeak:
+        """Return a peak in or after a block, with `size` bytes and what is gathered then.
 
         Sums of the block before are a part of its exchange."""
-        number = min(max(1, number), max(1, units.num_blocks))
-        computing = units.gathered(layout, number) + units.root_head_gradient + units.block
-        num_completed = number if is_between_blocks else number - 1
-        return peak(
+        units = self.units
+        computing = units.gathered(self.layout, number) + units.root_head_gradient + units.block
+        return self._peak(
             max(FIRST_BLOCK, num_completed / max(1, units.num_blocks)),
-            compute_bytes * computing + size,
-            is_between_blocks=is_between_blocks,
+            self.compute_bytes * computing + size,
+            is_between_blocks=num_completed == number,
             summed=units.head + (number - 2) * units.block if number > 1 else 0,
         )
 
-    gathered_bytes = compute_bytes * units.gathered(layout)
-    sent_bytes = reduce_bytes(units.block)
-    end_bytes = max(
-        (compute_bytes + state_bytes) * units.last_reduced + reduce_bytes(units.block), reduce_bytes(units.last_reduced)
-    )
-    late_blocks = sorted({2, units.num_blocks - 1, units.num_blocks} - {0, 1}) if units.num_blocks > 1 else []
-    summed = units.total - (0 if units.root else units.last_reduced)
-    if not deferred:
-        exchanged_bytes = sent_bytes - compute_bytes * units.block  # gradients have been copied and freed
-        head_bytes = compute_bytes * units.head + reduce_bytes(units.head)
-        return [
-            peak(0.0, gathered_bytes + compute_bytes * units.head, is_between_blocks=False),
-            peak(FIRST_BLOCK, gathered_bytes + head_bytes, is_between_blocks=True),
-            # FSDP2 keeps the buffer that a unit has sent until the next unit sends.
-            block_peak(1, (state_bytes + row_bytes) * units.head, is_between_blocks=False),
-            *(
-                block_peak(number, (state_bytes + row_bytes) * units.block, is_between_blocks=False)
-                for number in late_blocks
-            ),
-            *(block_peak(number, exchanged_bytes, is_between_blocks=True) for number in [1, *late_blocks]),
-            peak(1.0, reduce_bytes(units.last_reduced), is_between_blocks=True, summed=summed),
-        ]
-    # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
-    kept_bytes = state_bytes * units.last_reduced if summed_twice else 0
-    return [
-        peak(0.0, gathered_bytes + compute_bytes * units.head + kept_bytes, is_between_blocks=False),
-        peak(FIRST_BLOCK, gathered_bytes + (compute_bytes + state_bytes) * units.head, is_between_blocks=True),
-        # The head's gradients are in transit during the first block's backward pass, until its gradients are copied.
-        block_peak(1, reduce_bytes(units.head) if units.head else kept_bytes, is_between_blocks=False),
-        block_peak(1, reduce_bytes(units.head) + state_bytes * units.block, is_between_blocks=True),
-        block_peak(1, sent_bytes, is_between_blocks=True),
-        *(block_peak(number, sent_bytes, is_between_blocks=False) for number in late_blocks),
-        *(block_peak(number, sent_bytes + state_bytes * units.block, is_between_blocks=True) for number in late_blocks),
-        peak(1.0, end_bytes, is_between_blocks=True, summed=summed),
-    ]
+    def _end_peak(self, size: int) -> CommBufferPeak:
+        summed = self.units.total - (0 if self.units.root else self.units.last_reduced)
+        return self._peak(1.0, size, is_between_blocks=True, summed=summed)
