@@ -22,8 +22,8 @@ MEMORY_TOLERANCE = 0.02
 """Maximum deviation of the peak of memory, relative to the plan."""
 SMALL_BYTES = 2**18
 SMALL_TOLERANCE = 0.05
-"""In small models the peak may deviate by `SMALL_BYTES`, but not by more than this, relative to the plan, which does not
-count tensors of a few numbers per row."""
+"""In small models the peak may deviate by `SMALL_BYTES`, and at most by this, relative to the plan: it does not count
+tensors of a few numbers per row."""
 FLOPS_TOLERANCE = 0.001
 """Maximum deviation of FLOPs, relative to the plan."""
 Kind = Literal["collective", "memory", "flops"]
