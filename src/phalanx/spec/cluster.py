@@ -50,7 +50,7 @@ class ClusterSpec(Spec):
     other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for computation. "auto" uses a GPU if one is available, else the CPU."""
-    nodes: int = Field(1, gt=0)
+    nodes: int = Field(1, gt=0, le=2**20)
     """Machines of the run, each with the same number of ranks. Start `phalanx train` on each of them."""
     nproc_per_node: int | None = Field(None, gt=0, examples=[2])
     """Ranks per node. By default one per GPU, or one on a CPU. `--nproc` overrides it."""
