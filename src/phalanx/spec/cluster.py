@@ -36,6 +36,10 @@ class CalibrationSpec(Spec):
     """Additional bytes that communication libraries allocate per byte of communication buffers."""
 
 
+MAX_NODES = 2**20
+"""More than any cluster has; a plan for many more nodes would not end."""
+
+
 class ClusterSpec(Spec):
     """Nodes, their devices, and their speeds. Unknown speeds are measured or omitted, never guessed.
 
@@ -50,7 +54,7 @@ class ClusterSpec(Spec):
     other fields override."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for computation. "auto" uses a GPU if one is available, else the CPU."""
-    nodes: int = Field(1, gt=0, le=2**20)
+    nodes: int = Field(1, gt=0, le=MAX_NODES)
     """Machines of the run, each with the same number of ranks. Start `phalanx train` on each of them."""
     nproc_per_node: int | None = Field(None, gt=0, examples=[2])
     """Ranks per node. By default one per GPU, or one on a CPU. `--nproc` overrides it."""

@@ -608,3 +608,10 @@ def test_parse_layout_accepts_boolean_and_float_options(run):
     assert (
         parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
     )
+
+
+def test_plan_rejects_more_nodes_than_any_cluster_has(tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\npreset = "tiny"\n')
+    with pytest.raises(UserError, match=r"--nodes = 1000000000000: is more than any cluster has"):
+        cli_runner.command_output("plan", run, "--machine", "h100", "--nodes", 10**12)

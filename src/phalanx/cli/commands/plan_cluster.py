@@ -31,13 +31,21 @@ def run_on_cluster(
         overrides: FIELD=VALUE of each --set.
         topology: File of --topology; None without one.
     """
-    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE
+    from phalanx.spec.base import require
+    from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE, MAX_NODES
     from phalanx.spec.files.load import load_run
 
     described = load_run(run, overrides, machine=machine)
     if topology is not None:
         topology_overrides = _topology_overrides(topology, described.cluster)
         described = load_run(run, [*topology_overrides, *overrides], machine=machine)
+    require(
+        nodes is None or nodes <= MAX_NODES,
+        "--nodes",
+        nodes,
+        problem="is more than any cluster has",
+        fix=f"use at most {MAX_NODES:,}",
+    )
     cluster = described.cluster
     changes = {
         "nodes": nodes or cluster.nodes,
