@@ -290,8 +290,7 @@ class RunSpec(Spec):
         """Return a validated copy with some fields changed; unset fields of the optimizer remain unset."""
         return super().replace(**{"optimizer": self.optimizer.model_dump(mode="json", exclude_unset=True), **changes})
 
-    @model_validator(mode="after")
-    def _set_learning_rate(self) -> RunSpec:
+    def _set_learning_rate(self) -> None:
         """Fill in the default of this model; the field remains unset, so that its origin is known."""
         optimizer = self.optimizer
         if "learning_rate" not in optimizer.model_fields_set:
@@ -299,10 +298,10 @@ class RunSpec(Spec):
             optimizer = optimizer.model_copy(update={"learning_rate": learning_rate})
             optimizer.model_fields_set.discard("learning_rate")
             object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
-        return self
 
     @model_validator(mode="after")
-    def _check(self) -> RunSpec:
+    def _complete_and_check(self) -> RunSpec:
+        self._set_learning_rate()
         training = self.training
         nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
