@@ -1,5 +1,8 @@
 """The learning rate that a run has if its file sets none: that of published runs, or of published fine-tuning."""
 
+import tomllib
+from collections.abc import Callable
+
 import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
@@ -8,7 +11,9 @@ from phalanx.spec.files.load import load_model_spec, preset_names, run_from_tabl
 from phalanx.spec.files.template import run_file_template
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.learning_rate import approximate_parameters, describe_learning_rate, learning_rate_note
-from phalanx.spec.run import OptimizerSpec, RunSpec
+from phalanx.spec.model import ModelSpec
+from phalanx.spec.run import OptimizerSpec, RunSpec, require_settings_of_weights
+from phalanx.train.time_budget import with_decided_steps
 
 
 def run_of(model: dict[str, object], **optimizer: object) -> RunSpec:
@@ -55,15 +60,69 @@ def test_default_learning_rate_survives_toml_and_is_not_written_by_init() -> Non
     assert "\nlearning_rate" not in run_file_template("run.toml", "schema")
 
 
-def test_muon_learning_rate_has_no_default_for_pretrained_weights() -> None:
+def copy_with_model(run: RunSpec, model: ModelSpec) -> RunSpec:
+    return run.model_copy(update={"model": model})
+
+
+def replace_model(run: RunSpec, model: ModelSpec) -> RunSpec:
+    return run.replace(model=model.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize("change", [copy_with_model, replace_model])
+def test_default_learning_rate_follows_the_model_of_a_copy(change: Callable[[RunSpec, ModelSpec], RunSpec]) -> None:
+    other = load_model_spec("llama3-8b")
+    changed = change(run_of({"preset": "llama3-70b"}), other)
+    assert changed.optimizer.learning_rate == 3e-4
+    assert describe_learning_rate(changed) == describe_learning_rate(run_of({"preset": "llama3-8b"}))
+    kept = change(run_of({"preset": "llama3-70b"}, learning_rate=1e-5), other)
+    assert describe_learning_rate(kept) == "optimizer.learning_rate = 1e-05: as set"
+
+
+def test_learning_rate_remains_unset_when_the_steps_of_a_time_budget_are_decided() -> None:
+    run = run_from_table({"model": {"preset": "llama3-8b"}, "training": {"seconds": 60}})
+    assert describe_learning_rate(with_decided_steps(run, 10)) == describe_learning_rate(run)
+
+
+def test_learning_rate_of_another_optimizer_is_that_of_the_model() -> None:
+    run = run_of({"preset": "llama3-8b"}).model_copy(update={"optimizer": OptimizerSpec(name="muon")})
+    assert run.optimizer.learning_rate == 3e-4
+
+
+def test_muon_learning_rate_is_required_to_train_pretrained_weights() -> None:
     table = {**load_model_spec("tiny").model_dump(mode="json"), "from_hf": "weights"}
-    with pytest.raises(UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"):
-        run_of(table, name="muon")
-    assert run_of(table, name="muon", muon_learning_rate=1e-3).optimizer.muon_learning_rate == 1e-3
-    assert OptimizerSpec(name="muon").muon_learning_rate == 0.02
+    run = run_of(table, name="muon").replace(data={"tokenizer": "bytes"})
+    written = run_from_table(tomllib.loads(to_toml(run)))  # as by `phalanx plan --out`
+    for unset in (run, written):
+        with pytest.raises(
+            UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"
+        ) as caught:
+            require_settings_of_weights(unset)
+        assert caught.value.fix == "set optimizer.muon_learning_rate"
+    require_settings_of_weights(run.replace(optimizer={"name": "muon", "muon_learning_rate": 1e-3}))
+    require_settings_of_weights(run.replace(optimizer={"name": "adamw"}))
+    require_settings_of_weights(run_of({"preset": "tiny"}, name="muon"))
 
 
-@pytest.mark.parametrize("preset", preset_names("models"))
-def test_approximate_parameters_are_within_one_percent(preset: str) -> None:
-    spec = load_model_spec(preset)
-    assert approximate_parameters(spec) == pytest.approx(count_parameters(spec).total, rel=0.01)
+EXPERTS = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 96, "num_shared_experts": 2, "num_leading_dense_layers": 1}
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 200,
+    "max_seq_len": 128,
+}
+VARIANTS = [
+    SMALL,
+    {**SMALL, "head_dim": 24, "tie_embeddings": False},
+    {**SMALL, "activation": "gelu", "norm": "layernorm", "bias": True, "position_embedding": "learned"},
+    {**SMALL, "moe": EXPERTS},
+]
+MODELS = [*map(load_model_spec, preset_names("models")), *map(ModelSpec.model_validate, VARIANTS)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_approximate_parameters_are_all_but_routers_norms_and_biases(model: ModelSpec) -> None:
+    count = count_parameters(model)
+    assert approximate_parameters(model) == count.total - count.router - count.norms - count.biases

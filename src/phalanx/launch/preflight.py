@@ -30,7 +30,7 @@ from phalanx.spec.components import named_components
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
-from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_tokenizer_of_weights
+from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_settings_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
 
 MIN_SEQ_LEN = 16
@@ -61,7 +61,7 @@ def check_settings(run: RunSpec, world_size: int) -> None:
     """Raise UserError for settings that would stop a run, whatever its directory."""
     check_layout(run, world_size)
     check_torch_supports(run.layout)
-    require_tokenizer_of_weights(run)
+    require_settings_of_weights(run)
     check_vocab_size(run, {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0))
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)

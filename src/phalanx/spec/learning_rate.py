@@ -35,7 +35,7 @@ DENSE_MODELS = (
     PublishedRate(405e9, 8e-5, "Llama 3 405B (arXiv 2407.21783, table 3)"),
 )
 EXPERT_MODELS = (
-    *DENSE_MODELS[:5],  # below these, no mixture of experts with a published rate is known
+    *DENSE_MODELS[:5],  # no published rate of a mixture of experts below 6.9e9 parameters is known
     PublishedRate(6.9e9, 4e-4, "OLMoE 1B-7B (arXiv 2409.02060)"),
     PublishedRate(16e9, 4.2e-4, "DeepSeekMoE 16B (arXiv 2401.06066)"),
     PublishedRate(236e9, 2.4e-4, "DeepSeek-V2 (arXiv 2405.04434)"),
@@ -71,7 +71,10 @@ def learning_rate_note(run: RunSpec) -> str | None:
 
 
 def approximate_parameters(model: ModelSpec) -> int:
-    """Return the number of parameters in matrices, which is within one percent of all (`cost.exact.parameters`)."""
+    """Return the number of parameters without routers, norms and biases, which are below 0.1 percent of a preset.
+
+    `spec` does not import `cost.exact.parameters`, which counts all.
+    """
     width = model.hidden_size
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
     matrices = 3 if model.activation == "swiglu" else 2

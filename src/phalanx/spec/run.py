@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -159,7 +160,7 @@ class OptimizerSpec(Spec):
     published run of about this size, 0.003 for small models; with `model.from_hf` 2e-5 (fine-tuning of Llama 2, arXiv
     2307.09288). `--print-config` names the source."""
     muon_learning_rate: float = Field(0.02, gt=0)
-    """Peak learning rate of Muon's matrices. With `model.from_hf` it has no default."""
+    """Peak learning rate of Muon's matrices. With `model.from_hf`, training requires it to be set."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of matrices; vectors are not decayed."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -278,28 +279,29 @@ class RunSpec(Spec):
         by_default = self.cluster.uses_cuda and self.model.implementation is None
         return by_default if self.training.compile is None else self.training.compile
 
-    @model_validator(mode="after")
-    def _set_learning_rate(self) -> RunSpec:
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields changed; a default learning rate follows the model."""
+        copy = super().model_copy(update=update, deep=deep)
+        if update and not update.keys().isdisjoint(("model", "optimizer")):
+            copy._set_learning_rate()
+        return copy
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a validated copy with some fields changed; unset fields of the optimizer remain unset."""
+        return super().replace(**{"optimizer": self.optimizer.model_dump(mode="json", exclude_unset=True), **changes})
+
+    def _set_learning_rate(self) -> None:
         """Fill in the default of this model; the field remains unset, so that its origin is known."""
         optimizer = self.optimizer
-        require(
-            optimizer.name != "muon"
-            or self.model.from_hf is None
-            or "muon_learning_rate" in optimizer.model_fields_set,
-            "optimizer.muon_learning_rate",
-            optimizer.muon_learning_rate,
-            problem="is a rate for new weights, not for those of model.from_hf",
-            fix="set it",
-        )
         if "learning_rate" not in optimizer.model_fields_set:
             learning_rate, _ = default_learning_rate(self.model)
             optimizer = optimizer.model_copy(update={"learning_rate": learning_rate})
             optimizer.model_fields_set.discard("learning_rate")
             object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
-        return self
 
     @model_validator(mode="after")
-    def _check(self) -> RunSpec:
+    def _complete_and_check(self) -> RunSpec:
+        self._set_learning_rate()
         training = self.training
         nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
@@ -344,11 +346,19 @@ class RunSpec(Spec):
         return self
 
 
-def require_tokenizer_of_weights(run: RunSpec) -> None:
-    """Raise UserError if a tokenizer would be trained for pretrained weights.
+def require_settings_of_weights(run: RunSpec) -> None:
+    """Raise UserError if pretrained weights would be trained with a new tokenizer, or with Muon's rate for new weights.
 
-    Planning needs no tokenizer.
+    Planning needs neither.
     """
+    optimizer = run.optimizer
+    require(
+        run.model.from_hf is None or optimizer.name != "muon" or "muon_learning_rate" in optimizer.model_fields_set,
+        "optimizer.muon_learning_rate",
+        optimizer.muon_learning_rate,
+        problem="is a rate for new weights, not for those of model.from_hf",
+        fix="set optimizer.muon_learning_rate",
+    )
     require(
         run.model.from_hf is None or run.data.tokenizer != "bpe",
         "data.tokenizer",

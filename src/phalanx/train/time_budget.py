@@ -61,7 +61,7 @@ def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
     return run.model_copy(
         update={
             "training": run.training.replace(steps=steps, seconds=None),
-            "optimizer": run.optimizer.replace(warmup_steps=warmup_steps),
+            "optimizer": run.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
         }
     )
 

@@ -224,6 +224,16 @@ def test_explorer_server_answers_other_requests_during_a_plan(run_file, monkeypa
     assert not any(each.is_running for each in WaitingPlan.made)
 
 
+def test_explorer_server_plans_for_no_unknown_path(run_file, monkeypatch):
+    monkeypatch.setattr(plan_explorer, "PlanProcess", WaitingPlan)
+    monkeypatch.setattr(plan_explorer, "page", lambda *_: "")
+    monkeypatch.setattr(WaitingPlan, "made", [])
+    explorer = plan_explorer.ExplorerServer(arguments_for(run_file))
+    body = json.dumps({**CHOICES, "nodes": 2, "layout": 0}).encode()
+    code, _, text = explorer.post("/other", "localhost", body)
+    assert (code, "is not known" in text, len(WaitingPlan.made)) == (400, True, 1)
+
+
 @pytest.mark.parametrize("body", [b"[" * 9_999, b'{"a":' * 1_900, b"", b"{", b"\xff", b"9" * 9_999])
 def test_explorer_server_refuses_bodies_that_are_not_json(body, run_file, monkeypatch):
     monkeypatch.setattr(plan_explorer, "PlanProcess", WaitingPlan)

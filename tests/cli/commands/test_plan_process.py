@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,24 @@ def test_plan_process_ends_at_its_limits(
     try:
         with pytest.raises(UserError, match=f"plan: {problem}\\n  fix: choose fewer"):
             plan.facts()
+    finally:
+        plan.close()
+
+
+def test_plan_process_plans_within_limits_that_are_set_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may raise its limits, so the process gives up that capability."""
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(model="gpt2-124m", seq_len=1024, tokens=2**14))
+    unprivileged = "" if os.geteuid() else "setpriv --bounding-set -sys_resource"
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\nulimit -t 500 -v {3 * 2**20}\nexec {unprivileged} {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    plan = PlanProcess(arguments(file, 1))
+    try:
+        assert plan.facts()["setup"]["title"] == "gpt2-124m on 8 x h100"
     finally:
         plan.close()
 

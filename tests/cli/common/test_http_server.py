@@ -65,6 +65,22 @@ def test_http_server_closes_connections_above_the_maximum(monkeypatch):
         wait_until(lambda: is_answered(url), "a closed connection makes room for another")
 
 
+def test_http_server_answers_after_threads_could_not_start(monkeypatch, capfd):
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    start = http_server.ThreadingHTTPServer.process_request
+
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    with running() as address:
+        monkeypatch.setattr(http_server.ThreadingHTTPServer, "process_request", fail)
+        with socket.create_connection(address, timeout=TIMEOUT_SECONDS) as refused:
+            assert refused.recv(1) == b""
+        monkeypatch.setattr(http_server.ThreadingHTTPServer, "process_request", start)
+        assert is_answered("http://{}:{}/".format(*address))
+    assert "can't start new thread" in capfd.readouterr().err
+
+
 def is_answered(url: str) -> bool:
     try:
         return urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS).status == 200
@@ -83,6 +99,9 @@ def send(address: tuple[str, int], request: bytes) -> bytes:
     return response
 
 
+JSON_HEAD = b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: "
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
@@ -93,6 +112,8 @@ def send(address: tuple[str, int], request: bytes) -> bytes:
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b" 414 "),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b" 431 "),
         (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: -1\r\n\r\n{}", b" 413 "),
+        (JSON_HEAD + b"9" * 5_000 + b"\r\n\r\n{}", b" 413 "),
+        (JSON_HEAD + b"0" * 5_000 + b"2\r\n\r\n{}", b" 413 "),
         (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n{}", b" 413 "),
         (b"POST / HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{}", b" 200 "),
     ],

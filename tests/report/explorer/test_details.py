@@ -92,6 +92,7 @@ def test_layout_details_say_why_a_layout_cannot_be_trained():
     details = layout_details(found.run, found.world_size, candidate)
     assert "interleaved" in details["problem"]
     assert "memory" not in details
+    assert details["host_use"] == "offloaded state, estimated; checkpoint copies are not included"
 
 
 def test_layout_details_leave_out_a_timeline_of_too_many_passes(monkeypatch):

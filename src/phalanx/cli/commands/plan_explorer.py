@@ -237,13 +237,13 @@ class ExplorerServer:
             return 422, JSON_TYPE, json.dumps({"problem": str(error)})
 
     def _answer(self, path: str, table: object) -> dict[str, Any]:
+        if path not in ("/plan", "/layout"):
+            raise InvalidChoiceError("path", path, "is not known", fix="reload the page")
         more = () if path == "/plan" else ("layout",)
         choices, numbers = parse_choices(table, more, self._first_choices)
         with self._plan(choices) as plan:
             if path == "/plan":
                 return self._facts(choices, plan.facts())
-            if path != "/layout":
-                raise InvalidChoiceError("path", path, "is not known", fix="reload the page")
             return plan.details(numbers["layout"])
 
     @contextmanager
@@ -266,9 +266,9 @@ class ExplorerServer:
     def _start_plan(self, choices: Choices) -> PlanProcess:
         """Start the plan of some choices; the plan that was not used for the longest time may make room for it."""
         arguments = with_choices(self._arguments, choices)
-        for choices, plan in [*self._plans.items()]:
+        for kept, plan in [*self._plans.items()]:
             if len(self._plans) >= MAX_PLANS and not plan.num_users:
-                self._plans.pop(choices).close()
+                self._plans.pop(kept).close()
         if len(self._plans) >= MAX_PLANS:
             raise BusyError("plan", None, f"must wait for {MAX_PLANS} other plans", fix="try again when they are done")
         return PlanProcess(arguments.as_json())

@@ -29,7 +29,7 @@ def main() -> None:
     Thread(target=_read_requests, args=(requests,), daemon=True).start()
     if max_memory_bytes:
         with suppress(ValueError, OSError):  # systems without this limit
-            resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
+            _set_soft_limit(resource.RLIMIT_AS, max_memory_bytes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the limit of CPU time would dump core
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # what the planner prints is not an answer
@@ -38,8 +38,7 @@ def main() -> None:
             request = json.loads(requests.get())
             if max_cpu_seconds:
                 used = resource.getrusage(resource.RUSAGE_SELF)
-                limit = int(used.ru_utime + used.ru_stime) + max_cpu_seconds
-                resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+                _set_soft_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + max_cpu_seconds)
             try:
                 exploration, answer = _answer(exploration, request)
             except UserError as error:
@@ -49,6 +48,12 @@ def main() -> None:
                 problem = f"exceeded {max_memory_bytes / 2**30:g} GiB of memory"
                 answer = {"errors": [["plan", None, problem, "choose fewer nodes, or run phalanx plan"]]}
             print(json.dumps(answer, allow_nan=False, default=str), file=answers, flush=True)
+
+
+def _set_soft_limit(resource_type: int, limit: int) -> None:
+    """Limit this process; the hard limit that it was started with remains, because only root may raise it."""
+    _, hard = resource.getrlimit(resource_type)
+    resource.setrlimit(resource_type, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _read_requests(requests: SimpleQueue[str]) -> None:

@@ -94,11 +94,11 @@ def serve(
     """
     from phalanx.spec.files.load import load_run
     from phalanx.spec.learning_rate import learning_rate_note
-    from phalanx.spec.run import require_tokenizer_of_weights
+    from phalanx.spec.run import require_settings_of_weights
 
     described = load_run(run, set_ or [])
     _require_swarm(described)
-    require_tokenizer_of_weights(described)
+    require_settings_of_weights(described)
     if (line := learning_rate_note(described)) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     _check_address(listen, "--listen")

@@ -22,6 +22,8 @@ PATIENCE_SECONDS = 30.0
 MAX_CONNECTIONS = 64
 """Maximum number of connections at a time; further ones are closed."""
 MAX_BODY_BYTES = 10_000
+MAX_LENGTH_DIGITS = 9
+"""Maximum number of digits of a Content-Length: `int` raises ValueError above 4,300."""
 JSON_TYPE = "application/json"
 
 
@@ -62,7 +64,7 @@ def make_http_server(
                 self.send_error(405)
             elif self.headers.get_content_type() != JSON_TYPE:
                 self.send_error(415)
-            elif not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            elif not length.isdecimal() or len(length) > MAX_LENGTH_DIGITS or int(length) > MAX_BODY_BYTES:
                 self.send_error(413)
             else:
                 self._send(post, self.path, self._requested_host(), self.rfile.read(int(length)))
@@ -98,10 +100,14 @@ def make_http_server(
         free_connections = BoundedSemaphore(MAX_CONNECTIONS)
 
         def process_request(self, request: Any, client_address: Any) -> None:
-            if self.free_connections.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
+            if not self.free_connections.acquire(blocking=False):
                 self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread was started, which would have released it
+                self.free_connections.release()
+                raise
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             try:

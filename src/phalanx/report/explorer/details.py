@@ -69,7 +69,7 @@ def _predictions(run: RunSpec, option: EvaluatedLayout) -> Details:
         **{field: getattr(option, field) for field in fields},
         "name": str(option.candidate),
         "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
-        "host_use": "offload, by the formula",
+        "host_use": "offloaded state, estimated; checkpoint copies are not included",
         "warnings": slow_link_warnings(run, option.candidate),
     }
 

@@ -48,6 +48,8 @@ def to_toml(run: RunSpec) -> str:
     table = run.model_dump(mode="json", exclude_none=True)
     if not run.callbacks:
         del table["callbacks"]
+    if run.model.from_hf and "muon_learning_rate" not in run.optimizer.model_fields_set:
+        del table["optimizer"]["muon_learning_rate"]  # its default is for new weights
     training = table["training"]
     if not run.training.has_decided_steps:
         del training["steps"]
