@@ -299,6 +299,7 @@ class MissingPackageFinder:
         ("empty.txt", b"", "data.train", "has no text"),
         ("binary.txt", b"a\0b", "data.train", "is not text: it contains zero bytes"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "data.train", r"bad.jsonl:2'?: is not valid JSON"),
+        ("deep.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "data.train", r"deep.jsonl:2'?: is not valid JSON"),
         ("list.jsonl", b"[1]\n", "data.text_key", r"list.jsonl:1 is not a JSON object"),
         ("key.jsonl", b'{"content": "a"}\n', "data.text_key", r"is not a field of .*key.jsonl:1"),
         ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 has type int"),

@@ -177,6 +177,8 @@ def test_load_tokenizer_vocab_covers_largest_id_when_ids_have_gaps(tmp_path):
     [
         (None, "no such file"),
         (b"not json", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'{"model": "\\ud800"}', "is not valid JSON"),
         (b"[1, 2]", 'it has no "model" entry'),
         (b'{"model": {"type": "Unheard"}}', "cannot be read by the installed tokenizers package"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),

@@ -55,6 +55,13 @@ def test_held_out_losses_are_one_curve_for_each_text(tmp_path: Path) -> None:
     ]
 
 
+def test_problem_of_changed_held_out_text_leaves_out_equal_numbers_of_tokens(tmp_path: Path) -> None:
+    directory = evaluated_run(tmp_path, evaluation(2, 5.0, 1024, "a"), evaluation(4, 4.0, 1024, "b"))
+    assert report_facts(read_run(directory))["problems"] == [
+        "the held-out text changed once, the last time after step 2: losses before and after are not comparable"
+    ]
+
+
 @pytest.mark.parametrize(
     ("evaluations", "curves"),
     [

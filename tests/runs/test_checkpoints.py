@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid
+from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid, quarantine, read_manifest
 from phalanx.spec.errors import UserError
 from tests.helpers.small_runs import save_two_checkpoints, small_run
 
@@ -73,6 +74,28 @@ def test_latest_valid_restores_previous_checkpoint_after_interrupted_rewrite(
     newest = tmp_path / "copy" / "step-00000004"
     newest.rename(newest.with_suffix(".before"))
     assert latest_valid(tmp_path / "copy") == (newest, {})
+
+
+@pytest.mark.parametrize("targets", ["abc", -1, None, 1.5])
+def test_read_manifest_rejects_damaged_number_of_targets(
+    targets: object, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints / "step-00000004", tmp_path / "copy")
+    manifest = read_manifest(tmp_path / "copy")
+    assert manifest["targets"] > 0
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps({**manifest, "targets": targets}))
+    with pytest.raises(UserError, match="is not a Phalanx checkpoint"):
+        read_manifest(tmp_path / "copy")
+
+
+def test_latest_does_not_write_through_a_link(saved_checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "copy")
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "copy" / "latest.tmp").symlink_to(target)
+    quarantine(tmp_path / "copy", [], intact=tmp_path / "copy" / "step-00000002")
+    assert target.read_text() == "mine"
+    assert (tmp_path / "copy" / "latest").read_text() == "step-00000002\n"
 
 
 def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp_path: Path) -> None:

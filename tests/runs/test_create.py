@@ -1,13 +1,25 @@
-"""Files of the model that a run started from, kept in its directory."""
+"""Files of a run directory: those of the model that the run started from, and links in the place of files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from phalanx.runs.create import FROM_HF_DIR, keep_hf_files
+from phalanx.data.prepare import PreparedData
+from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.runs.create import (
+    DATA_FILE,
+    FROM_HF_DIR,
+    RUN_FILE,
+    TOKENIZER_FILE,
+    keep_hf_files,
+    write_run_directory,
+)
+from phalanx.runs.measured import measured_file, write_measured
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.tables import MARKER_FILE
 from phalanx.spec.run import RunSpec
 
 FILES = {
@@ -29,6 +41,36 @@ def source(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return tmp_path / "source"
+
+
+WRITTEN_FILES = (MARKER_FILE, RUN_FILE, DATA_FILE, TOKENIZER_FILE)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_of_a_run_directory_replace_links_in_their_place(exists: bool, tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    prefix = str(tmp_path / "text")
+    run = run_from_table({"name": "mine", "output_dir": str(tmp_path), "data": {"tokenizer": "bytes"}})
+    prepared = PreparedData(train=prefix, held_out=prefix, tokenizer=str(tmp_path / "tokenizer.json"))
+    directory = write_run_directory(run, prepared)
+    texts = {name: (directory / name).read_text() for name in WRITTEN_FILES}
+    for name in WRITTEN_FILES[1:]:
+        (directory / name).unlink()
+        (directory / name).symlink_to(tmp_path / f"target-{name}")
+        if exists:
+            (tmp_path / f"target-{name}").write_text("mine")
+    write_run_directory(run, prepared)
+    assert {name: (directory / name).read_text() for name in WRITTEN_FILES} == texts
+    assert not any(path.is_symlink() for path in directory.iterdir())
+    assert {path.read_text() for path in tmp_path.glob("target-*")} == ({"mine"} if exists else set())
+
+
+def test_measurements_replace_links_in_their_place(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    measured_file(tmp_path, 0).symlink_to(tmp_path / "nowhere")
+    write_measured(tmp_path, 0, {"step": 3})
+    assert json.loads(measured_file(tmp_path, 0).read_text()) == {"step": 3}
+    assert not (tmp_path / "nowhere").exists()
 
 
 def build_run(from_hf: Path | None) -> RunSpec:

@@ -17,16 +17,18 @@ from tests.helpers.small_runs import make_trainer, small_run
         ({}, True),
         ({"training.seed": 5, "layout.micro_batch_size": 2}, True),
         ({"evaluation": {"tokens": 100}}, False),
+        ({"evaluation": {"tokens": 10**9}}, True),
         ({"data.mask_documents": False}, False),
         ({"training.seq_len": 64}, False),
     ],
-    ids=["same", "seed and micro-batch", "fewer tokens", "no mask", "longer sequences"],
+    ids=["same", "seed and micro-batch", "fewer tokens", "more tokens than there are", "no mask", "longer sequences"],
 )
 def test_evaluation_names_its_held_out_text(
     changes: dict[str, Any], is_same: bool, documents: Path, tmp_path: Path
 ) -> None:
     first, second = (make_trainer(small_run(documents, tmp_path, each)).evaluate() for each in ({}, changes))
     assert have_same_held_out_text(first, second) == is_same
+    assert (first["held_out_set"] == second["held_out_set"]) == is_same
 
 
 def test_evaluation_of_other_held_out_text_of_equal_length_is_told_apart(documents: Path, tmp_path: Path) -> None:

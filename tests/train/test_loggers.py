@@ -11,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
+from phalanx.runs.problems import Problem
 from phalanx.train.loggers import JsonLinesLogger, open_loggers
 
 
@@ -34,6 +35,26 @@ def test_json_lines_logger_writes_null_for_nonfinite_values(tmp_path: Path) -> N
     strict = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
     assert strict == {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "tokens": 3}
     assert read_metrics(tmp_path) == [strict]
+
+
+def test_read_metrics_accepts_records_of_a_diverging_run(tmp_path: Path) -> None:
+    records = [{"step": 1, "loss": -4e20, "grad_norm": 3.1e38}, {"step": 1, "held_out_loss": 2.5e19}]
+    log = JsonLinesLogger(tmp_path / METRICS_FILE, 0)
+    for record in records:
+        log.write(record)
+    log.close()
+    problems: list[Problem] = []
+    assert read_metrics(tmp_path, problems) == records
+    assert not problems
+
+
+@pytest.mark.parametrize("number", ["1e400", "1e301", "Infinity", "true", "9" * 5000])
+@pytest.mark.parametrize("name", ["loss", "held_out_loss"])
+def test_read_metrics_reports_numbers_that_training_cannot_write(name: str, number: str, tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text(f'{{"step": 1, "{name}": {number}}}\n')
+    problems: list[Problem] = []
+    assert read_metrics(tmp_path, problems) == []
+    assert [problem.kind for problem in problems] == ["unreadable lines"]
 
 
 def test_loggers_drop_repeated_steps_when_run_resumes(tmp_path: Path) -> None:
@@ -65,6 +86,18 @@ def test_json_lines_logger_loses_no_records_when_killed_during_rewrite(
         assert read_metrics(tmp_path) == before
     JsonLinesLogger(tmp_path / METRICS_FILE, 4).close()
     assert read_metrics(tmp_path) == before[:4]
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, "metrics.partial"])
+def test_json_lines_logger_does_not_write_through_links(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / name).symlink_to(target)
+    log = JsonLinesLogger(tmp_path / METRICS_FILE, 1)
+    log.write({"step": 2})
+    log.close()
+    assert target.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not (tmp_path / METRICS_FILE).is_symlink()
 
 
 def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:

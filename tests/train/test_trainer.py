@@ -106,9 +106,11 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
 
 
-def test_divergence_error_names_ignored_targets_as_cause(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, MOE], ids=["dense", "experts"])
+def test_divergence_error_names_ignored_targets_as_cause(model: Any, text: Path, tmp_path: Path) -> None:
     dataset = {"class": f"{__name__}:MaskedSamples", "every": 1000, "first": 999}
-    under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 2, "data.dataset": dataset}))
+    changes = {"training.max_nonfinite_steps": 2, "data.dataset": dataset, **({"model": model} if model else {})}
+    under_way = make_trainer(small_run(text, tmp_path, changes))
     with pytest.raises(
         DivergenceError, match=r"step 2: 2 .* not finite \(all targets are -100\); .*data\.dataset"
     ) as caught:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.spec.files.tables import parse_json
+
 PARTS_SUFFIX = ".parts.json"
 
 
@@ -26,7 +28,7 @@ class TokenFile:
 
 def read_token_files(prefix: str) -> list[TokenFile]:
     """Return the files that `write_token_files` listed."""
-    return [TokenFile(**entry) for entry in json.loads(Path(f"{prefix}{PARTS_SUFFIX}").read_text())]
+    return [TokenFile(**entry) for entry in parse_json(Path(f"{prefix}{PARTS_SUFFIX}").read_bytes())]
 
 
 def write_token_files(prefix: str | Path, files: Sequence[TokenFile]) -> None:

@@ -264,7 +264,7 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 location = f"{source_file.path}:{number}"
                 problem = f"is not valid JSON: {error}"
                 raise UserError(field, location, problem, fix="write one JSON object per line") from None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.tables import parse_json
 from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT, DataSpec
 
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -114,7 +115,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = file / "tokenizer.json" if file.is_dir() else file
     text = _read_file(file, str(path))
     try:
-        table = json.loads(text)
+        table = parse_json(text)
     except ValueError:
         raise _invalid_tokenizer_error(path, "is not valid JSON") from None
     if table == BYTES_TOKENIZER:

@@ -355,5 +355,5 @@ def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[P
     changes = [pair for pair in pairwise(evaluations) if not have_same_held_out_text(*pair)]
     if changes:
         before, after = changes[-1]
-        tokens = {name: line.get("held_out_tokens") for name, line in (("before", before), ("after", after))}
-        yield Problem("other held-out text", {"times": len(changes), "step": before["step"], **tokens})
+        tokens = [line.get("held_out_tokens") for line in (before, after)]
+        yield Problem("other held-out text", {"times": len(changes), "step": before["step"], "tokens": tokens})

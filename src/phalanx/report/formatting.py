@@ -64,8 +64,8 @@ PROBLEM_TEXTS: dict[ProblemKind, str] = {
     "damaged checkpoints": "checkpoints were damaged, the last time at {last}",
     "too few steps": "too few steps were recorded for a time breakdown, which excludes the first steps",
     "no prediction": "the step time cannot be predicted: {error}",
-    "other held-out text": "the held-out text changed {times}, the last time after step {step} ({before} before, "
-    "{after} since): losses before and after are not comparable",
+    "other held-out text": "the held-out text changed {times}, the last time after step {step}{tokens}: losses "
+    "before and after are not comparable",
     "no verdict": "no verdict is possible: no rank recorded {missing} of {stages} stages",
 }
 """Texts of the problems of a run, with the names of their values."""
@@ -78,12 +78,13 @@ def format_tokens(count: int | None) -> str:
 
 
 PROBLEM_VALUES: dict[str, Callable[[Any], str]] = {
-    "before": format_tokens,
-    "after": format_tokens,
     "error": lambda error: error.partition("\n")[0],
     "is_active": lambda is_active: STATE_DESCRIPTIONS[is_active],
     "ranks": lambda ranks: (
         ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (", ..." if len(ranks) > MAX_LISTED_RANKS else "")
+    ),
+    "tokens": lambda pair: (
+        "" if pair[0] == pair[1] else f" ({format_tokens(pair[0])} before, {format_tokens(pair[1])} since)"
     ),
     "times": lambda count: "once" if count == 1 else f"{count} times",
 }

@@ -30,6 +30,7 @@ from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Number, WorldSize, check_regular_file, decoder, read_bytes, read_json
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import open_no_link
 from phalanx.spec.formatting import printable
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
@@ -94,6 +95,7 @@ class Manifest(TypedDict):
     step: Count
     world_size: WorldSize
     tokens: Count
+    targets: NotRequired[Count]
     skipped: Count
     loader: dict[str, Any]
     rescaling: _Rescaling
@@ -259,8 +261,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a text file and flush it to disk."""
-    with path.open("w") as file:
+    """Write a text file and flush it to disk; a link in its place is replaced, not followed."""
+    path.unlink(missing_ok=True)
+    with open(path, "x", encoding="utf-8", opener=open_no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

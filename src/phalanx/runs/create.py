@@ -115,7 +115,7 @@ def claim_run_directory(directory: Path) -> None:
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / MARKER_FILE).write_text(json.dumps({"made_by": "phalanx", "version": __version__}) + "\n")
+        replace_file(directory / MARKER_FILE, json.dumps({"made_by": "phalanx", "version": __version__}) + "\n")
     except OSError as error:
         raise directory_not_writable(directory, error) from None
 
@@ -134,9 +134,9 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
     try:
         if not _describes(directory / RUN_FILE, run):
-            (directory / RUN_FILE).write_text(to_toml(run))
-        (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
-        shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
+            rewrite_run_file(directory, run)
+        replace_file(directory / DATA_FILE, json.dumps(paths, indent=1))
+        replace_file(directory / TOKENIZER_FILE, Path(prepared.tokenizer).read_text(encoding="utf-8"))
         keep_hf_files(run, directory)
         remove_dumps_from_rank(directory, 0)
     except OSError as error:

@@ -22,6 +22,9 @@ MAX_RANKS = 2**20
 MAX_NUMBER = 1e18
 """Bounds of the numbers in records: larger ones are damage, and would overflow in sums or fill the memory."""
 Number = Annotated[int | float, Field(allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
+MAX_FINITE = 1e300
+Finite = Annotated[int | float, Field(allow_inf_nan=False, ge=-MAX_FINITE, le=MAX_FINITE)]
+"""A number that training computes. A diverging run may write any, but sums of them must not overflow."""
 Amount = Annotated[int | float, Field(allow_inf_nan=False, ge=0, le=MAX_NUMBER)]
 """A number that is not negative, such as seconds."""
 Count = Annotated[int, Field(ge=0, le=int(MAX_NUMBER))]

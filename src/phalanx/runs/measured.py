@@ -16,12 +16,13 @@ from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_keys
 from phalanx.runs.problems import Problem, unreadable_file
+from phalanx.spec.files.replace import replace_file
 
 MEASURED_DIR = "measured"
 COMPARISON_FILE = "comparison.json"
 
 
-class CollectiveSum(TypedDict):
+class MeasuredCollective(TypedDict):
     """The collectives of one operation and group in the measured step."""
 
     operation: str
@@ -45,7 +46,7 @@ class Measured(TypedDict):
     peak_bytes: Annotated[dict[str, Number], require_keys("total")]
     """Peak bytes by part."""
     flops: NotRequired[Number]
-    collectives: list[CollectiveSum]
+    collectives: list[MeasuredCollective]
 
 
 _decode_measured = decoder(Measured)
@@ -66,7 +67,7 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
     """
     file = measured_file(directory, rank)
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(measured, indent=1))
+    replace_file(file, json.dumps(measured, indent=1))
 
 
 def read_measured(directory: Path) -> list[dict[str, Any]]:

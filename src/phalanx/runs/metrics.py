@@ -9,7 +9,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Number, WorldSize, decoder
+from phalanx.runs.decode import Amount, Count, Finite, Number, WorldSize, decoder
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.problems import Problem
 
@@ -25,8 +25,8 @@ class StepMetrics(TypedDict):
 
     step: Count
     step_seconds: NotRequired[Amount]
-    loss: NotRequired[Number | None]
-    grad_norm: NotRequired[Number | None]
+    loss: NotRequired[Finite | None]
+    grad_norm: NotRequired[Finite | None]
     learning_rate: NotRequired[Number | None]
     tokens_per_second: NotRequired[Amount | None]
     mfu: NotRequired[Amount | None]
@@ -45,7 +45,7 @@ class EvaluationMetrics(TypedDict):
     """The fields of an evaluation's record that readers use."""
 
     step: Count
-    held_out_loss: Number | None
+    held_out_loss: Finite | None
     held_out_tokens: NotRequired[Count]
     held_out_set: NotRequired[str]
     expert_tokens: NotRequired[Annotated[list[list[Count]], Field(min_length=1)]]

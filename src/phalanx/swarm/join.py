@@ -35,6 +35,7 @@ from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.formatting import plural
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
@@ -89,7 +90,7 @@ def join_swarm(
         "version": version,
         "received_bytes": link.received_bytes,
     }
-    (directory / LINK_FILE).write_text(json.dumps(link_record))
+    replace_file(directory / LINK_FILE, json.dumps(link_record))
     assert run.swarm is not None
     log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
     return _start_ranks(directory, ranks, warm_process)
@@ -102,7 +103,7 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     check_not_running(directory)
     claim_run_directory(directory)
     file = directory / SWARM_RUN_FILE
-    file.write_text(greeting["run"])
+    replace_file(file, greeting["run"])
     local_overrides = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
     # Weights come from the coordinator; the path exists only there.
     cleared_overrides = ["model.from_hf=", "model.upcycle_reinit_fraction="]

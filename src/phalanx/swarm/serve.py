@@ -18,6 +18,7 @@ from phalanx.runs.create import RUN_FILE, claim_run_directory, keep_hf_files, ru
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.run import RunSpec
@@ -53,7 +54,7 @@ def swarm_directory(run: RunSpec) -> Path:
     try:
         if not file.exists():
             keep_hf_files(run, directory)
-        file.write_text(text)
+        replace_file(file, text)
     except OSError as error:
         raise UserError(
             "output_dir",

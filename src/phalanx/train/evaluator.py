@@ -65,14 +65,14 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     }
     if learner.experts.layers:
         record["expert_tokens"] = learner.experts.intervals[1].long().tolist()
-    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(learner)}
+    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(learner, int(tokens))}
     return record | {"evaluation_seconds": time.perf_counter() - started_at}
 
 
-def _held_out_set(learner: ResumableLearner) -> str:
-    """Return an identifier of the held-out text and of its division into sequences, which the loss depends on."""
+def _held_out_set(learner: ResumableLearner, tokens: int) -> str:
+    """Return an identifier of the evaluated tokens and of their division into sequences, which the loss depends on."""
     run = learner.run
-    names = (learner.corpus.held_out.fingerprint(), run.training.seq_len, run.data.mask_documents)
+    names = (learner.corpus.held_out.fingerprint(), tokens, run.training.seq_len, run.data.mask_documents)
     return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
 
 

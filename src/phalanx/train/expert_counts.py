@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -75,5 +77,5 @@ def expert_metrics(sums: StepSums, hottest: tuple[int, int, float], has_capacity
     metrics: MetricsRecord = {}
     if has_capacity:
         metrics["dropped_share"] = float(sums.dropped_choices) / float(sums.expert_loads.sum())
-    auxiliary_loss = float(sums.auxiliary_loss) / float(sums.tokens)
+    auxiliary_loss = float(sums.auxiliary_loss) / float(sums.tokens) if sums.tokens else math.nan
     return metrics | {"auxiliary_loss": auxiliary_loss, "hot_expert_share": hottest[2]}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from phalanx.runs.checkpoints import write_synced
 from phalanx.runs.jsonl import JsonRecord, read_jsonl
 from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsRecord
+from phalanx.spec.files.replace import open_no_link
 
 
 class Logger(Protocol):
@@ -40,12 +41,9 @@ class JsonLinesLogger:
         self._flushed_at = time.monotonic()
         lines = [json.dumps(record) + "\n" for record in _read_numbered(path) if record["step"] <= after_step]
         partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
-        with partial_file.open("w") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(partial_file, "".join(lines))
         partial_file.replace(path)
-        self._file = path.open("a")
+        self._file = open(path, "a", opener=open_no_link)  # noqa: SIM115 -- closed by `close`
 
     def write(self, record: MetricsRecord) -> None:
         """Append a record."""

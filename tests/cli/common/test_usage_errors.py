@@ -97,7 +97,7 @@ def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
     lines = [line for name in COMMANDS for line in _arguments_with_url(_command(name), (name,))]
     assert len(lines) > 200
     for arguments, name in lines:
-        with pytest.raises(UserError, match="is a URL, but only local paths") as caught:
+        with pytest.raises(UserError, match=r"is a URL, but (only local paths|an address)") as caught:
             cli_runner.command_output(*arguments)
         assert name in str(caught.value)
         assert f"= '{URL}'" in str(caught.value)
@@ -107,6 +107,23 @@ def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():
 def test_url_after_a_flag_is_an_argument(words):
     with pytest.raises(UserError, match=f"^argument = '{URL}': is a URL"):
         cli_runner.command_output(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("swarm", "status", "https://host:7077", "--certs", "ann"), "argument"),
+        (("swarm", "join", "--certs", "ann", "http://host:7077"), "argument"),
+        (("swarm", "text", "tcp://host:7077", "checksum", "--certs", "lead"), "argument"),
+        (("swarm", "serve", "swarm.toml", "--certs", "lead", "--listen", "https://0.0.0.0:7077"), "--listen"),
+        (("train", "run.toml", "--rendezvous=tcp://host:29500"), "--rendezvous"),
+    ],
+)
+def test_url_in_place_of_an_address_is_not_called_a_path(words, name):
+    with pytest.raises(UserError, match="is a URL, but an address has no scheme") as caught:
+        cli_runner.command_output(*words)
+    assert caught.value.field == name
+    assert caught.value.fix.startswith("write host:port")
 
 
 def test_options_of_free_text_exist_and_take_a_url():

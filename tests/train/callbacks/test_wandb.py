@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch import preflight
-from phalanx.runs.metrics import read_metrics
+from phalanx.runs.metrics import WANDB_ID_FILE, read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.train import worker
 from phalanx.train.callbacks.wandb import Wandb, wandb_id
@@ -95,3 +95,9 @@ def test_wandb_id_depends_only_on_run_directory(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert wandb_id(tmp_path) == wandb_id(tmp_path)
     assert wandb_id(tmp_path) != wandb_id(tmp_path / "other")
+
+
+def test_wandb_id_replaces_dangling_link_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / WANDB_ID_FILE).symlink_to(tmp_path / "nowhere")
+    assert wandb_id(tmp_path)
+    assert not (tmp_path / "nowhere").exists()

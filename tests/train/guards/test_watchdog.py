@@ -12,7 +12,7 @@ import pytest
 import torch._C._distributed_c10d as c10d
 
 from phalanx.debug.hang_analysis import diagnose_hang
-from phalanx.runs.hang_dumps import dump_file, read_dumps
+from phalanx.runs.hang_dumps import dump_file, fault_file, read_dumps
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.testing.processes import WAIT_SECONDS, wait_until
 from phalanx.train.guards import flight_recorder, watchdog
@@ -62,6 +62,16 @@ def test_watchdog_leaves_no_empty_directory_of_hangs(tmp_path: Path, others: lis
             (folder / name).touch()
     assert folder.exists() == bool(others)
     assert [file.name for file in folder.glob("*")] == others
+
+
+def test_watchdog_does_not_write_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    fault_file(tmp_path, 0).parent.mkdir()
+    fault_file(tmp_path, 0).symlink_to(target)
+    with Watchdog(tmp_path, timeout_seconds=60):
+        assert not fault_file(tmp_path, 0).is_symlink()
+    assert target.read_text() == "mine"
 
 
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:

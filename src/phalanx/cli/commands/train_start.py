@@ -184,6 +184,7 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
     from phalanx.runs.create import PLAN_FILE, write_run_directory
+    from phalanx.spec.files.replace import replace_file
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
@@ -191,5 +192,5 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     lock = lock_run_directory(run, resume)
     directory = write_run_directory(run, prepared)
     if plan is not None:
-        (directory / PLAN_FILE).write_text(plan)
+        replace_file(directory / PLAN_FILE, plan)
     return directory, lock

@@ -18,10 +18,13 @@ UsageError: Any = typer.BadParameter.__base__
 
 FREE_TEXT_OPTIONS = ("--prompt", "--image")
 """Options whose values may be URLs: a prompt, and the image of a container."""
+ADDRESS_OPTIONS = ("--listen", "--rendezvous")
+ADDRESS_COMMANDS = (("swarm", "join"), ("swarm", "status"), ("swarm", "text"))
+"""Commands whose argument is an address."""
 
 
 def refuse_urls(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> None:
-    """Raise UserError for a URL in a command line, because every option and argument with a file needs a local path.
+    """Raise UserError for a URL in a command line: a file needs a local path, and an address has no scheme.
 
     This runs before options are parsed: a parsed path has lost the second slash of its scheme.
 
@@ -36,6 +39,9 @@ def refuse_urls(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> Non
         if not option.startswith("--"):
             value = argument
             option = "argument" if not previous.startswith("-") or is_flag(previous) else previous
+        if option in ADDRESS_OPTIONS or (option == "argument" and tuple(arguments[:2]) in ADDRESS_COMMANDS):
+            problem = "is a URL, but an address has no scheme"
+            raise UserError(option, value, problem, fix="write host:port, such as 203.0.113.7:7077")
         if option not in FREE_TEXT_OPTIONS:
             check_local_path(option, value)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.launch.preflight import check_wandb
 from phalanx.runs.metrics import WANDB_ID_FILE, MetricsRecord
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import replace_file
 from phalanx.train.callbacks.records import RecordWriter
 from phalanx.train.loggers import Logger
 
@@ -63,5 +64,5 @@ def wandb_id(directory: Path) -> str:
     """Return the W&B id of a run directory, which is created once and saved there."""
     file = directory / WANDB_ID_FILE
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:16])
+        replace_file(file, uuid.uuid4().hex[:16])
     return file.read_text()

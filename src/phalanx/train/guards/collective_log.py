@@ -21,6 +21,7 @@ from phalanx.debug.collective_order import COLLECTIVE, MESSAGE, CollectiveOrder,
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.runs.errors import CollectiveOrderError
 from phalanx.runs.hang_dumps import calls_file, format_frame
+from phalanx.spec.files.replace import open_no_link
 from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, ranks_of_group
 
 Data = TypeVar("Data")
@@ -54,10 +55,13 @@ class CollectiveLog:
             self._library.impl(operation, kernel, "Autograd", with_keyset=True)
 
     def open(self, file: Path) -> None:
-        """Start to log to a file, which is truncated."""
+        """Start to log to a file, which is truncated; a link in its place is replaced, not followed."""
         self.close()
         self._numbers.clear()
-        self._file = file.open("wb", buffering=0)  # calls must be in the file, however the process exits
+        if file.is_symlink():
+            file.unlink()
+        # Without a buffer: calls must be in the file, however the process exits.
+        self._file = open(file, "wb", buffering=0, opener=open_no_link)  # noqa: SIM115 -- closed by `close`
 
     def close(self) -> None:
         """Stop logging."""

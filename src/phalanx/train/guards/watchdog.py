@@ -25,6 +25,7 @@ from phalanx.debug.oom import cgroup_oom_kills
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.hang_dumps import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import open_no_link
 from phalanx.train.guards.flight_recorder import group_ranks, recent_collectives, recorder_fingerprint
 from phalanx.train.guards.sibling_processes import resume_stopped, sibling_process_states
 from phalanx.train.trainer import Trainer
@@ -71,7 +72,8 @@ class Watchdog:
         file = fault_file(self.directory, self.rank)
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
-            self._fault_log = file.open("w")
+            file.unlink(missing_ok=True)
+            self._fault_log = open(file, "x", opener=open_no_link)
             _install_abort_handler(self._fault_log)
         self._thread.start()
         return self

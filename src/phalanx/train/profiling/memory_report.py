@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison, compare_with_prediction
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
+from phalanx.spec.files.replace import replace_file
 from phalanx.spec.parallel_dims import uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
@@ -41,7 +42,7 @@ def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
     rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
-    (directory / MEASURED_DIR / COMPARISON_FILE).write_text(json.dumps([row.to_json() for row in rows], indent=1))
+    replace_file(directory / MEASURED_DIR / COMPARISON_FILE, json.dumps([row.to_json() for row in rows], indent=1))
     unseen = "\nthe traffic of PowerSGD is not recorded" if run.layout.gradient_compression == "powersgd" else ""
     unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""
