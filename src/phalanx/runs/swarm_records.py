@@ -147,11 +147,12 @@ class RefusedEvent(JournalEvent):
     """A node's update was rejected, or an accepted one was dropped."""
 
     node: str
-    round: Count
+    round: int
+    """The round that the node named; -1 if its message was unreadable."""
     why: str
 
 
-_EVENT_TYPES: dict[str, Any] = {
+EVENT_TYPES: dict[str, Any] = {
     "initialized": InitializedEvent,
     "joined": JoinedEvent,
     "left": LeftEvent,
@@ -163,8 +164,8 @@ _EVENT_TYPES: dict[str, Any] = {
     "dropped": RefusedEvent,
     "committed": CommittedEvent,
 }
-decode_journal_event = union_decoder("what", _EVENT_TYPES, RoundEvent)
-"""Decode a line of a coordinator's journal."""
+decode_journal_event = union_decoder("what", EVENT_TYPES, RoundEvent)
+"""Decode a line of a coordinator's journal, of which another version may have written other events."""
 
 
 def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.runs.decode import MAX_NUMBER
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.codec import decode
@@ -113,6 +114,8 @@ def _checked_norm(
             raise UpdateRejected(f"not finite: values of {piece.key}")
         piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())
+    if norm > MAX_NUMBER:
+        raise UpdateRejected(f"not finite: a change of {norm:.3g} exceeds the maximum of {MAX_NUMBER:.3g}")
     if outlier_factor and len(recent_norms) >= MIN_RECENT_NORMS and norm > outlier_factor * median(recent_norms):
         raise UpdateRejected(f"outlying: a change of {norm:.3g}, compared with a median of {median(recent_norms):.3g}")
     return norm
