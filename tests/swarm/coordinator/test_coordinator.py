@@ -39,7 +39,7 @@ def restart(simulated: SimulatedCoordinator) -> None:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make the next call of a method of the store fail after its work on the files."""
+    """Make the next call of a method of the store fail."""
     method = getattr(SwarmStore, name)
 
     def fail(store: SwarmStore, *arguments: object) -> None:
@@ -57,19 +57,19 @@ def test_coordinator_restarts_after_refusals_of_any_round(simulated: SimulatedCo
 
 
 def test_coordinator_restarts_after_an_update_of_finite_but_huge_values(simulated: SimulatedCoordinator) -> None:
-    with pytest.raises(UpdateRejected, match="^not finite: a change of 1.9"):
-        simulated.send_update("ann", change=1e19)
+    with pytest.raises(UpdateRejected, match=r"^not finite: a change of 1.9"):
+        simulated.send_update("ann", change=1e17)
     restart(simulated)
 
 
 @pytest.mark.parametrize("text", ["", "\ud800", "a\x1b[2J", "x" * 201])
 def test_coordinator_rejects_text_that_is_not_printable(simulated: SimulatedCoordinator, text: str) -> None:
-    with pytest.raises(UpdateRejected, match="^text: "):
+    with pytest.raises(UpdateRejected, match=r"^text: "):
         simulated.coordinator.set_text(text)
     simulated.coordinator.leave("ann", "on request")
     simulated.coordinator.leave("bob", "on request")
     simulated.coordinator.state.round = None
-    with pytest.raises(UpdateRejected, match="^text: ") as rejected:
+    with pytest.raises(UpdateRejected, match=r"^text: ") as rejected:
         simulated.coordinator.join("cid", 4, text)
     assert "\x1b" not in str(rejected.value)
 
@@ -147,7 +147,7 @@ def test_coordinator_keeps_updates_on_another_text_out_of_the_open_round(simulat
     coordinator.set_text("right")
     assert not coordinator.state.round.updates
     assert coordinator.state.refused["ann", "another text"] == 1
-    with pytest.raises(UpdateRejected, match="^another text"):
+    with pytest.raises(UpdateRejected, match=r"^another text"):
         simulated.send_update("bob")
     coordinator.join("bob", 4, "right")
     simulated.send_update("bob")

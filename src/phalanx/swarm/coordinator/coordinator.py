@@ -24,7 +24,7 @@ from phalanx.swarm.coordinator.journal import Journal
 from phalanx.swarm.coordinator.node_task import NodeTask, node_task
 from phalanx.swarm.coordinator.open_round import steady_clock
 from phalanx.swarm.coordinator.store import SwarmStore
-from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
+from phalanx.swarm.coordinator.swarm_state import ANOTHER_TEXT, ROUND_CLOSED, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import (
     BUSY,
     UpdateRejected,
@@ -127,7 +127,7 @@ class Coordinator:
                 self._record("left", node=node, why=reason)
 
     def set_text(self, text: str) -> None:
-        """Set the checksum of the text that all nodes must read, and remove members with another text.
+        """Set the checksum of the text that all nodes must read, and remove members and updates with another text.
 
         Raises:
             UpdateRejected: The checksum is empty, too long or not printable.
@@ -135,8 +135,11 @@ class Coordinator:
         _check_text(text)
         with self.changed:
             self._record("text", text=text)
+            updates = self.state.round.updates if self.state.round is not None else ()
+            for node in [node for node in updates if self.state.texts[node] != text]:
+                self._record("dropped", round=self.state.committed, node=node, why=ANOTHER_TEXT)
             for node in [node for node in self.state.members if self.state.texts[node] != text]:
-                self.leave(node, "another text")
+                self.leave(node, ANOTHER_TEXT)
 
     def heartbeat(self, node: str) -> NodeTask:
         """Record a heartbeat of a node, and return its task."""
@@ -286,16 +289,18 @@ class Coordinator:
     def _close(self) -> None:
         open_round = self.state.round
         assert open_round is not None
-        for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
-            detail = f"outlying: a change of {update.norm:.3g}"
-            with self.changed:
+        with self.changed:
+            for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
+                detail = f"outlying: a change of {update.norm:.3g}"
                 self._record("dropped", round=open_round.number, node=update.node, why="outlying", said=detail)
+            node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         round_number = open_round.number
         pieces = round_pieces(self.run, round_number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
-        node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         digests = self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
         with self.changed:
+            if not open_round.updates.keys() >= {node for node, _ in node_tokens}:
+                return  # an update was dropped meanwhile; the next tick closes the round without it
             nodes = sorted(node for node, _ in node_tokens)
             self._record("committed", round=round_number, nodes=nodes, **digests)
             self._is_applied = False

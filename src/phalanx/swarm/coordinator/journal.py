@@ -46,7 +46,7 @@ class Journal:
         self.events: list[JsonRecord] = []
         try:
             content = read_bytes(path) if path.exists() or path.is_symlink() else b""
-            self._file = open(path, "ab", buffering=0, opener=open_no_link)
+            self._file = open(path, "ab", buffering=0, opener=open_no_link)  # noqa: SIM115 -- `close` closes it
         except OSError as error:
             raise UserError("journal", str(path), f"cannot be opened: {error.strerror}", fix=RESTORE) from None
         for number, (_, event) in enumerate(parse_jsonl(content, _decode_known_event), start=1):

@@ -14,7 +14,7 @@ import xxhash
 
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.coordinator.store import check_digest
-from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
+from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, ANOTHER_TEXT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.certificates import NAME_PATTERN, certificate_member
 from phalanx.swarm.rpc.connections import (
@@ -53,6 +53,7 @@ CODES = {
     NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     DAMAGED: grpc.StatusCode.DATA_LOSS,
     NOT_A_MEMBER: grpc.StatusCode.PERMISSION_DENIED,
+    ANOTHER_TEXT: grpc.StatusCode.PERMISSION_DENIED,
     ALREADY_SENT: grpc.StatusCode.ALREADY_EXISTS,
     ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
     NOT_OPEN_YET: grpc.StatusCode.FAILED_PRECONDITION,
