@@ -40,14 +40,14 @@ class SimulatedCoordinator:
                 return
             self.now = min(time, self.now + 0.5)
 
-    def send_update(self, node: str, change: float = 0.01) -> None:
+    def send_update(self, node: str, change: float = 0.01, targets: int = 100) -> None:
         """Send an update of the open round that moves all weights as much."""
         number = self.coordinator.state.round.number
         swarm = SimpleNamespace(coordinator=self.coordinator, run=self.run)
         with self.coordinator.receiving_update(node, number, "x") as (path, _):
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(write_node_update(swarm, self.folder, node, change), path)
-            self.coordinator.accept_update(node, number, "x", tokens=100, steps=3)
+            self.coordinator.accept_update(node, number, "x", tokens=targets, steps=3)
 
     @property
     def committed_nodes(self) -> list[list[str]]:

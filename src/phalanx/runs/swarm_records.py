@@ -35,6 +35,7 @@ class RoundRecord:
     round: Count
     steps: Count = 0
     tokens: Count = 0
+    """Number of targets that the node trained on, which is its weight in means."""
     experts: Count = 0
     """Number of experts per layer that the node owned and trained."""
     train_seconds: Amount = 0.0

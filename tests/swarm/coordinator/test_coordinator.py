@@ -173,3 +173,14 @@ def test_coordinator_aggregates_again_when_the_text_changes_meanwhile(
     assert not simulated.committed_nodes
     coordinator.tick()
     assert simulated.committed_nodes == [[]]
+
+
+# -- ignored targets ---------------------------------------------------------------------------------------------------
+
+
+def test_coordinator_accepts_update_without_targets_and_leaves_it_out_of_means(simulated: SimulatedCoordinator) -> None:
+    """The text of the node's steps had no target that counts."""
+    simulated.send_update("ann", targets=0)
+    simulated.send_update("bob")
+    simulated.coordinator.tick()
+    assert simulated.committed_nodes == [["bob"]]

@@ -198,7 +198,7 @@ class Coordinator:
             node: Name of the node.
             round_number: Round of the update.
             upload_id: Id of the update among those of the node.
-            tokens: Number of tokens that the node trained on.
+            tokens: Number of targets that the node trained on, which is its weight in means.
             steps: Number of steps that the node trained.
 
         Raises:

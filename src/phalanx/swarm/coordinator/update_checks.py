@@ -43,13 +43,12 @@ def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> 
 
     Args:
         run: The run.
-        tokens: The number of tokens that the node reports.
+        tokens: The number of targets that the node reports.
         steps: The number of steps that the node reports.
         assigned_steps: The number of steps of text that the node may read in the round.
     """
-    assert run.swarm is not None
-    min_tokens = 0 if run.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
-    if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * run.training.tokens_per_step):
+    # Without tokens: a gradient that was not finite, or steps whose targets are all ignored.
+    if not (0 < steps <= assigned_steps and 0 <= tokens <= steps * run.training.tokens_per_step):
         raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
 
 
