@@ -6,68 +6,22 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.runs.jsonl import read_jsonl
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec
-from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.client import RoundExpired
 from phalanx.swarm.rpc.link_errors import rejection_error
-from phalanx.swarm.serve import initial_pieces
 from phalanx.testing.fault_injection import flip_bit, truncate_file
 from phalanx.testing.processes import wait_until
 from tests.helpers.cli_runner import command_output
 from tests.helpers.local_swarm import LocalSwarm, certificates, read_pieces, serve_local_swarm, tiny_swarm_run
+from tests.helpers.simulated_coordinator import SimulatedCoordinator
 from tests.helpers.swarm_updates import join_and_wait_for_round, write_node_update
 
 # -- downtime ----------------------------------------------------------------------------------------------------------
-
-
-class SimulatedCoordinator:
-    """A coordinator without a server, and its clock; its nodes send updates by hand."""
-
-    def __init__(self, run: RunSpec, folder: Path) -> None:
-        self.run = run
-        self.folder = folder
-        self.now = 0.0
-        (folder / "lead").mkdir()
-        self.start()
-        for node in ("ann", "bob"):
-            self.coordinator.join(node, 4, "text")
-        self.tick_until(0.0)
-
-    def start(self) -> None:
-        """Start the coordinator, or restart it after it was killed."""
-        self.coordinator = Coordinator(self.run, self.folder / "lead", initial_pieces(self.run), clock=lambda: self.now)
-
-    def tick_until(self, time: float) -> None:
-        """Continue until a time, with heartbeats of the nodes."""
-        while True:
-            for node in ("ann", "bob"):
-                self.coordinator.heartbeat(node)
-            self.coordinator.tick()
-            if self.now >= time:
-                return
-            self.now = min(time, self.now + 0.5)
-
-    def send_update(self, node: str) -> None:
-        """Send an update of the open round."""
-        number = self.coordinator.state.round.number
-        swarm = SimpleNamespace(coordinator=self.coordinator, run=self.run)
-        with self.coordinator.receiving_update(node, number, "x") as (path, _):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(write_node_update(swarm, self.folder, node), path)
-            self.coordinator.accept_update(node, number, "x", tokens=100, steps=3)
-
-    @property
-    def committed_nodes(self) -> list[list[str]]:
-        """The nodes of each committed round."""
-        return [event["nodes"] for event in read_jsonl(self.coordinator.journal.path) if event["what"] == "committed"]
 
 
 @pytest.fixture

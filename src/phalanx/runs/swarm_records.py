@@ -35,6 +35,7 @@ class RoundRecord:
     round: Count
     steps: Count = 0
     tokens: Count = 0
+    """Number of targets that the node trained on, which is its weight in means."""
     experts: Count = 0
     """Number of experts per layer that the node owned and trained."""
     train_seconds: Amount = 0.0
@@ -147,11 +148,12 @@ class RefusedEvent(JournalEvent):
     """A node's update was rejected, or an accepted one was dropped."""
 
     node: str
-    round: Count
+    round: int
+    """The round that the node named; -1 if its message was unreadable."""
     why: str
 
 
-_EVENT_TYPES: dict[str, Any] = {
+EVENT_TYPES: dict[str, Any] = {
     "initialized": InitializedEvent,
     "joined": JoinedEvent,
     "left": LeftEvent,
@@ -163,8 +165,8 @@ _EVENT_TYPES: dict[str, Any] = {
     "dropped": RefusedEvent,
     "committed": CommittedEvent,
 }
-decode_journal_event = union_decoder("what", _EVENT_TYPES, RoundEvent)
-"""Decode a line of a coordinator's journal."""
+decode_journal_event = union_decoder("what", EVENT_TYPES, RoundEvent)
+"""Decode a line of a coordinator's journal, of which another version may have written other events."""
 
 
 def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:

@@ -150,11 +150,12 @@ class RankSession:
         return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
 
     def train(self) -> None:
-        """Join the other ranks, open the run, and train. Rank 0 checks whether components of a run file are trusted."""
+        """Join the other ranks, open the run, and train."""
         run = self._load_run()
         device = self._join_ranks(run)
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
+        # The components of a run file were permitted when it was loaded.
         run, data = read_run_directory(self.directory, self.options.trust or not self.is_prepared)
         lock = self._lock_directory(run) if is_rank0() else None
         run = self._use_reduced_layout(run)

@@ -299,7 +299,7 @@ def _raise_disk_full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "full")
 
 
-@pytest.mark.parametrize("marker", [None, b"", b"x", b"nan", b"8.0", b"1e999"])
+@pytest.mark.parametrize("marker", [None, b"", b"x", b"nan", b"8.0", b"1e999", b"1e300"])
 def test_journal_last_alive_is_the_last_event_or_a_later_marker(tmp_path, marker):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
@@ -323,6 +323,7 @@ def test_journal_last_alive_is_the_last_event_or_a_later_marker(tmp_path, marker
         b'{"what":"committed"}\n',
         b'{"what":"joined","node":[],"capacity":4,"text":"t","at":1}\n',
         b'{"what":"left","node":"a","at":1e400}\n',
+        b'{"what":"acceqted","round":0,"node":"a","tokens":1,"steps":1,"bytes":1,"norm":1.0,"at":1}\n',
     ],
 )
 def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
@@ -331,6 +332,38 @@ def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path.write_bytes(event + line + event)
     with pytest.raises(UserError, match=r"line 2.*is not an event"):
         Journal(path)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"what": "acceqted", "at": 1.0},
+        {"what": "text", "text": "\ud800", "at": 1.0},
+        {"what": "resumed", "down": 1e300, "at": 1.0},
+        {"what": "text", "text": "t", "at": float("nan")},
+    ],
+)
+def test_journal_does_not_write_events_that_a_restart_could_not_read(tmp_path, event):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    with pytest.raises(ValueError, match=r"validation error|no event"):
+        journal.append(event)
+    journal.append({"what": "text", "text": "t", "at": 1.0})
+    journal.close()
+    assert [event["text"] for event in Journal(path).events] == ["t"]
+
+
+def test_journal_does_not_follow_links(tmp_path):
+    (tmp_path / "other").write_bytes(b"")
+    (tmp_path / "journal.jsonl").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match=r"journal = .*cannot be opened"):
+        Journal(tmp_path / "journal.jsonl")
+    (tmp_path / "journal.jsonl").unlink()
+    (tmp_path / "alive.part").symlink_to(tmp_path / "other")
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.mark_alive(2.0)
+    journal.close()
+    assert ((tmp_path / "alive").read_text(), (tmp_path / "other").read_bytes()) == ("2.0", b"")
 
 
 @pytest.mark.parametrize(

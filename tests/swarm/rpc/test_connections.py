@@ -6,11 +6,18 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.swarm.rpc.connections import MAX_CONNECTIONS, RESERVED_DESCRIPTORS, StrangerLimit, connection_limit
+from phalanx.swarm.rpc.connections import (
+    MAX_CONNECTIONS,
+    RESERVED_DESCRIPTORS,
+    StrangerLimit,
+    _peer_address,
+    connection_limit,
+)
 
 TIMEOUT_SECONDS = 10.0
 
@@ -88,3 +95,21 @@ def test_connection_limit_reserves_descriptors_for_files(monkeypatch: pytest.Mon
     limits[:] = 256, 256
     with pytest.raises(UserError, match=r"ulimit -n = 256: is too low"):
         connection_limit()
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:127.0.0.1:7", ("127.0.0.1", 7)),
+        ("ipv6:%5B::1%5D:7", ("::1", 7, 0, 0)),
+        ("ipv6:[::ffff:127.0.0.1]:7", ("::ffff:127.0.0.1", 7, 0, 0)),
+        ("ipv6:%5Bfe80::1%252%5D:7", ("fe80::1", 7, 0, 2)),
+        ("ipv6:[fe80::1%25eth0]:7", ("fe80::1%eth0", 7, 0, 2)),
+    ],
+)
+def test_stranger_limit_knows_admitted_peer_by_every_form_of_its_address(
+    peer: str, address: tuple[object, ...]
+) -> None:
+    limit = StrangerLimit(0, max_strangers=1)
+    limit.admit(peer)
+    assert limit._known == {_peer_address(SimpleNamespace(getpeername=lambda: address))}

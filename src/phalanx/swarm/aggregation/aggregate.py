@@ -42,7 +42,7 @@ class NodeUpdate:
 
     node: str
     tokens: int
-    """Number of tokens that the node trained on: its weight in means."""
+    """Number of targets that the node trained on: its weight in means."""
     file: TensorFile
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 from phalanx.runs.checkpoints import sync
 from phalanx.runs.swarm_records import JOURNAL_FILE
+from phalanx.spec.formatting import printable
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.aggregation.aggregate import aggregation_config
 from phalanx.swarm.coordinator.journal import Journal
 from phalanx.swarm.coordinator.node_task import NodeTask, node_task
 from phalanx.swarm.coordinator.open_round import steady_clock
 from phalanx.swarm.coordinator.store import SwarmStore
-from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
+from phalanx.swarm.coordinator.swarm_state import ANOTHER_TEXT, ROUND_CLOSED, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import (
     BUSY,
     UpdateRejected,
@@ -70,6 +71,7 @@ class Coordinator:
         self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
+        self._is_applied = True  # false from the commit of a round until its result is in the model
         self.closing = False  # true while the open round is aggregated: it accepts no more updates
         self.ended = False  # true when waiting calls must return
         self.changed = threading.Condition()
@@ -82,13 +84,13 @@ class Coordinator:
         self.problems: dict[str, str] = {}
         """Present problems of the swarm by subject, which its operator must solve."""
         self.ticked_at = clock()  # end of the last tick
-        if not self.journal.events:
-            if not self.store.base.exists():
-                self.store.initialize(weights, aggregation_config(run, 0))
-            self._record("initialized", base=self.store.base_digests())
+        if not self.journal.events and not self.store.base.exists():
+            self.store.initialize(weights, aggregation_config(run, 0))
         self.store.restore(self.state.weight_digests(self.state.committed), self.state.committed)
         if self.journal.events:
             self._record("resumed", down=self.ticked_at - self.journal.last_alive())
+        else:
+            self._record("initialized", base=self.store.base_digests())
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,8 @@ class Coordinator:
                 raise UpdateRejected("capacity: it is less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
             required_text = self.state.required_text(node)
-            if required_text not in (None, data_fingerprint) or not 0 < len(data_fingerprint) <= MAX_REASON_CHARS:
+            _check_text(data_fingerprint)
+            if required_text not in (None, data_fingerprint):
                 raise UpdateRejected(f"text: {data_fingerprint} differs from the other nodes' text {required_text}")
             if not begin:
                 self.leave(node, "restarts")
@@ -124,17 +127,19 @@ class Coordinator:
                 self._record("left", node=node, why=reason)
 
     def set_text(self, text: str) -> None:
-        """Set the checksum of the text that all nodes must read, and remove members with another text.
+        """Set the checksum of the text that all nodes must read, and remove members and updates with another text.
 
         Raises:
-            UpdateRejected: The checksum is empty or too long.
+            UpdateRejected: The checksum is empty, too long or not printable.
         """
-        if not 0 < len(text) <= MAX_REASON_CHARS:
-            raise UpdateRejected("text: the checksum is empty or too long")
+        _check_text(text)
         with self.changed:
             self._record("text", text=text)
+            updates = self.state.round.updates if self.state.round is not None else ()
+            for node in [node for node in updates if self.state.texts[node] != text]:
+                self._record("dropped", round=self.state.committed, node=node, why=ANOTHER_TEXT)
             for node in [node for node in self.state.members if self.state.texts[node] != text]:
-                self.leave(node, "another text")
+                self.leave(node, ANOTHER_TEXT)
 
     def heartbeat(self, node: str) -> NodeTask:
         """Record a heartbeat of a node, and return its task."""
@@ -193,7 +198,7 @@ class Coordinator:
             node: Name of the node.
             round_number: Round of the update.
             upload_id: Id of the update among those of the node.
-            tokens: Number of tokens that the node trained on.
+            tokens: Number of targets that the node trained on, which is its weight in means.
             steps: Number of steps that the node trained.
 
         Raises:
@@ -239,12 +244,13 @@ class Coordinator:
 
         Args:
             node: Name of the node.
-            round_number: Round of the message or update.
+            round_number: Round of the message or update; -1 if it was unreadable.
             reason: Kind of the rejection; more text may follow after a colon.
         """
         kind = reason.partition(":")[0]
         with self.changed:
-            self._record("refused", round=round_number, node=node, why=kind, said=reason[:MAX_REASON_CHARS])
+            said = printable(reason[:MAX_REASON_CHARS])
+            self._record("refused", round=round_number, node=node, why=kind, said=said)
 
     def _check_accepting(self, node: str, round_number: int) -> None:
         rejection = self.state.rejection_reason(node, round_number)
@@ -258,6 +264,7 @@ class Coordinator:
     def tick(self) -> None:
         """Remove nodes without heartbeats, close the round if it is time, and open the next one."""
         with self.changed:
+            self._apply_committed_round()
             now = self.clock()
             frozen_seconds = now - self.ticked_at
             if frozen_seconds > MAX_FROZEN_SECONDS:
@@ -282,19 +289,28 @@ class Coordinator:
     def _close(self) -> None:
         open_round = self.state.round
         assert open_round is not None
-        for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
-            detail = f"outlying: a change of {update.norm:.3g}"
-            with self.changed:
+        with self.changed:
+            for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
+                detail = f"outlying: a change of {update.norm:.3g}"
                 self._record("dropped", round=open_round.number, node=update.node, why="outlying", said=detail)
+            node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         round_number = open_round.number
         pieces = round_pieces(self.run, round_number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
-        node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         digests = self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
         with self.changed:
+            if not open_round.updates.keys() >= {node for node, _ in node_tokens}:
+                return  # an update was dropped meanwhile; the next tick closes the round without it
             nodes = sorted(node for node, _ in node_tokens)
             self._record("committed", round=round_number, nodes=nodes, **digests)
-            self.store.apply_round(round_number, pieces, config)
+            self._is_applied = False
+            self._apply_committed_round()
+
+    def _apply_committed_round(self) -> None:
+        """Apply the last committed round; after an error, the next tick tries again before any other event."""
+        if not self._is_applied:
+            self.store.apply_round(self.state.committed - 1)
+            self._is_applied = True
             self.closing = False
             self.changed.notify_all()
 
@@ -327,3 +343,9 @@ class Coordinator:
         """Return the status for display (`swarm_state.summary`)."""
         with self.changed:
             return {**summary(self.state, self.last_heard, self.clock()), "problem": self.problem}
+
+
+def _check_text(text: str) -> None:
+    """Raise UpdateRejected if a text cannot be a checksum."""
+    if not 0 < len(text) <= MAX_REASON_CHARS or printable(text) != text:
+        raise UpdateRejected("text: the checksum is empty, too long or not printable")

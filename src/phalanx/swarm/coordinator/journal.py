@@ -8,19 +8,26 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 
-from phalanx.runs.decode import read_bytes
+from phalanx.runs.decode import MAX_NUMBER, read_bytes
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
-from phalanx.runs.swarm_records import decode_journal_event
+from phalanx.runs.swarm_records import EVENT_TYPES, decode_journal_event
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.replace import open_no_link, replace_file
 
 RESTORE = "restore it from a copy, or start a new swarm in another directory"
 """Fix of a damaged journal."""
 ALIVE_FILE = "alive"
 """Time at which the coordinator was last alive, next to the journal."""
 ALIVE_SECONDS = 1.0
+
+
+def _decode_known_event(line: bytes) -> JsonRecord:
+    event: JsonRecord = decode_journal_event(line)
+    if event["what"] not in EVENT_TYPES:
+        raise ValueError(f"no event is named {event['what']!r}")
+    return event
 
 
 class Journal:
@@ -39,13 +46,13 @@ class Journal:
         self.events: list[JsonRecord] = []
         try:
             content = read_bytes(path) if path.exists() or path.is_symlink() else b""
+            self._file = open(path, "ab", buffering=0, opener=open_no_link)  # noqa: SIM115 -- `close` closes it
         except OSError as error:
-            raise UserError("journal", str(path), f"cannot be read: {error.strerror}", fix=RESTORE) from None
-        for number, (_, event) in enumerate(parse_jsonl(content, decode_journal_event), start=1):
+            raise UserError("journal", str(path), f"cannot be opened: {error.strerror}", fix=RESTORE) from None
+        for number, (_, event) in enumerate(parse_jsonl(content, _decode_known_event), start=1):
             if event is None:
                 raise UserError("journal", f"{path}, line {number}", "is not an event", fix=RESTORE)
             self.events.append(event)
-        self._file = path.open("ab", buffering=0)
         self._size = content.rfind(b"\n") + 1
         self._alive_path = path.with_name(ALIVE_FILE)
         self._marked_at = 0.0
@@ -55,8 +62,10 @@ class Journal:
 
         Raises:
             OSError: The disk is full, for example. The event is not in the journal, and may be written again.
+            ValueError: A restart could not read the event. It is not in the journal.
         """
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        _decode_known_event(line)
         self._file.truncate(self._size)  # a part of an event that could not be written
         written = 0
         while written < len(line):
@@ -69,16 +78,14 @@ class Journal:
         if abs(now - self._marked_at) >= ALIVE_SECONDS:
             self._marked_at = now
             with suppress(OSError):  # a restart then uses the time of the last event
-                partial_path = self._alive_path.with_suffix(".part")
-                partial_path.write_text(repr(now))
-                partial_path.replace(self._alive_path)
+                replace_file(self._alive_path, repr(now))
 
     def last_alive(self) -> float:
         """Return when the coordinator that wrote this journal was last known to be alive."""
         last_event_at = float(self.events[-1]["at"])
         with suppress(OSError, ValueError):
             marked_at = float(self._alive_path.read_text())
-            return max(last_event_at, marked_at) if isfinite(marked_at) else last_event_at
+            return max(last_event_at, marked_at) if marked_at <= MAX_NUMBER else last_event_at
         return last_event_at
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ class SwarmStore:
         shapes = parameter_shapes(self.run.model)
         try:
             if committed:
-                self.apply_round(last_round, round_pieces(self.run, last_round), config)
+                self.apply_round(last_round)
             for kind in self._used_kinds(config):
                 with TensorFile(self._model_path(kind)) as file:
                     if file.shapes != shapes:
@@ -199,21 +199,15 @@ class SwarmStore:
             sync(self.round(round_number))
             return {"base": new.base.digest(round_shapes), "broadcast": broadcast.digest(broadcast.shapes)}
 
-    def apply_round(self, round_number: int, pieces: Sequence[ModelPiece], config: AggregationConfig) -> None:
-        """Apply a round's result to the model; an interrupted call can be repeated.
-
-        Args:
-            round_number: The round.
-            pieces: The pieces of the round.
-            config: The settings.
-        """
-        for kind in self._used_kinds(config):
+    def apply_round(self, round_number: int) -> None:
+        """Apply a round's result to the model; an interrupted call can be repeated."""
+        for kind in self._used_kinds(aggregation_config(self.run, round_number)):
             path = self._new_path(round_number, kind)
             if path.exists() and self._is_unfragmented:
                 path.replace(self._model_path(kind))
             elif path.exists():
                 with TensorFile(path) as new, TensorFile(self._model_path(kind), writable=True) as model:
-                    for piece in pieces:
+                    for piece in round_pieces(self.run, round_number):
                         model.write(piece, new.read(piece))
                     model.sync()
         for kind in MODEL_FILE_KINDS:

@@ -27,6 +27,7 @@ ALREADY_SENT = "already sent"
 ROUND_CLOSED = "closed"
 NOT_OPEN_YET = "not open yet"
 NOT_A_MEMBER = "not of this round"
+ANOTHER_TEXT = "another text"
 
 
 class SwarmState:
@@ -253,6 +254,8 @@ class SwarmState:
             return NOT_OPEN_YET
         if node not in self.round.data_assignments:
             return NOT_A_MEMBER
+        if self.text not in (None, self.texts[node]):
+            return ANOTHER_TEXT
         return ALREADY_SENT if node in self.round.updates else None
 
     def closes_at(self) -> float | None:

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.runs.decode import MAX_NUMBER
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.codec import decode
@@ -42,13 +43,12 @@ def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> 
 
     Args:
         run: The run.
-        tokens: The number of tokens that the node reports.
+        tokens: The number of targets that the node reports.
         steps: The number of steps that the node reports.
         assigned_steps: The number of steps of text that the node may read in the round.
     """
-    assert run.swarm is not None
-    min_tokens = 0 if run.swarm.sends_gradients else 1  # a gradient that was not finite has no tokens
-    if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * run.training.tokens_per_step):
+    # Without tokens: a gradient that was not finite, or steps whose targets are all ignored.
+    if not (0 < steps <= assigned_steps and 0 <= tokens <= steps * run.training.tokens_per_step):
         raise UpdateRejected(f"malformed: {steps} of {assigned_steps} steps, or an impossible number of tokens")
 
 
@@ -113,6 +113,8 @@ def _checked_norm(
             raise UpdateRejected(f"not finite: values of {piece.key}")
         piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())
+    if norm > MAX_NUMBER:
+        raise UpdateRejected(f"not finite: a change of {norm:.3g} exceeds the maximum of {MAX_NUMBER:.3g}")
     if outlier_factor and len(recent_norms) >= MIN_RECENT_NORMS and norm > outlier_factor * median(recent_norms):
         raise UpdateRejected(f"outlying: a change of {norm:.3g}, compared with a median of {median(recent_norms):.3g}")
     return norm

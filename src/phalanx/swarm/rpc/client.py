@@ -127,7 +127,7 @@ class SwarmClient:
         Args:
             path: The file of the update.
             round: The round.
-            tokens: Number of tokens that the node trained on.
+            tokens: Number of targets that the node trained on.
             steps: Number of its steps.
 
         Raises:

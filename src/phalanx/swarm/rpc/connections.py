@@ -78,7 +78,8 @@ class StrangerLimit:
 
     def admit(self, peer: str) -> None:
         """Keep the connection of a call, by gRPC's name of the caller: "ipv4:127.0.0.1:7077"."""
-        self._known.add(unquote(peer).partition(":")[2].replace("[", "").replace("]", ""))
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        self._known.add(_format_peer(host.strip("[]"), port))
 
     def sweep(self) -> int:
         """Close connections of strangers beyond the limit, and return their number."""
@@ -114,5 +115,9 @@ class StrangerLimit:
 
 def _peer_address(connection: socket.socket) -> str:
     """Return address and port of the other end of a connection."""
-    host, port = connection.getpeername()[:2]
-    return f"{host.removeprefix('::ffff:')}:{port}"
+    return _format_peer(*connection.getpeername()[:2])
+
+
+def _format_peer(host: str, port: object) -> str:
+    """Return address and port, the same for each form of an address: with a zone, or of IPv4 as IPv6."""
+    return f"{host.partition('%')[0].removeprefix('::ffff:')}:{port}"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from phalanx.spec.files.tables import parse_json
 from phalanx.swarm.tensor_files import CHUNK_BYTES, TensorFile
 
 PROTOCOL_VERSION = 6
@@ -44,7 +45,7 @@ def unpack(data: bytes) -> Message:
     Raises:
         ValueError: The bytes are not a message.
     """
-    message = json.loads(data)
+    message = parse_json(data)
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return message

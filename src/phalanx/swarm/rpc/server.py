@@ -14,7 +14,7 @@ import xxhash
 
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.coordinator.store import check_digest
-from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
+from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, ANOTHER_TEXT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.certificates import NAME_PATTERN, certificate_member
 from phalanx.swarm.rpc.connections import (
@@ -53,6 +53,7 @@ CODES = {
     NOT_PERMITTED: grpc.StatusCode.PERMISSION_DENIED,
     DAMAGED: grpc.StatusCode.DATA_LOSS,
     NOT_A_MEMBER: grpc.StatusCode.PERMISSION_DENIED,
+    ANOTHER_TEXT: grpc.StatusCode.PERMISSION_DENIED,
     ALREADY_SENT: grpc.StatusCode.ALREADY_EXISTS,
     ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
     NOT_OPEN_YET: grpc.StatusCode.FAILED_PRECONDITION,
@@ -130,7 +131,7 @@ def _unary_handler(
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
     return handle_call
@@ -226,7 +227,7 @@ class SwarmService:
             reason = str(refused)
         except TensorFileError as error:  # of the model, which the node did not send: it tries again
             context.abort(grpc.StatusCode.INTERNAL, f"{DAMAGED}: the coordinator's {error}")
-        except (KeyError, TypeError, ValueError, StopIteration) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
             reason = f"malformed: {type(error).__name__}: {error}"
         if not reason.startswith(BUSY):
             self.coordinator.record_refusal(node, round_number, reason)
@@ -251,10 +252,11 @@ class SwarmService:
         except (FileNotFoundError, TensorFileError) as error:
             if round_number >= 0 or requested_committed >= 0:
                 context.abort(grpc.StatusCode.NOT_FOUND, "the result of this round was removed: download all weights")
-            damage = f"{self.coordinator.store.base}, whose copy {error}"
-            self.coordinator.problems["weights"] = f"nodes cannot receive {damage}"
+            reason = error.strerror if isinstance(error, FileNotFoundError) else error
+            damage = f"a copy of {self.coordinator.store.base} cannot be read: {reason}"
+            self.coordinator.problems["weights"] = f"nodes cannot receive all weights: {damage}"
             raise _abort(context, f"{DAMAGED}: {damage}") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
     def _stream_weights(

@@ -62,7 +62,7 @@ class RoundExchange:
         Args:
             task: The task of the round.
             steps: Number of finished steps.
-            tokens: Number of tokens that the node trained on.
+            tokens: Number of targets that the node trained on.
             round_record: The record of the round, which is updated.
         """
         assert self.link is not None

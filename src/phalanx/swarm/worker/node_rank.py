@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -19,6 +18,7 @@ from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import LINK_FILE, ROUNDS_FILE
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.tables import parse_json
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.rpc.link_errors import rejection_error
@@ -61,7 +61,7 @@ class NodeRank:
     def _start(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
         run, data = read_run_directory(self.directory)
-        link_record = json.loads((self.directory / LINK_FILE).read_text())
+        link_record = parse_json((self.directory / LINK_FILE).read_bytes())
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.lock = acquire_run_lock(self.directory)

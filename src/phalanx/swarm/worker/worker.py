@@ -208,14 +208,14 @@ class SwarmWorker:
                 trainer.stop_requested = True  # all ranks receive the request in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
-            tokens_before = trainer.tokens
+            targets_before = trainer.targets
             record = trainer.train_step(self.batches)
             steps_done += 1
             for logger in loggers:
                 logger.write(record)
             is_skipped = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
             if not is_skipped:
-                round_record.tokens += trainer.tokens - tokens_before
+                round_record.tokens += trainer.targets - targets_before
             if trainer.should_stop:
                 break
         round_record.steps += steps_done
