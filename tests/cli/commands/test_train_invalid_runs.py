@@ -500,7 +500,16 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
     for step in range(run.checkpoint.keep):
         directory = run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
-        manifest = {"format": "phalanx-checkpoint", "step": step, "model": run.model.model_dump(mode="json")}
+        manifest = {
+            "format": "phalanx-checkpoint",
+            "step": step,
+            "world_size": 1,
+            "tokens": 0,
+            "skipped": 0,
+            "loader": {},
+            "rescaling": {"before": 1.0, "after": 1.0, "since": 0, "steps": 0},
+            "model": run.model.model_dump(mode="json"),
+        }
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
     preflight.preflight(run, 1, resume=True)

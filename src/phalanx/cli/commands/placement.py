@@ -224,7 +224,7 @@ def _min_nic_seconds(speed: float | None, site: NodeLayout, busiest_bytes: float
 
 
 def _show(facts: dict[str, Any]) -> None:
-    console = Terminal(highlight=False, soft_wrap=True, markup=False)
+    console = Terminal(highlight=False, soft_wrap=True)
     nodes = f"{plural(facts['nodes'], 'node')} of {facts['nproc']}"
     console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
     for assumed in facts["site"]["assumed"]:
