@@ -138,8 +138,9 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # OpenMP has read the variable already
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and num_threads.isdecimal():  # OpenMP has read the variable already
+        sys.modules["torch"].set_num_threads(int(num_threads))
     os.chdir(request["cwd"])
     if "-P" not in request["argv"][:2]:
         sys.path.insert(0, request["cwd"])
