@@ -208,6 +208,7 @@ def test_swarm_ddp_node_reports_zero_tokens_when_gradient_is_nonfinite(tmp_path)
         broken = model_pieces(run.model)[0]
         with TensorFile(swarm.coordinator.store.base, writable=True) as base:
             base.write(broken, torch.full(broken.shape, math.nan))
+        swarm.coordinator.state.initial_digests = swarm.coordinator.store.base_digests()
         members = WorkerThreads(swarm, tmp_path, NODES[:1])
         members.wait_all()
         after = swarm.base()
