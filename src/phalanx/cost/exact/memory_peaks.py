@@ -114,7 +114,7 @@ def memory_peaks(
         exchange: Bytes of model-parallel communication inside blocks.
     """
     start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
-    yield (persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks))
+    yield persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks)
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))

@@ -280,7 +280,7 @@ class SwarmService:
                 yield from tensor_chunks(file, keys)
         except TensorFileError:
             if round_number < 0:
-                path.unlink(missing_ok=True)  # a copy, which the next call makes anew
+                path.unlink(missing_ok=True)  # a copy, which the next call writes again
             raise
 
     def _checked_digests(self, file: TensorFile, round_number: int, committed: int) -> dict[str, str]:
