@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from phalanx.doctor import compare_nodes, cross_node_bandwidth, error_counters, report, run_checks
-from phalanx.doctor.compare_nodes import NodeReport
 from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
+from phalanx.doctor.node_report import NodeReport
 from phalanx.runs import hang_dumps
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot

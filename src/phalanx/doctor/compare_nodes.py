@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from phalanx.debug.collective_log import is_peer_loss
 from phalanx.doctor.checks.clock import MAX_OFFSET_SECONDS
 from phalanx.doctor.cross_node_bandwidth import FAILED
 from phalanx.doctor.finding import CheckRule, DoctorFinding, most_common
-from phalanx.doctor.node_facts import Facts
+from phalanx.doctor.node_report import NodeReport
 from phalanx.runs.hang_dumps import FAILURES_DIR, read_failures
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_json
@@ -90,19 +90,6 @@ STALE = CheckRule(
     command="phalanx doctor RUN.toml --save-report DIR",
 )
 RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeReport:
-    """The report of a node."""
-
-    host: str
-    clock_offset_seconds: float
-    """Offset of the node's clock from the clock that stamps files of the shared storage."""
-    facts: Facts
-    findings: tuple[DoctorFinding, ...]
-    job_nodes: tuple[str, ...] = ()
-    """The nodes of the same job, which also write a report, if they are known."""
 
 
 def storage_clock(directory: Path) -> float:

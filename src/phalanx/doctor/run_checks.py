@@ -36,11 +36,11 @@ from phalanx.doctor.checks import (
     software,
     topology,
 )
-from phalanx.doctor.compare_nodes import NodeReport
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.node_facts import Facts, job_nodes, node_facts
+from phalanx.doctor.node_report import NodeReport
 from phalanx.doctor.subprocesses import TimedProcess
 
 CHECKS = (

@@ -8,8 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 from phalanx.report.run_data import RunData
-from phalanx.runs.gpu_sample import SLOWDOWNS, THROTTLE_REASONS
 from phalanx.runs.step_records import RankRecord
+from phalanx.runs.throttle_reasons import SLOWDOWNS, THROTTLE_REASONS
 from phalanx.spec.formatting import UNKNOWN, format_percent
 
 Facts = dict[str, Any]

@@ -161,7 +161,7 @@ def test_diagnose_ranks_cheapest_sufficient_remedies_first(run):
     """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
     found = diagnose(run)
     assert found.current_footprint.step_seconds
-    groups = [0 if fits_after([effect]) else 1 if effect.freed_bytes > 0 else 2 for effect in found.single_remedies]
+    groups = [0 if fits_after([effect]) else 1 if effect.helps else 2 for effect in found.single_remedies]
     assert groups == sorted(groups)
     for group in set(groups):
         mine = [effect for effect, other in zip(found.single_remedies, groups, strict=True) if other == group]

@@ -35,7 +35,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
     unhelpful: dict[str, list[str]] = {}
     for effect in diagnosis.single_remedies:
-        if effect.freed_bytes > 0 or fits_after([effect]):
+        if effect.helps:
             _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.remedy.cost)
         else:
             unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)

@@ -6,7 +6,7 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
 from phalanx.doctor.machine import COMMAND_SECONDS, CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci
-from phalanx.runs.gpu_sample import HARDWARE_SLOWDOWNS
+from phalanx.runs.throttle_reasons import HARDWARE_SLOWDOWNS
 from phalanx.spec.formatting import MIB
 
 BUSY_MIB = 2048

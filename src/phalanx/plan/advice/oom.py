@@ -25,6 +25,8 @@ from phalanx.spec.run import RunSpec
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
 MIN_FREED_FRACTION = 0.01
 """Minimum freed fraction of memory for which a change becomes a step of the sequence."""
+NEGLIGIBLE_FRACTION = 0.001
+"""Freed fraction of memory below which a change is said to have no effect, such as the ids of fewer micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,12 @@ class RemedyEffect:
     """Freed bytes of the peak total, on the fullest rank."""
     new_footprint: RunFootprint | None
     problem: str = ""
+
+    @property
+    def helps(self) -> bool:
+        """Whether the run fits afterwards, or needs noticeably less memory."""
+        after = self.new_footprint
+        return after is not None and (after.fits or self.freed_bytes > NEGLIGIBLE_FRACTION * after.memory.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +172,7 @@ def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[R
     def key(effect: RemedyEffect) -> tuple[int, bool, float]:
         fits_alone = effect.new_footprint is not None and effect.new_footprint.fits
         return (
-            0 if fits_alone else 1 if effect.freed_bytes > 0 else 2,
+            0 if fits_alone else 1 if effect.helps else 2,
             effect.remedy.is_last_resort,
             relative_slowdown(effect, now),
         )

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from phalanx.runs.gpu_sample import THROTTLE_REASONS, GpuSample
+from phalanx.runs.gpu_sample import GpuSample
+from phalanx.runs.throttle_reasons import THROTTLE_REASONS
 from phalanx.spec.errors import UserError
 from phalanx.spec.extras import missing_package
 
