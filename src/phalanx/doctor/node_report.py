@@ -1,4 +1,4 @@
-"""What one node writes for the comparison of nodes. Free of pydantic, for doctor's check processes."""
+"""Report that a node writes for the comparison of nodes. Free of pydantic, for check processes of `doctor`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class RemedyEffect:
 
     @property
     def helps(self) -> bool:
-        """Whether the run fits afterwards, or needs noticeably less memory."""
+        """True if the run fits afterwards, or needs noticeably less memory."""
         after = self.new_footprint
         return after is not None and (after.fits or self.freed_bytes > NEGLIGIBLE_FRACTION * after.memory.device)
 
