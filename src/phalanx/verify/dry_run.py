@@ -42,6 +42,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
 from phalanx.verify.fake_tensors import shape_only_tensors
+from phalanx.verify.repeated_blocks import RepeatedBlocks
 from phalanx.verify.repetition import few_chunks, forward_backward_once, num_traced_micro_batches
 
 CPU = torch.device("cpu")
@@ -150,9 +151,10 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors(), nullcontext() if full else few_chunks():
             learner = Learner(run, mesh, CPU, weights=_empty_weight)
+            repeated = None if full else RepeatedBlocks(learner)
             for _ in range(_num_warmup_steps(learner)):
-                run_step(learner, None, full, max_micro_batches=_min_micro_batches(run))
-            _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, full))
+                run_step(learner, None, repeated, max_micro_batches=_min_micro_batches(run))
+            _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, repeated))
             count = learner.batch.gradient_accumulation_steps
             traced_count = count if full else num_traced_micro_batches(learner, count)
     finally:
@@ -195,18 +197,25 @@ def _min_micro_batches(run: RunSpec) -> int | None:
 
 
 def run_step(
-    learner: Learner, recorders: StepRecorders | None, full: bool, max_micro_batches: int | None = None
+    learner: Learner,
+    recorders: StepRecorders | None,
+    repeated: RepeatedBlocks | None,
+    max_micro_batches: int | None = None,
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
     Args:
         learner: Learner of the step.
         recorders: Recorders of the step; None if it is not recorded.
-        full: Run all micro-batches, also equal ones.
+        repeated: Blocks of the learner; None to run all blocks and micro-batches, also equal ones.
         max_micro_batches: Maximum number of micro-batches; None: those of the run.
     """
     micros = _make_micro_batches(learner)[:max_micro_batches] if learner.strategy.runs_model else []
-    learner.reduce(learner.forward_backward(micros) if full else forward_backward_once(learner, micros, recorders))
+    if repeated is None:
+        learner.reduce(learner.forward_backward(micros))
+    else:
+        repeated.record_with(recorders)
+        learner.reduce(forward_backward_once(learner, micros, recorders))
     learner.update(1.0)
 
 
