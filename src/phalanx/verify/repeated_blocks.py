@@ -100,12 +100,15 @@ class RepeatedBlocks:
         self.learner = learner
         self.meter: MemoryMeter | None = None
         self.work = RepeatedWork(learner.strategy, None)
+        self.num_repeated = 0
+        """Number of blocks that are not traced."""
         for stage in _stages(learner):
             by_signature = defaultdict[object, list[nn.Module]](list)
             for block in stage:
                 by_signature[_signature(block)].append(block)
             for blocks in by_signature.values():
                 if len(blocks) > 2 * NUM_TRACED:
+                    self.num_repeated += len(blocks) - 2 * NUM_TRACED
                     self._replace(_Kind(blocks))
 
     def record_with(self, recorders: StepRecorders | None) -> None:
@@ -126,8 +129,6 @@ class RepeatedBlocks:
             block.forward = forward
 
     def _record_forward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(x, *args)
         recording = _Recording(self, {"input": ref(x.untyped_storage())}, is_own=lambda _: False)
         outputs = forward(x, *args)
         kind.forward = recording.end(_tensors(outputs), buffers=list(block.buffers()))
@@ -135,8 +136,6 @@ class RepeatedBlocks:
         return outputs
 
     def _record_backward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(x, *args)
         recorder = _BackwardRecorder(self, kind, list(block.parameters()), x)
         (x,) = _OnGradient.apply(recorder.end, x)
         outputs = _tensors(forward(x, *args))
@@ -145,8 +144,6 @@ class RepeatedBlocks:
         return outputs if len(outputs) == 2 else (*outputs, None)
 
     def _repeat(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(x, *args)
         parameters = list(block.parameters())
         parts = kind.backward
         if not parts:  # the first step, which is not recorded

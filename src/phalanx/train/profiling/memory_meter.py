@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ class MemoryChange:
     net: Counter[str] = field(default_factory=Counter)
     """Change of each part from start to end."""
     moves: list[tuple[int, Counter[str]]] = field(default_factory=list)
-    """The share of `net` that is from tensors which came to count for another part: their number (`MemoryMeter.numbers`),
-    and their bytes, negative for the part before."""
+    """The share of `net` that is from tensors which came to count for another part: their number
+    (`MemoryMeter.numbers`), and their bytes, negative for the part before."""
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -80,6 +80,8 @@ class MemoryMeter(TorchDispatchMode):
         """Peak bytes of activations and communication together."""
         self.peak_total = 0
         """Peak bytes of all parts of this device together."""
+        self._known = defaultdict[str, dict[int, weakref.ref[Tensor]]](dict)
+        """Tensors that `known` has named before, by part and id."""
         self.part_of_new = "activations"
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
@@ -99,8 +101,12 @@ class MemoryMeter(TorchDispatchMode):
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
         for part, tensors in self.get_tensors_by_part().items():
+            known = self._known[part]
             for tensor in tensors:
-                self._track(_local(tensor), part, moves=True)
+                before = known.get(id(tensor))
+                if before is None or before() is not tensor:
+                    known[id(tensor)] = weakref.ref(tensor)
+                    self._track(_local(tensor), part, moves=True)
         self._update_peaks()
 
     def move(self, tensor: Tensor, part: str) -> None:
