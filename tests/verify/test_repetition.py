@@ -1,4 +1,4 @@
-"""Equal micro-batches and chunks are traced once: the result is that of tracing all."""
+"""Equal micro-batches, blocks and chunks are traced once: the result is that of tracing all."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ SMALL = {
 WIDE = {**SMALL, "num_layers": 2, "hidden_size": 512, "vocab_size": 32_768, "max_seq_len": 256}
 """Rows and logits of a micro-batch are several chunks."""
 EIGHT_LAYERS = {**SMALL, "num_layers": 8}
+SIX_LAYERS = {**SMALL, "num_layers": 6}
+WINDOWS = {
+    **SMALL,
+    "num_layers": 12,
+    "sliding_window": 40,
+    "full_attention_layers": [1, 3, 5, 7, 9, 11],
+    "attention_sinks": True,
+}
+"""Two kinds of blocks in turn, six of each."""
+DEEP = {**SMALL, "num_layers": 24}
+DEEP_EXPERTS = {**SIX_LAYERS, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
 EXPERTS = {**SMALL, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
 
 
@@ -63,6 +74,66 @@ CASES: dict[str, tuple[int, RunSpec]] = {
     "dualpipe-v-tp": (4, repeated_run(4, 16, EIGHT_LAYERS, pp=2, tp=2, schedule="dualpipe-v")),
     "experts": (4, repeated_run(4, 16, EXPERTS, ep=2, pp=2, data_parallel="zero1")),
 }
+BLOCK_CASES: dict[str, tuple[int, RunSpec]] = {
+    "one rank": (1, repeated_run(1, 3, SIX_LAYERS)),
+    "ddp": (2, repeated_run(2, 3, SIX_LAYERS, data_parallel="ddp")),
+    "zero1": (2, repeated_run(2, 12, SIX_LAYERS, data_parallel="zero1")),
+    "zero2-fp32": (2, repeated_run(2, 3, SIX_LAYERS, precision="fp32", data_parallel="zero2")),
+    "zero3-tp-norms": (
+        4,
+        repeated_run(4, 3, SIX_LAYERS, tp=2, data_parallel="zero3", activation_checkpointing="norms"),
+    ),
+    "hsdp-cp": (8, repeated_run(8, 3, SIX_LAYERS, cp=2, data_parallel="hsdp", dp_shard=2)),
+    "zero1-selective": (2, repeated_run(2, 3, SIX_LAYERS, data_parallel="zero1", activation_checkpointing="selective")),
+    "fp8": (2, repeated_run(2, 3, SIX_LAYERS, precision="fp8", data_parallel="zero3")),
+    "one unit": (2, repeated_run(2, 3, SIX_LAYERS, data_parallel="zero3", fsdp_unit="model")),
+    "offload": (2, repeated_run(2, 3, SIX_LAYERS, data_parallel="zero3", offload="cpu")),
+    "servers": (4, repeated_run(4, 3, SIX_LAYERS, data_parallel="parameter_server")),
+    "experts-ep": (4, repeated_run(4, 3, DEEP_EXPERTS, ep=2, data_parallel="zero1")),
+    "experts-zero3-full": (
+        2,
+        repeated_run(2, 3, DEEP_EXPERTS, data_parallel="zero3", activation_checkpointing="full"),
+    ),
+    "1f1b-tp": (4, repeated_run(4, 12, {**SMALL, "num_layers": 12}, pp=2, tp=2, data_parallel="zero1")),
+    "interleaved": (2, repeated_run(2, 12, DEEP, pp=2, schedule="interleaved", virtual_stages=2)),
+    "some recomputed": (
+        2,
+        repeated_run(
+            2,
+            3,
+            {**SMALL, "num_layers": 14},
+            data_parallel="zero3",
+            activation_checkpointing="full",
+            recomputed_blocks=6,
+        ),
+    ),
+    "windows": (2, repeated_run(2, 3, WINDOWS, data_parallel="zero1")),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_CASES)
+def test_trace_of_repeated_blocks_equals_full_trace(name: str) -> None:
+    world_size, run = BLOCK_CASES[name]
+    once, full = (_trace_last_rank(run, world_size, full=full) for full in (False, True))
+    tracing = once.pop("tracing"), full.pop("tracing")
+    assert once == full
+    assert tracing[0]["traced_blocks"] < tracing[0]["blocks"] == tracing[1]["traced_blocks"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_parallel": "zero3", "fsdp_unit": "sublayer"},
+        {"activation_checkpointing": "offload"},
+        {"pp": 2, "schedule": "zb-h1"},
+    ],
+    ids=str,
+)
+def test_blocks_that_need_their_neighbors_are_all_traced(layout: dict[str, Any]) -> None:
+    """FSDP units inside blocks, inputs that another block fetches, and graphs that a later pass continues."""
+    world_size, run = 2, repeated_run(2, 4, {**SMALL, "num_layers": 12}, **layout)
+    tracing = _trace_last_rank(run, world_size, full=False)["tracing"]
+    assert tracing["traced_blocks"] == tracing["blocks"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -302,11 +303,17 @@ class Strategy:
         """Return initial optimizer state of a parameter: zeros, in the storage of such state."""
         return torch.zeros_like(parameter)
 
+    @cached_property
+    def _parameter_tables(self) -> list[dict[str, nn.Parameter | None]]:
+        """Tables of the parameters of each part. A recorder of memory reads them after every collective."""
+        return [part._parameters for part in self.module.modules() if part._parameters]
+
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the tensors that this rank keeps between steps, by part."""
+        parameters = [p for table in self._parameter_tables for p in table.values() if p is not None]
         return {
-            "parameters": [*self.module.parameters(), *self.trainable_parameters.values()],
-            "gradients": [p.grad for p in self.module.parameters() if p.grad is not None],
+            "parameters": [*parameters, *self.trainable_parameters.values()],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": optimizer_state_tensors(optimizers),
         }
 

@@ -32,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
 from phalanx.model.attention import Documents
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
@@ -42,6 +43,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import StepRecorders, first_steady_step, profile_step
 from phalanx.verify.fake_tensors import shape_only_tensors
+from phalanx.verify.repeated_blocks import RepeatedBlocks
 from phalanx.verify.repetition import few_chunks, forward_backward_once, num_traced_micro_batches
 
 CPU = torch.device("cpu")
@@ -73,7 +75,7 @@ def trace_ranks(
         world_size: Number of ranks of the run.
         ranks: Ranks to trace.
         max_workers: Maximum number of concurrent processes.
-        full: Trace all micro-batches and chunks, also equal ones (`verify.repetition`).
+        full: Trace all micro-batches, blocks and chunks, also equal ones (`verify.repetition`).
 
     Raises:
         UserError: the run cannot be traced; then no process is started.
@@ -136,7 +138,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
         run: Run to trace.
         world_size: Number of ranks of the run.
         rank: Rank to trace.
-        full: Trace all micro-batches and chunks, also equal ones.
+        full: Trace all micro-batches, blocks and chunks, also equal ones.
     """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
@@ -150,26 +152,33 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors(), nullcontext() if full else few_chunks():
             learner = Learner(run, mesh, CPU, weights=_empty_weight)
+            repeated = None if full else RepeatedBlocks(learner)
             for _ in range(_num_warmup_steps(learner)):
-                run_step(learner, None, full, max_micro_batches=_min_micro_batches(run))
-            _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, full))
-            count = learner.batch.gradient_accumulation_steps
-            traced_count = count if full else num_traced_micro_batches(learner, count)
+                run_step(learner, None, repeated, max_micro_batches=_min_micro_batches(run))
+            _, profile = profile_step(learner, lambda recorders: run_step(learner, recorders, repeated))
+            tracing = _count_traced(learner, repeated)
     finally:
         if world_size > 1:
             dist.destroy_process_group()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    tracing = {
-        "seconds": time.perf_counter() - started_at,
-        "process_bytes": peak,
-        "micro_batches": count,
-        "traced_micro_batches": traced_count,
-        "full": full,
-    }
+    tracing["seconds"] = time.perf_counter() - started_at
+    tracing["process_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     traced = profile.as_dict
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]
     return {"rank": rank, **traced, "tracing": tracing}
+
+
+def _count_traced(learner: Learner, repeated: RepeatedBlocks | None) -> dict[str, Any]:
+    """Return how much of the step was traced."""
+    micros = learner.batch.gradient_accumulation_steps
+    blocks = len(list(learner.module.blocks.children())) if isinstance(learner.module, Transformer) else 0
+    return {
+        "full": repeated is None,
+        "micro_batches": micros,
+        "traced_micro_batches": micros if repeated is None else num_traced_micro_batches(learner, micros),
+        "blocks": blocks,
+        "traced_blocks": blocks if repeated is None else blocks - repeated.num_repeated,
+    }
 
 
 def _empty_weight(_: str, shape: torch.Size) -> Tensor:
@@ -195,18 +204,25 @@ def _min_micro_batches(run: RunSpec) -> int | None:
 
 
 def run_step(
-    learner: Learner, recorders: StepRecorders | None, full: bool, max_micro_batches: int | None = None
+    learner: Learner,
+    recorders: StepRecorders | None,
+    repeated: RepeatedBlocks | None,
+    max_micro_batches: int | None = None,
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
     Args:
         learner: Learner of the step.
         recorders: Recorders of the step; None if it is not recorded.
-        full: Run all micro-batches, also equal ones.
+        repeated: Blocks of the learner; None to run all blocks and micro-batches, also equal ones.
         max_micro_batches: Maximum number of micro-batches; None: those of the run.
     """
     micros = _make_micro_batches(learner)[:max_micro_batches] if learner.strategy.runs_model else []
-    learner.reduce(learner.forward_backward(micros) if full else forward_backward_once(learner, micros, recorders))
+    if repeated is None:
+        learner.reduce(learner.forward_backward(micros))
+    else:
+        repeated.record_with(recorders)
+        learner.reduce(forward_backward_once(learner, micros, recorders))
     learner.update(1.0)
 
 

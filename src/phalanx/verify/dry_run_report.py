@@ -109,7 +109,7 @@ def dry_run(
 
     The program of `phalanx train` runs on tensors without values: forward and backward passes, clipping and optimizer.
     Collectives and state must equal the plan, the peak of memory must be within 2 %, and the FLOPs within 0.1 %. Equal
-    micro-batches run once. Ranks are traced in processes of their own. A script must therefore call this below
+    micro-batches and blocks run once. Ranks are traced in processes of their own, so a script must call this below
     `if __name__ == "__main__":`.
 
     Args:
@@ -117,7 +117,7 @@ def dry_run(
         world_size: The number of ranks of the run, of any size.
         ranks: The ranks to trace. By default the first and the last rank of every axis.
         max_workers: The number of ranks that are traced at a time, each on one core.
-        full: Run all micro-batches, also equal ones.
+        full: Run all micro-batches and blocks, also equal ones.
         on_rank_traced: Called after each traced rank.
 
     Returns:

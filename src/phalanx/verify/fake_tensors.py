@@ -33,7 +33,7 @@ def shape_only_tensors() -> Iterator[None]:
         yield
 
 
-class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class ShapeOnlyMode(FakeTensorMode):
     """Fake tensors, with two exceptions.
 
     Tensors on the meta device have no values anyway. Small integer tensors that depend on no others keep their values,

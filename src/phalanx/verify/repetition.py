@@ -14,25 +14,21 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 from unittest import mock
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from phalanx.parallel.data.zero import ZeRO
-from phalanx.parallel.data.zero_parameters import OwnedParameter
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_passes import PipelineStepState, StagePasses
-from phalanx.parallel.strategy import Strategy
 from phalanx.schedule.schedule import Action
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.train.learner import Learner, MicroBatch
-from phalanx.train.profiling.collective_recorder import CollectiveCall
 from phalanx.train.profiling.memory_meter import MemoryChange
 from phalanx.train.profiling.step_profiler import StepRecorders
 from phalanx.train.step_sums import StepSums
+from phalanx.verify.repeated_work import RepeatedWork, Work
 
 KEPT_FOR_WEIGHTS = frozenset({"input", "output gradient"})
 """Messages that the second half of a backward pass may read."""
@@ -128,56 +124,6 @@ def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], record
         return learner.forward_backward(repeated.traced)
 
 
-class _Mark(NamedTuple):
-    """Counts of recorders, and of gradients in sums, at one time."""
-
-    calls: int
-    flops: int
-    num_added: list[int]
-
-
-@dataclass
-class _Work:
-    """Additions of a micro-batch, or of a pass of it, to recorders and counters."""
-
-    calls: list[CollectiveCall]
-    flops: int
-    num_added: list[int]
-
-
-class RepeatedWork:
-    """Recorders of a step, and the counters of the trainer's state that depend on the number of micro-batches."""
-
-    def __init__(self, strategy: Strategy, recorders: StepRecorders | None) -> None:
-        """Create it; `recorders` is None in a step that is not recorded."""
-        self.recorders = recorders
-        self._owned: list[OwnedParameter] = []
-        if isinstance(strategy, ZeRO):
-            self._owned = [owned for bucket in strategy.buckets for owned in bucket.parameters]
-
-    def mark(self) -> _Mark:
-        """Return the present state."""
-        num_added = [owned.num_added for owned in self._owned]
-        if self.recorders is None:
-            return _Mark(0, 0, num_added)
-        return _Mark(len(self.recorders.collectives.calls), self.recorders.flops.flops, num_added)
-
-    def since(self, mark: _Mark) -> _Work:
-        """Return what was added since the mark."""
-        now = self.mark()
-        calls = [] if self.recorders is None else self.recorders.collectives.calls[mark.calls :]
-        added = [after - before for after, before in zip(now.num_added, mark.num_added, strict=True)]
-        return _Work(calls, now.flops - mark.flops, added)
-
-    def repeat(self, work: _Work, times: int = 1) -> None:
-        """Add the same again."""
-        if self.recorders is not None:
-            self.recorders.collectives.calls += times * work.calls
-            self.recorders.flops.flops += times * work.flops
-        for owned, added in zip(self._owned, work.num_added, strict=True):
-            owned.num_added += times * added
-
-
 # -- micro-batches without a pipeline ----------------------------------------------------------------------------------
 
 
@@ -208,7 +154,7 @@ class RepeatedMicroBatches:
 class _TracedPass:
     """A traced pass of a stage, for those that repeat it."""
 
-    work: _Work
+    work: Work
     memory: MemoryChange
     """Change by all tensors but the messages between stages."""
     output: Callable[[], Tensor | None]

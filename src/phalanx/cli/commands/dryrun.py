@@ -46,7 +46,7 @@ def dryrun(
     The program of `phalanx train` runs rank by rank on tensors without data: forward and backward passes, clipping, the
     optimizer. Its collectives (operation, ranks, calls, bytes), memory and FLOPs are compared with the plan.
     Collectives and state must be equal, peak memory within 2 %, FLOPs within 0.1 %. Equal micro-batches
-    run once. Experts are balanced. The exit code is 1 if plan and program disagree.
+    and blocks run once. Experts are balanced. The exit code is 1 if plan and program disagree.
 
     Examples:
 

@@ -73,8 +73,12 @@ def _repetition_note(report: DryRunReport) -> list[str]:
     tracing = [traced["tracing"] for traced, _ in report.results]
     if all(rank["full"] for rank in tracing):
         return []
-    traced, count = max((rank["traced_micro_batches"], rank["micro_batches"]) for rank in tracing)
-    return [f"equal work ran once: {traced} of {count} micro-batches, and few chunks of rows (--full runs all)"]
+    micros, num_micros = max((rank["traced_micro_batches"], rank["micro_batches"]) for rank in tracing)
+    blocks, num_blocks = max((rank["traced_blocks"], rank["blocks"]) for rank in tracing)
+    return [
+        f"equal work ran once: {micros} of {num_micros} micro-batches, {blocks} of {num_blocks} blocks, and few chunks "
+        "of rows (--full runs all)"
+    ]
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:

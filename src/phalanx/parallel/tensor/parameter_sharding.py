@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from phalanx.parallel.dtensor_shards import as_dtensor, rows_per_rank
 from phalanx.parallel.mesh import Mesh, make_device_mesh
-from phalanx.parallel.module_tensors import named_parameters, replace_parameter
+from phalanx.parallel.module_tensors import named_modules
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, tensor_sharding
@@ -60,11 +60,12 @@ class ModelSharding:
 
     def shard_parameters(self, module: nn.Module) -> None:
         """Replace each parameter, still on the meta device, by this rank's shard."""
-        for name, parameter in list(named_parameters(module)):
-            self.shapes[name] = parameter.shape
-            replace_parameter(
-                module, parameter, nn.Parameter(parameter.new_empty(self.local_shape(name, parameter.shape)))
-            )
+        for prefix, part in named_modules(module):
+            for key, parameter in part.named_parameters(recurse=False):
+                name = f"{prefix}.{key}" if prefix else key
+                self.shapes[name] = parameter.shape
+                shard = parameter.new_empty(self.local_shape(name, parameter.shape))
+                part.register_parameter(key, nn.Parameter(shard))
 
     def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
         """Return the shape of this rank's shard of a tensor with the shape `global_shape`."""

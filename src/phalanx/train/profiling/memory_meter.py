@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +33,9 @@ class MemoryChange:
     peak_total: int = 0
     net: Counter[str] = field(default_factory=Counter)
     """Change of each part from start to end."""
+    moves: list[tuple[int, Counter[str]]] = field(default_factory=list)
+    """The share of `net` that is from tensors which came to count for another part: their number
+    (`MemoryMeter.numbers`), and their bytes, negative for the part before."""
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -67,6 +70,9 @@ class MemoryMeter(TorchDispatchMode):
         self._elastic_keys = {storage._cdata for storage in self.elastic_storages}
         self.part_by_storage: dict[int, str] = {}
         self.bytes_by_storage: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
+        """Numbers of storages in memory, in the order in which they were first seen."""
+        self.num_created = 0
         self.bytes_by_part: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
         """Peak bytes of each part."""
@@ -74,7 +80,13 @@ class MemoryMeter(TorchDispatchMode):
         """Peak bytes of activations and communication together."""
         self.peak_total = 0
         """Peak bytes of all parts of this device together."""
+        self._known = defaultdict[str, dict[int, weakref.ref[Tensor]]](dict)
+        """Tensors that `known` has named before, by part and id."""
+        self.part_of_new = "activations"
+        """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
+        self._changes: list[MemoryChange] = []
+        """Changes that are being recorded, one inside the other."""
         self.reclassify()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -82,16 +94,24 @@ class MemoryMeter(TorchDispatchMode):
         communicates = func.namespace in COMMUNICATION
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                self._track(leaf, "communication" if communicates else "activations", moves=communicates)
+                self._track(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
         self.reclassify() if communicates else self._update_peaks()  # the result of a collective may be a gradient
         return out
 
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
         for part, tensors in self.get_tensors_by_part().items():
+            known = self._known[part]
             for tensor in tensors:
-                self._track(_local(tensor), part, moves=True)
+                before = known.get(id(tensor))
+                if before is None or before() is not tensor:
+                    known[id(tensor)] = weakref.ref(tensor)
+                    self._track(_local(tensor), part, moves=True)
         self._update_peaks()
+
+    def move(self, tensor: Tensor, part: str) -> None:
+        """Count a tensor for a part from now on."""
+        self._track(tensor, part, moves=True)
 
     def _track(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
@@ -105,12 +125,18 @@ class MemoryMeter(TorchDispatchMode):
             self.part_by_storage[key] = part
             self.bytes_by_storage[key] = storage.nbytes()
             self.bytes_by_part[part] += storage.nbytes()
+            self.numbers[key] = self.num_created
+            self.num_created += 1
             # No reference to this meter, which would keep it alive as long as the storage.
             weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)
+            weakref.finalize(storage, self.numbers.pop, key)
         elif moves and (previous_part == "activations" or part != "communication"):
             self.part_by_storage[key] = part
-            self.bytes_by_part[previous_part] -= self.bytes_by_storage[key]
-            self.bytes_by_part[part] += self.bytes_by_storage[key]
+            size_bytes = self.bytes_by_storage[key]
+            moved = Counter({previous_part: -size_bytes, part: size_bytes})
+            self.bytes_by_part.update(moved)
+            for change in self._changes:
+                change.moves.append((self.numbers[key], moved))
 
     def _update_peaks(self) -> None:
         elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic_storages))
@@ -142,7 +168,9 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_working = start[1]
         self.peak_total = start[2]
         change = MemoryChange()
+        self._changes.append(change)
         yield change
+        self._changes.pop()
         self._update_peaks()
         change.peaks = _difference(self.peaks, start[0])
         change.peak_working = self.peak_working - start[1]

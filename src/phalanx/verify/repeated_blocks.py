@@ -1,0 +1,418 @@
+"""Equal blocks of a stage are traced once: of each kind the first two and the last two run, the others repeat them.
+
+A repeated block has tensors for its output, its input, their gradients, and the gradients of its parameters, one after
+the other as in the traced block. So all that surrounds a block really runs: hooks of FSDP on modules, hooks of ZeRO and
+DDP on gradients. All other tensors of the block, its collectives and its FLOPs are numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.data.ddp import DDP
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.schedule.registry import representative_schedule
+from phalanx.train.learner import Learner
+from phalanx.train.profiling.memory_meter import MemoryChange, MemoryMeter
+from phalanx.train.profiling.step_profiler import StepRecorders
+from phalanx.verify.repeated_work import RepeatedWork, Work
+
+NUM_TRACED = 2
+"""Traced blocks of a kind at either end of a stage: the outer one has other neighbors."""
+OUTPUT_GRADIENTS = ("output gradient", "auxiliary gradient")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Memory of a tensor, from which an empty one is made."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    part: str | None = None
+    """Part of the memory that counts it, if it is known."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, part: str | None = None) -> _Shape:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, part)
+
+    def empty(self, meter: MemoryMeter | None) -> Tensor:
+        if meter is None or self.part is None:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        part_before, meter.part_of_new = meter.part_of_new, self.part
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        meter.part_of_new = part_before
+        return tensor
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """A part of a block's pass, which ends with its results."""
+
+    results: list[_Shape]
+    """The outputs, the gradient of a parameter, or that of the input."""
+    parameter: int | None = None
+    """Index of the parameter whose gradient is the result."""
+    work: Work | None = None
+    """None in a pass that is not recorded."""
+    memory: MemoryChange = field(default_factory=MemoryChange)
+    """Change by all tensors but the results and those outside the block."""
+    released: Sequence[str] = ()
+    """Names of the tensors outside the block that are not read later."""
+    moved_to: Mapping[str, str] = field(default_factory=dict)
+    """New parts of the memory for tensors outside the block, such as communication for the operand of a collective."""
+    moves_others: bool = False
+    """Whether gradients of parameters came to count as gradients, because a collective in the block looked for them."""
+    buffers: Sequence[int] = ()
+    """Indices of the block's buffers that were counted from then on, because it wrote to them."""
+
+
+@dataclass
+class _Kind:
+    """Equal blocks of one stage, in their order."""
+
+    blocks: list[nn.Module]
+    forward: _Part | None = None
+    """The forward pass that was recorded last."""
+    backward: list[_Part] = field(default_factory=list)
+    """The parts of the backward pass that was recorded last."""
+    input: ref[torch.UntypedStorage] | None = None
+    """The input of the recorded forward pass."""
+
+
+class RepeatedBlocks:
+    """The blocks of a model, most of which repeat an equal one."""
+
+    def __init__(self, learner: Learner) -> None:
+        """Replace the forward passes of blocks that are not traced, and of those that they repeat."""
+        self.learner = learner
+        self.meter: MemoryMeter | None = None
+        self.work = RepeatedWork(learner.strategy, None)
+        self.num_repeated = 0
+        """Number of blocks that are not traced."""
+        for stage in _stages(learner):
+            by_signature = defaultdict[object, list[nn.Module]](list)
+            for block in stage:
+                by_signature[_signature(block)].append(block)
+            for blocks in by_signature.values():
+                if len(blocks) > 2 * NUM_TRACED:
+                    self.num_repeated += len(blocks) - 2 * NUM_TRACED
+                    self._replace(_Kind(blocks))
+
+    def record_with(self, recorders: StepRecorders | None) -> None:
+        """Use the recorders of the next step; None if it is not recorded."""
+        self.meter = None if recorders is None else recorders.memory
+        self.work = RepeatedWork(self.learner.strategy, recorders)
+
+    def _replace(self, kind: _Kind) -> None:
+        for index, block in enumerate(kind.blocks):
+            if index == NUM_TRACED - 1:
+                forward = partial(self._record_forward, kind, block, block.forward)
+            elif index == len(kind.blocks) - NUM_TRACED:
+                forward = partial(self._record_backward, kind, block, block.forward)
+            elif NUM_TRACED <= index < len(kind.blocks) - NUM_TRACED:
+                forward = partial(self._repeat, kind, block, block.forward)
+            else:
+                continue
+            block.forward = forward
+
+    def _record_forward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+        recording = _Recording(self, {"input": ref(x.untyped_storage())}, is_own=lambda _: False)
+        outputs = forward(x, *args)
+        kind.forward = recording.end(_tensors(outputs), buffers=list(block.buffers()))
+        kind.input = ref(x.untyped_storage())
+        return outputs
+
+    def _record_backward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+        recorder = _BackwardRecorder(self, kind, list(block.parameters()), x)
+        (x,) = _OnGradient.apply(recorder.end, x)
+        outputs = _tensors(forward(x, *args))
+        recorder.end_forward()
+        outputs = _OnGradient.apply(recorder.begin, *outputs)
+        return outputs if len(outputs) == 2 else (*outputs, None)
+
+    def _repeat(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
+        parameters = list(block.parameters())
+        parts = kind.backward
+        if not parts:  # the first step, which is not recorded
+            if isinstance(self.learner.strategy, DDP):  # which makes its buckets in the order of these gradients
+                return forward(x, *args)
+            trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+            parts = [_Part(results=[_Shape.of(parameters[index])], parameter=index) for index in trained]
+            parts.append(_Part(results=[_Shape.of(x)]))
+        assert kind.forward is not None
+        assert kind.input is not None
+        is_kept = kind.input() is not None
+        repeated = _RepeatedBackward(self, kind, parts, outside={"input": x})
+        repeated.count(kind.forward)
+        if not is_kept:
+            del repeated.outside["input"]
+        buffers = list(block.buffers())
+        for index in kind.forward.buffers:
+            buffers[index].view_as(buffers[index])  # the meter counts the result of any operation
+        token = x
+        for index in reversed(range(len(parts))):
+            parameter = parts[index].parameter
+            token = _RepeatedPart.apply(token, None if parameter is None else parameters[parameter], repeated, index)
+        outputs = _RepeatedEnd.apply(token, repeated)
+        return outputs if len(outputs) == 2 else (*outputs, None)
+
+
+class _Recording:
+    """The recording of one part of a block."""
+
+    def __init__(
+        self, blocks: RepeatedBlocks, outside: dict[str, ref[torch.UntypedStorage]], is_own: Callable[[int], bool]
+    ) -> None:
+        """Start it.
+
+        Args:
+            blocks: Blocks with the recorders.
+            outside: Tensors outside the block that are alive, some of which it may release.
+            is_own: Returns whether an earlier tensor is the block's own, by its number (`MemoryMeter.numbers`).
+        """
+        self.meter = blocks.meter
+        self.work = blocks.work
+        self.mark = self.work.mark()
+        self.outside = outside
+        self.outside_bytes = {name: self._bytes_by_part(storage()) for name, storage in outside.items()}
+        self.is_own = is_own
+        self.stack = ExitStack()
+        self.change = MemoryChange()
+        self.first_number = 0
+        if self.meter is not None:
+            self.first_number = self.meter.num_created
+            self.change = self.stack.enter_context(self.meter.recording_change())
+
+    def end(self, results: Sequence[Tensor], parameter: int | None = None, buffers: Sequence[Tensor] = ()) -> _Part:
+        """End it with its results, and return the part."""
+        self.stack.close()
+        net = self.change.net
+        moves = [moved for number, moved in self.change.moves if number < self.first_number and not self.is_own(number)]
+        result_bytes = [self._bytes_by_part(result.untyped_storage()) for result in results]
+        written = [index for index, buffer in enumerate(buffers) if self._is_new(buffer.untyped_storage())]
+        for by_part in (*moves, *result_bytes, *(self._bytes_by_part(buffers[i].untyped_storage()) for i in written)):
+            net.subtract(by_part)
+        released = [name for name, storage in self.outside.items() if storage() is None]
+        for name in released:
+            del self.outside[name]
+            net.update(self.outside_bytes[name])
+        after = {name: self._bytes_by_part(storage()) for name, storage in self.outside.items()}
+        return _Part(
+            results=[_Shape.of(result, *by_part) for result, by_part in zip(results, result_bytes, strict=True)],
+            parameter=parameter,
+            work=self.work.since(self.mark),
+            memory=self.change,
+            released=released,
+            moved_to={name: part for name in after for part in after[name].keys() - self.outside_bytes[name].keys()},
+            moves_others=bool(moves),
+            buffers=written,
+        )
+
+    def _is_new(self, storage: torch.UntypedStorage) -> bool:
+        return self.meter is not None and self.meter.numbers.get(storage._cdata, -1) >= self.first_number
+
+    def _bytes_by_part(self, storage: torch.UntypedStorage | None) -> Counter[str]:
+        key = None if storage is None else storage._cdata
+        if self.meter is None or key not in self.meter.part_by_storage:
+            return Counter()
+        return Counter({self.meter.part_by_storage[key]: self.meter.bytes_by_storage[key]})
+
+
+class _BackwardRecorder:
+    """Recorder of the parts of a block's backward pass.
+
+    What hooks of strategies do with a gradient is between two parts."""
+
+    def __init__(self, blocks: RepeatedBlocks, kind: _Kind, parameters: Sequence[Tensor], x: Tensor) -> None:
+        """Create the recorder of the backward pass that follows the forward pass of `x`, which is about to begin."""
+        self.blocks = blocks
+        self.kind = kind
+        self.parameters = parameters
+        self.outside = {"input": ref(x.untyped_storage())}
+        self.own = [range(self._num_created, self._num_created)]
+        """Numbers of the tensors of the forward pass, and of each part."""
+        self.results: set[int] = set()
+        """Numbers of the gradients of parameters."""
+        self.parts: list[_Part] = []
+        self.recording: _Recording | None = None
+        self.hooks = ExitStack()
+
+    @property
+    def _num_created(self) -> int:
+        return 0 if self.blocks.meter is None else self.blocks.meter.num_created
+
+    def end_forward(self) -> None:
+        """Note the end of the forward pass."""
+        self.own = [range(self.own[0].start, self._num_created)]
+
+    def begin(self, *output_gradients: Tensor) -> None:
+        """Start to record."""
+        for name, gradient in zip(OUTPUT_GRADIENTS, output_gradients, strict=False):
+            self.outside[name] = ref(gradient.untyped_storage())
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node  # of DDP's hooks too, which were there before
+                self.hooks.callback(node.register_prehook(partial(self._end_part, index)).remove)
+                self.hooks.callback(node.register_hook(self._begin_part).remove)
+        self._begin_part()
+
+    def _begin_part(self, *_: Any) -> None:
+        self.recording = _Recording(self.blocks, self.outside, self._is_own)
+
+    def _is_own(self, number: int) -> bool:
+        return number not in self.results and any(number in numbers for numbers in self.own)
+
+    def _end_part(self, parameter: int | None, gradients: Sequence[Tensor]) -> None:
+        assert self.recording is not None
+        self.parts.append(self.recording.end(gradients[:1], parameter))
+        self.own.append(range(self.recording.first_number, self._num_created))
+        self.recording = None
+        storage = gradients[0].untyped_storage()
+        self.outside["parameter gradient"] = ref(storage)  # autograd may drop it in the next part
+        if self.blocks.meter is not None:
+            self.results.add(self.blocks.meter.numbers.get(storage._cdata, -1))
+
+    def end(self, input_gradient: Tensor) -> None:
+        """Stop to record."""
+        self._end_part(None, [input_gradient])
+        self.kind.backward = self.parts
+        self.hooks.close()
+
+
+@dataclass(eq=False)
+class _RepeatedBackward:
+    """The backward pass of a block that repeats another one's."""
+
+    blocks: RepeatedBlocks
+    kind: _Kind
+    parts: list[_Part]
+    """The parts known in the forward pass, in the order of the backward pass."""
+    outside: dict[str, Tensor]
+    """Tensors outside the block, while it keeps them: its input, and the gradients of its outputs."""
+    saved: Counter[str] = field(default_factory=Counter)
+    """Bytes of the block's own tensors, by part. What autograd functions still have after their pass, they have until
+    the graph is dropped, and this object with it."""
+
+    def __post_init__(self) -> None:
+        """Release what is left with this object."""
+        if self.blocks.meter is not None:
+            finalize(self, self.blocks.meter.bytes_by_part.subtract, self.saved)
+
+    def count(self, part: _Part) -> None:
+        """Count a recorded part again, without its results."""
+        blocks = self.blocks
+        if part.work is not None:
+            blocks.work.repeat(part.work)
+        if blocks.meter is not None:
+            blocks.meter.repeat_change(part.memory)
+            self.saved.update(part.memory.net)
+        for name in part.released:
+            self.outside.pop(name, None)
+        if blocks.meter is not None:
+            for name, part_of_memory in part.moved_to.items():
+                if name in self.outside:
+                    blocks.meter.move(self.outside[name], part_of_memory)
+            if part.moves_others:
+                blocks.meter.reclassify()
+
+    def run_part(self, index: int) -> Tensor:
+        """Return the result of a part."""
+        part = self.parts[index]
+        if part.work is not None:
+            part = self.kind.backward[index]  # of the same micro-batch
+            assert part.parameter == self.parts[index].parameter
+        self.count(part)
+        if part.parameter is None:  # the last part
+            for name in OUTPUT_GRADIENTS:
+                self.outside.pop(name, None)
+        return part.results[0].empty(self.blocks.meter)
+
+
+class _OnGradient(torch.autograd.Function):
+    """Identity, which calls a function with the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.callback = callback
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.callback(*gradients)
+        return None, *gradients
+
+
+class _RepeatedPart(torch.autograd.Function):
+    """A part of a backward pass. Forward tensors without elements keep the parts in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, parameter: Tensor | None, repeated: _RepeatedBackward, index: int) -> Tensor:
+        ctx.run_part = partial(repeated.run_part, index)
+        ctx.is_of_parameter = parameter is not None
+        return token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        result = ctx.run_part()
+        return (gradient, result, None, None) if ctx.is_of_parameter else (result, None, None, None)
+
+
+class _RepeatedEnd(torch.autograd.Function):
+    """The outputs of a repeated block, whose gradients start the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, repeated: _RepeatedBackward) -> tuple[Tensor, ...]:
+        ctx.outside = repeated.outside
+        assert repeated.kind.forward is not None
+        return tuple(shape.empty(repeated.blocks.meter) for shape in repeated.kind.forward.results)
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.outside.update(zip(OUTPUT_GRADIENTS, output_gradients, strict=False))
+        return output_gradients[0].new_empty(0), None
+
+
+def _tensors(outputs: tuple[Tensor, Tensor | None]) -> list[Tensor]:
+    """Return the output of a block, and its auxiliary loss if it has one."""
+    return [tensor for tensor in outputs if tensor is not None]
+
+
+def _stages(learner: Learner) -> list[list[nn.Module]]:
+    """Return the blocks of each of this rank's stages; none if blocks cannot be repeated.
+
+    Activation offload fetches the input of another block, and FSDP units inside blocks gather there. Split backward
+    passes continue a block's graph later."""
+    module, layout = learner.module, learner.run.layout
+    if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
+        return []
+    if layout.pp > 1 and representative_schedule(layout).splits_backward:
+        return []
+    blocks = dict(module.blocks.named_children())
+    if any(isinstance(part, FSDPModule) for block in blocks.values() for part in [*block.modules()][1:]):
+        return []
+    if not isinstance(module, StageModule):
+        return [list(blocks.values())]
+    return [[blocks[str(layer)] for layer in layers] for layers in module.layers.values()]
+
+
+def _signature(block: nn.Module) -> object:
+    """Return what equal blocks have in common: their parts, with numbers, and their parameters."""
+    numbers = [
+        {name: value for name, value in vars(part).items() if isinstance(value, bool | int | float | str | None)}
+        for part in block.modules()
+    ]
+    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+    return repr(block), repr(numbers), repr(parameters)
