@@ -46,7 +46,7 @@ class _Shape:
 
     @classmethod
     def of(cls, tensor: Tensor, part: str | None = None) -> _Shape:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, part)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, part=part)
 
     def empty(self, meter: MemoryMeter | None) -> Tensor:
         if meter is None or self.part is None:
@@ -74,7 +74,7 @@ class _Part:
     moved_to: Mapping[str, str] = field(default_factory=dict)
     """New parts of the memory for tensors outside the block, such as communication for the operand of a collective."""
     moves_others: bool = False
-    """Whether gradients of parameters came to count as gradients, because a collective in the block looked for them."""
+    """True if gradients of parameters came to count as gradients, because a collective in the block looked for them."""
     buffers: Sequence[int] = ()
     """Indices of the block's buffers that were counted from then on, because it wrote to them."""
 
@@ -136,7 +136,7 @@ class RepeatedBlocks:
         return outputs
 
     def _record_backward(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
-        recorder = _BackwardRecorder(self, kind, list(block.parameters()), x)
+        recorder = _BackwardRecorder(self, kind, list(block.parameters()), x=x)
         (x,) = _OnGradient.apply(recorder.end, x)
         outputs = _tensors(forward(x, *args))
         recorder.end_forward()
@@ -155,7 +155,7 @@ class RepeatedBlocks:
         assert kind.forward is not None
         assert kind.input is not None
         is_kept = kind.input() is not None
-        repeated = _RepeatedBackward(self, kind, parts, outside={"input": x})
+        repeated = _RepeatedBackward(blocks=self, kind=kind, parts=parts, outside={"input": x})
         repeated.count(kind.forward)
         if not is_kept:
             del repeated.outside["input"]
@@ -292,7 +292,7 @@ class _BackwardRecorder:
         self.hooks.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _RepeatedBackward:
     """The backward pass of a block that repeats another one's."""
 

@@ -23,7 +23,7 @@ COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operations whose tensors are communication buffers, unless `known` names them."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MemoryChange:
     """How the bytes by part change while some code runs, relative to those before it."""
 
