@@ -395,7 +395,8 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
 
     Activation offload fetches the input of another block, and FSDP units inside blocks gather there. Split backward
     passes continue a block's graph later."""
-    module, layout = learner.module, learner.run.layout
+    module = learner.module
+    layout = learner.run.layout
     if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
         return []
     if layout.pp > 1 and representative_schedule(layout).splits_backward:
