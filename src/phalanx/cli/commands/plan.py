@@ -153,16 +153,18 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
     from phalanx.spec.learning_rate import learning_rate_note
+    from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
-    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
-    note = learning_rate_note(run)
-    comments = f"# {WRITTEN_BY} plan\n" + (f"# {note}\n" if note else "")
-    write_file("--out", file, f"{comments}{described}")
+    omitted, omitted_note = unset_choices_of_large_model(run)
+    notes = [note for note in (learning_rate_note(run), omitted_note) if note]
+    comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
+    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
+    write_file("--out", file, f"{''.join(comments)}{described}")
     nodes = run.cluster.nodes
     nproc = run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
-    if note:
+    for note in notes:
         print(note, file=sys.stderr)
 
 
