@@ -625,6 +625,17 @@ def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
         plan_output(run, *H100, *options)
 
 
+def test_plan_why_not_and_diff_accept_pasted_rows_of_its_table(run):
+    text = plan_output(run, *H100, "--top", 3, width=100)
+    rows = re.findall(r"^(\d\*? .*\n(?: {4}.*\n)*)", text, re.MULTILINE)
+    assert len(rows) == 3
+    assert plan_output(run, *H100, "--why-not", rows[0])
+    by_text = plan_output(run, *H100, "--diff", rows[1], rows[2])
+    by_number = plan_output(run, *H100, "--diff", 2, 3)
+    figures = [re.findall(r"\d[\d.]*", re.sub("layout [23]", "", output)) for output in (by_text, by_number)]
+    assert figures[0] == figures[1]
+
+
 def test_parse_layout_accepts_boolean_and_float_options(run):
     assert (
         parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False

@@ -51,10 +51,12 @@ def plan(
     tokens: Annotated[
         float | None, typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
-    why_not: Annotated[str | None, typer.Option(help="Compare a layout with the best one.", metavar="LAYOUT")] = None,
+    why_not: Annotated[
+        str | None, typer.Option(help="Compare a layout, or the text of a row, with the best.", metavar="LAYOUT")
+    ] = None,
     diff: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Compare two layouts, or rows of the table.", metavar="A B"),
+        typer.Option(help="Compare two layouts, or rows by number or text.", metavar="A B"),
     ] = None,
     export: Annotated[
         str | None,
@@ -225,9 +227,9 @@ def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, pi
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """Evaluate a layout that the user wrote; an invalid one is reported before any search."""
-    from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
+    from phalanx.plan.search.evaluate import evaluate_layout_text
 
-    return evaluate_layout(run, world_size, parse_layout(text))
+    return evaluate_layout_text(run, world_size, text)
 
 
 def _show_why_not(
