@@ -31,7 +31,9 @@ def test_row_of_every_candidate_is_read_as_its_layout(model: str) -> None:
 
 @pytest.mark.parametrize("counts", [3, (3, 0)])
 @pytest.mark.parametrize("method", ["full", "norms", "offload"])
-def test_row_with_partial_recomputation_is_read_as_its_layout(counts: int | tuple[int, ...], method: CheckpointingName) -> None:
+def test_row_with_partial_recomputation_is_read_as_its_layout(
+    counts: int | tuple[int, ...], method: CheckpointingName
+) -> None:
     run = make_run(cluster=SLOW_NETWORK)
     pipeline = next(candidate for candidate in enumerate_layouts(run, 16) if candidate.pp == 2)
     candidate = replace(pipeline, activation_checkpointing=method, recomputed_blocks=counts)
