@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from phalanx.cost.estimate.memory import StageMemory, StageMemoryTable, estimate
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
@@ -21,6 +22,7 @@ from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.table_rows import layout_of_row, normalize_row
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
 from phalanx.spec.base import parse_table, require
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
 from phalanx.spec.layout import Layout
@@ -138,9 +140,20 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
         world_size: Number of ranks.
         option: Evaluated layout.
     """
-    cluster = run.cluster
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
-    memories = list(rank_memory(layout_run, world_size).values())
+    return with_counted_memory(run.cluster, option, list(rank_memory(layout_run, world_size).values()))
+
+
+def with_counted_memory(
+    cluster: ClusterSpec, option: EvaluatedLayout, memories: Sequence[RankMemory]
+) -> EvaluatedLayout:
+    """Return an option with exact memory.
+
+    Args:
+        cluster: The cluster.
+        option: Evaluated layout.
+        memories: Memory of the option's ranks, counted by `rank_memory`.
+    """
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     first_bytes, _ = device_and_host_bytes(cluster, memories[:1])
     last_bytes, _ = device_and_host_bytes(cluster, memories[-1:])
