@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from phalanx.runs.events import FINISHED, append_event
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import run_python
 from tests.helpers.small_runs import DENSE, MOE, small_run
@@ -78,3 +79,13 @@ def single_threaded_environment() -> dict[str, str]:
 def copy_run(run: Path, folder: Path) -> Path:
     """A run's directory, to damage."""
     return Path(shutil.copytree(run, folder / run.name))
+
+
+def stop_after(run: Path, step: int) -> None:
+    """Remove what a run's directory has of later steps, as after a signal at this step."""
+    for file in [run / "metrics.jsonl", *(run / "trace").glob("*.jsonl")]:
+        lines = file.read_text().splitlines(keepends=True)
+        opening = [lines[0]] if file.parent.name == "trace" else []
+        kept = (line for line in lines[len(opening) :] if json.loads(line)["step"] <= step)
+        file.write_text("".join([*opening, *kept]))
+    append_event(run, FINISHED, step=step)

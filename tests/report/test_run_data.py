@@ -22,7 +22,7 @@ from phalanx.runs.step_records import FORMAT
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import run_python
 from tests.helpers.cli_runner import command_json, command_output
-from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
+from tests.helpers.trained_runs import copy_run, hybrid_run, stop_after, two_rank_run
 
 
 def _truncate_file(file: Path, share: float = 0.6) -> None:
@@ -39,7 +39,8 @@ def _keep_first_step_only(run: Path) -> None:
 
 
 def _remove_all_steps(run: Path) -> None:
-    (run / "metrics.jsonl").write_text("")
+    for file in ("metrics.jsonl", "events.jsonl"):
+        (run / file).write_text("")
     shutil.rmtree(run / "trace")
     shutil.rmtree(run / "measured", ignore_errors=True)
 
@@ -73,7 +74,15 @@ def _prepend_binary_bytes(run: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "one step is done": (_keep_first_step_only, "too few steps were recorded"),
     "no step is done": (_remove_all_steps, "no step has been written yet"),
-    "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: the run has stopped"),
+    "a run is stopped": (lambda run: stop_after(run, 4), "step 4 of 8: the run has stopped"),
+    "metrics are cut": (
+        lambda run: _truncate_file(run / "metrics.jsonl"),
+        "metrics.jsonl ends at step 4, but step",
+    ),
+    "metrics are empty": (
+        lambda run: (run / "metrics.jsonl").write_text(""),
+        "metrics.jsonl ends at step 0, but step",
+    ),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "metrics are no text": (_prepend_binary_bytes, "metrics.jsonl: 1 lines cannot be read"),
     "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "earlier than other records"),
@@ -153,6 +162,23 @@ def _rewrite_lines(file: Path, change: Callable[[dict], dict]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.parametrize(
+    ("every", "last_step", "is_reported"), [(1, 0, True), (1, 8, False), (3, 6, False), (3, 3, True), (9, 0, False)]
+)
+def test_report_expects_only_steps_that_metrics_every_writes(every, last_step, is_reported, tmp_path):
+    """A run of 20 steps that a signal stopped after step 8."""
+    directory = copy_run(two_rank_run(), tmp_path)
+    table = tomllib.loads((directory / "run.toml").read_text())
+    table["training"]["steps"] = 20
+    table["metrics"]["every"] = every
+    (directory / "run.toml").write_text(tomli_w.dumps(table))
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["step"] <= last_step and line["step"] % every == 0]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    said = f"metrics.jsonl ends at step {last_step}, but step 8 was reached: its last lines are lost"
+    assert (said in read_run(directory).problems) == is_reported
+
+
 def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
     directory = copy_run(hybrid_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
@@ -187,8 +213,7 @@ def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
 
 def test_watch_exits_with_reason_of_rank_failure(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
-    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (directory / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    stop_after(directory, 5)
     (directory / "failures").mkdir()
     word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
     (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
@@ -233,14 +258,14 @@ def test_read_run_reports_restarts_and_rollbacks(tmp_path):
 
 def test_watch_exits_with_code_1_when_run_was_stopped_early(tmp_path):
     directory = copy_run(two_rank_run(), tmp_path)
-    _truncate_file(directory / "metrics.jsonl")
+    stop_after(directory, 4)
     done = run_watch(directory)
     assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: the run has stopped\n")
 
 
 def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
     directory = copy_run(two_rank_run(), tmp_path)
-    _truncate_file(directory / "metrics.jsonl")
+    stop_after(directory, 4)
     monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
     held = acquire_run_lock(directory)
     assert read_run(directory).problems == ["step 4 of 8: the run is still active"]

@@ -8,7 +8,7 @@ from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.search.candidates import CandidateLayout
-from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
+from phalanx.plan.search.evaluate import evaluate_layout, evaluate_layout_text
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import ProgressCallback
@@ -66,7 +66,8 @@ def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -
     Args:
         run: The run, with the machine in its `cluster`.
         world_size: The number of ranks.
-        layout: A layout, or its text such as "tp=4,pp=2,data_parallel=zero1". By default the layout of the run.
+        layout: A layout, or its text such as "tp=4,pp=2,data_parallel=zero1" or a row of `phalanx plan`. By default the
+            layout of the run.
 
     Returns:
         The layout with its step time (seconds, with the interval of 80 of 100 steps), memory (bytes) and MFU.
@@ -82,8 +83,10 @@ def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -
         >>> ddp.low_seconds < ddp.step_seconds < ddp.high_seconds
         True
     """
-    chosen = parse_layout(layout) if isinstance(layout, str) else layout or run.layout
-    return evaluate_layout(place_on_nodes(run, world_size), world_size, chosen)
+    placed = place_on_nodes(run, world_size)
+    if isinstance(layout, str):
+        return evaluate_layout_text(placed, world_size, layout)
+    return evaluate_layout(placed, world_size, layout or run.layout)
 
 
 def memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:

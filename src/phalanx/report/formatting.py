@@ -57,6 +57,7 @@ PROBLEM_TEXTS: dict[ProblemKind, str] = {
     "no rounds": "no round has been written to {file} yet",
     "invalid run file": "run.toml {reason}, so there are no predictions: {error}",
     "failed": "{failure}",
+    "metrics end early": "{file} ends at step {step}, but step {reached} was reached: its last lines are lost",
     "no steps": "no step has been written yet",
     "unfinished": "step {step} of {steps}: {is_active}",
     "restarted": "the run failed {times} and resumed, the last time at {last}",

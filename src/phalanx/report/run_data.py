@@ -12,14 +12,20 @@ from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
 from phalanx.report.formatting import format_problem
 from phalanx.report.measured_machine import on_measured_machine
 from phalanx.runs.create import RUN_FILE
-from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
+from phalanx.runs.events import (
+    FINISHED,
+    describe_damaged_checkpoints,
+    describe_failures,
+    describe_rollbacks,
+    read_events,
+)
 from phalanx.runs.hang_dumps import describe_first_failure
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import read_measured_since
-from phalanx.runs.metrics import read_metrics
+from phalanx.runs.metrics import METRICS_FILE, read_metrics
 from phalanx.runs.problems import Problem
-from phalanx.runs.step_records import RankRecord, read_rank_records
+from phalanx.runs.step_records import MAX_STEP_LAG, RankRecord, read_rank_records
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, decode_journal_event, read_rounds
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
@@ -150,8 +156,10 @@ class RunDataReader:
             run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
         failure = describe_first_failure(self.directory, self.problems)
         is_active = is_running(self.directory)
-        self.problems += _find_unfinished(run, steps, failure, is_active=is_active)
-        events = self.read_events(failure)
+        events = read_events(self.directory, self.problems)
+        reached = _reached_step(events, last_start.ranks)
+        self.problems += _find_unfinished(run, steps, failure, reached=reached, is_active=is_active)
+        self.problems += _find_interruptions(events, failure)
         measured = self.read_measurements(last_start)
         return RunData(
             directory=self.directory,
@@ -214,12 +222,6 @@ class RunDataReader:
             return None
         return run
 
-    def read_events(self, failure: str | None) -> list[Mapping[str, Any]]:
-        """Read events.jsonl. `failure` is the failure that ended the run, which is a problem of its own."""
-        events = read_events(self.directory, self.problems)
-        self.problems += _find_interruptions(events, failure)
-        return events
-
     def read_measurements(self, last_start: LastStart) -> dict[int, JsonRecord]:
         """Read measured/ since the last start."""
         return read_measured_since(
@@ -262,16 +264,29 @@ def _check_run_file(directory: Path) -> None:
     raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
 
 
+def _reached_step(events: Sequence[Mapping[str, Any]], ranks: Mapping[int, RankRecord]) -> int:
+    """Return a step that the run has certainly finished, by its last event and the records of its ranks."""
+    finished = events[-1]["step"] if events and events[-1]["what"] == FINISHED else 0
+    recorded = max((record.steps[-1]["step"] for record in ranks.values() if record.steps), default=0)
+    return max(finished, recorded - MAX_STEP_LAG)
+
+
 def _find_unfinished(
-    run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, is_active: bool | None
+    run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, reached: int, is_active: bool | None
 ) -> Iterator[Problem]:
-    """Yield the failure or the progress of a run that has not finished."""
+    """Yield the failure or the progress of a run that has not finished, and whether metrics.jsonl lacks last steps."""
+    last_step = int(steps[-1]["step"]) if steps else 0
+    expected = reached
+    if run is not None and reached < run.training.steps:
+        expected -= reached % run.metrics.every
+    if last_step < expected:
+        yield Problem("metrics end early", {"file": METRICS_FILE, "step": last_step, "reached": reached})
     if failure:
         yield Problem("failed", {"failure": failure})
-    elif not steps:
+    elif last_step >= expected and not steps:
         yield Problem("no steps")
-    elif run is not None and steps[-1]["step"] < run.training.steps:
-        yield _unfinished_problem(run, steps[-1]["step"], is_active)
+    elif last_step >= expected and run is not None and last_step < run.training.steps:
+        yield _unfinished_problem(run, last_step, is_active)
 
 
 def _unfinished_problem(run: RunSpec, step: int, is_active: bool | None) -> Problem:

@@ -19,6 +19,7 @@ ProblemKind = Literal[
     "no rounds",
     "invalid run file",
     "failed",
+    "metrics end early",
     "no steps",
     "unfinished",
     "restarted",

@@ -16,9 +16,10 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Number, decode_object, decoder, union_decoder
+from phalanx.runs.decode import Amount, Count, Decode, Number, decode_object, decoder, read_json, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
+from phalanx.spec.errors import UserError
 
 ROUNDS_FILE = "swarm.jsonl"
 JOURNAL_FILE = "journal.jsonl"
@@ -63,6 +64,45 @@ def decode_round(content: bytes) -> RoundRecord:
     if not decode_object(content).keys() >= {field.name for field in fields(RoundRecord)}:
         raise ValueError("a field is missing")
     return _decode_fields(content)
+
+
+class JoinMessage(TypedDict):
+    """The message with which a node joins."""
+
+    capacity: Amount
+    """Number of experts per layer that the node can train."""
+    text: str
+    """Checksum of the node's text."""
+
+
+class LinkRecord(TypedDict):
+    """A node's link to its coordinator."""
+
+    address: str
+    certificates: str
+    node: str
+    place: JoinMessage
+    version: Count
+    """Number of rounds that the received weights include."""
+    received_bytes: Count
+
+
+_decode_link: Decode[LinkRecord] = decoder(LinkRecord)
+
+
+def read_link(directory: Path) -> LinkRecord:
+    """Return the link of a node's directory.
+
+    Raises:
+        UserError: The file is missing or damaged.
+    """
+    file = directory / LINK_FILE
+    try:
+        return read_json(file, _decode_link)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        fix = "join again with phalanx swarm join"
+        raise UserError("node directory", str(directory), f"{LINK_FILE} cannot be read: {reason}", fix=fix) from None
 
 
 @with_config(ConfigDict(extra="allow"))

@@ -63,11 +63,15 @@ def describe_learning_rate(run: RunSpec) -> str:
     return f"optimizer.learning_rate = {run.optimizer.learning_rate}: {origin}"
 
 
+def is_small_model(model: ModelSpec) -> bool:
+    """Return whether Phalanx's defaults for small models apply."""
+    return default_learning_rate(model)[1] == SMALL_MODELS.source
+
+
 def learning_rate_note(run: RunSpec) -> str | None:
     """Return the line that names a published default; None if the rate is set, or that of small models."""
     is_set = "learning_rate" in run.optimizer.model_fields_set
-    is_small = default_learning_rate(run.model)[1] == SMALL_MODELS.source
-    return None if is_set or is_small else describe_learning_rate(run)
+    return None if is_set or is_small_model(run.model) else describe_learning_rate(run)
 
 
 def approximate_parameters(model: ModelSpec) -> int:

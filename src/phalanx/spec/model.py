@@ -51,7 +51,8 @@ class MoESpec(Spec):
     normalize_top_k: bool = True
     """Normalize the weights of the selected experts to sum to one."""
     balance_loss_coef: float = Field(0.01, ge=0)
-    """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4)."""
+    """Weight of the load-balancing loss (Switch Transformer, arXiv 2101.03961, eq. 4). Like the loss, it is summed over
+    tokens and divided by the number of targets: where 90 % of the targets are ignored, it weighs ten times as much."""
     balance_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
     """Tokens over which the balance is measured. "sequence" gives the same loss in every layout; "micro_batch" is the
     paper's, and depends on how the batch is split."""

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,7 +31,14 @@ from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import claim_run_directory, read_run_directory
 from phalanx.runs.lock import check_not_running
 from phalanx.runs.metrics import METRICS_FILE
-from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
+from phalanx.runs.swarm_records import (
+    LINK_FILE,
+    LOCAL_WEIGHTS_FILE,
+    SHARED_WEIGHTS_FILE,
+    SWARM_RUN_FILE,
+    JoinMessage,
+    LinkRecord,
+)
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.replace import replace_file
@@ -82,7 +88,7 @@ def join_swarm(
         raise rejection_error(address, refused) from None
     finally:
         link.close()
-    link_record = {
+    link_record: LinkRecord = {
         "address": address,
         "certificates": str(certificates.resolve()),
         "node": name,
@@ -114,7 +120,7 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     return run
 
 
-def _prepare(run: RunSpec, ranks: int, directory: Path) -> dict[str, Any]:
+def _prepare(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
     """Prepare the text and the node's directory, and return the message with which the node joins."""
     assert run.swarm is not None
     model_parallel_size = run.layout.tp * run.layout.ep

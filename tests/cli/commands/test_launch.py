@@ -433,6 +433,46 @@ def test_launch_rejects_invalid_options(run_file: Path, options: tuple[str, ...]
         command_output("launch", run_file, *options)
 
 
+def zero3_range(nodes: str, *settings: str) -> tuple[str, ...]:
+    """Return the options of a run of 512 sequences with zero3 on a range of nodes of eight ranks."""
+    fields = ("layout.pp=1", "layout.data_parallel=zero3", "training.tokens_per_step=32768", *settings)
+    return ("--nodes", nodes, *(word for field in fields for word in ("--set", field)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings"),
+    [
+        ("2:4", ("training.tokens_per_step=4480",)),
+        ("2:4", ("training.tokens_per_step=32704",)),
+        ("3:6", ()),
+        ("7:8", ("layout.micro_batch_size=3", "training.tokens_per_step=65536")),
+        ("2:5", ("layout.data_parallel=zero1", "training.tokens_per_step=640")),
+        ("3:4", ("layout.data_parallel=hsdp", "layout.dp_shard=6", "training.tokens_per_step=30720")),
+        ("2:3", ("training.tokens_per_step=12288", "layout.micro_batch_size=3")),
+        ("48:64", ("training.tokens_per_step=65536",)),
+    ],
+)
+def test_launch_suggests_value_that_suits_a_range_of_nodes(
+    run_file: Path, nodes: str, settings: tuple[str, ...]
+) -> None:
+    """The run with the advised value is written; no second error advises something else."""
+    options = zero3_range(nodes, *settings)
+    with pytest.raises(UserError) as raised:
+        launch_output(run_file, "slurm", *options)
+    advised = re.findall(r"\d+", raised.value.fix.partition(";")[0].partition(", which")[0])
+    launch_output(run_file, "slurm", *options, "--set", f"{raised.value.field}={advised[-1]}")
+
+
+def test_launch_says_why_no_value_suits_a_range_of_nodes(run_file: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        launch_output(run_file, "slurm", *zero3_range("60:64"))
+    assert "480 and 512 data-parallel ranks have no common multiple below 7680 sequences" in raised.value.fix
+    assert "training.tokens_per_step =" not in raised.value.fix
+    advice = re.search(r"--nodes (\S+) ", raised.value.fix)
+    assert advice is not None
+    launch_output(run_file, "slurm", *zero3_range(advice[1]))
+
+
 def test_launch_writes_script_to_out_file(run_file: Path) -> None:
     place = run_file.with_name("run.sbatch")
     assert str(place) in command_output("launch", run_file, "--to", "slurm", "--nproc", "8", "--out", place).replace(

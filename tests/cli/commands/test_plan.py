@@ -412,6 +412,27 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
 
 
+def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp_path):
+    out = tmp_path / "planned.toml"
+    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
+    said = (
+        "not set, and not written, because the defaults are for small runs: data.train (stdlib), training.steps "
+        "(1000), optimizer.warmup_steps (50), checkpoint.every (500). Set them before you train."
+    )
+    assert said in " ".join(errors.split())
+    assert f"# {said}" in out.read_text()
+    written = tomllib.loads(out.read_text())
+    unset = (("data", "train"), ("training", "steps"), ("optimizer", "warmup_steps"), ("checkpoint", "every"))
+    assert [name for table, name in unset if name in written[table]] == []
+    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70")
+    errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *given, "--out", out)
+    assert "are for small runs: data.train (stdlib), optimizer.warmup_steps (50). Set" in " ".join(errors.split())
+    planned = load_run(out)
+    assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
+    small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)
+    assert "small runs" not in cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
+
+
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
     """Not that of a tiny model."""
     out = tmp_path / "planned.toml"
@@ -602,6 +623,17 @@ def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
     monkeypatch.chdir(run.parent)
     with pytest.raises(UserError, match=problem):
         plan_output(run, *H100, *options)
+
+
+def test_plan_why_not_and_diff_accept_pasted_rows_of_its_table(run):
+    text = plan_output(run, *H100, "--top", 3, width=100)
+    rows = re.findall(r"^(\d\*? .*\n(?: {4}.*\n)*)", text, re.MULTILINE)
+    assert len(rows) == 3
+    assert plan_output(run, *H100, "--why-not", rows[0])
+    by_text = plan_output(run, *H100, "--diff", rows[1], rows[2])
+    by_number = plan_output(run, *H100, "--diff", 2, 3)
+    figures = [re.findall(r"\d[\d.]*", re.sub("layout [23]", "", output)) for output in (by_text, by_number)]
+    assert figures[0] == figures[1]
 
 
 def test_parse_layout_accepts_boolean_and_float_options(run):

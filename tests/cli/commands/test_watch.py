@@ -31,6 +31,7 @@ from tests.helpers.trained_runs import (
     copy_run,
     hybrid_run,
     single_threaded_environment,
+    stop_after,
     train_command,
     two_rank_run,
     wait_for,
@@ -67,8 +68,7 @@ def test_watch_follows_running_training_to_its_last_step():
 def failed_run(tmp_path: Path) -> Path:
     """A run whose rank 1 has just failed, after step 5."""
     run = copy_run(two_rank_run(), tmp_path)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    stop_after(run, 5)
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
     append_event(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
     (run / "failures").mkdir()

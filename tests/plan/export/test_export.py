@@ -465,10 +465,16 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
     left = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
-    for said in ("optimizer.learning_rate = 0.003: not set", "training.steps = 1000: a default of Phalanx"):
+    for said in (
+        "optimizer.learning_rate = 0.003: not set",
+        "training.steps = 1000: a default of Phalanx",
+        "optimizer.warmup_steps = 50: a default of Phalanx",
+    ):
         assert any(note.startswith(said) for note in left.notes)
         assert trainer == "deepspeed" or f"# {said}" in left.text
+    assert any(note.startswith("checkpoint.every = 500: ") for note in left.notes) == (trainer == "nanotron")
     chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
+    chosen["checkpoint"] = {"every": 3}
     assert not any("default" in note for note in export(run_from_table(chosen), WORLD_SIZE, trainer).notes)
 
 

@@ -8,8 +8,10 @@ import re
 import pytest
 
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.report.explorer.exploration import explore
 from phalanx.report.explorer.page import CHOICE_COLUMNS, PageContext, details_of, packed_details, page, page_facts
 from tests.helpers.explorations import small_exploration, unpack_columns, unpack_json
+from tests.helpers.planned_runs import make_run
 from tests.helpers.report_page import parse_embedded_json
 
 CONTEXT = PageContext("phalanx plan run.toml", "phalanx train run.toml", ["assumed: nothing"])
@@ -18,6 +20,26 @@ CONTEXT = PageContext("phalanx plan run.toml", "phalanx train run.toml", ["assum
 @pytest.fixture(scope="module")
 def facts():
     return json.loads(json.dumps(page_facts(small_exploration(), CONTEXT)))
+
+
+def test_progress_covers_every_part_of_the_work():
+    tasks: dict[str, list[tuple[int, int]]] = {}
+
+    def report(task: str, done: int, total: int) -> None:
+        tasks.setdefault(task, []).append((done, total))
+
+    run = make_run(sequences=16)
+    found = explore(run, 8, 5, report=report)
+    packed_details(found, report)
+    assert list(tasks) == [
+        "evaluating layouts",
+        "counting memory of the fastest",
+        "finding the Pareto front",
+        "describing layouts",
+    ]
+    for reports in tasks.values():
+        assert reports == sorted(reports)
+        assert len(reports) > 1
 
 
 def test_page_facts_have_every_layout(facts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +18,6 @@ from phalanx.swarm.serve import initial_pieces
 from phalanx.testing.fault_injection import truncate_file
 from tests.helpers.local_swarm import tiny_swarm_run
 from tests.helpers.simulated_coordinator import SimulatedCoordinator
-
-
-@pytest.fixture
-def simulated(tmp_path: Path) -> Iterator[SimulatedCoordinator]:
-    """In the first round, with two nodes."""
-    simulated = SimulatedCoordinator(tiny_swarm_run(tmp_path), tmp_path)
-    yield simulated
-    simulated.coordinator.journal.close()
 
 
 def restart(simulated: SimulatedCoordinator) -> None:

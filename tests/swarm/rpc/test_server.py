@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +10,6 @@ import pytest
 
 from phalanx.swarm.rpc.connections import StrangerLimit
 from phalanx.swarm.rpc.server import SwarmService
-from tests.helpers.local_swarm import tiny_swarm_run
 from tests.helpers.simulated_coordinator import SimulatedCoordinator
 
 
@@ -31,14 +28,6 @@ class CallContext:
 
     def abort(self, code: grpc.StatusCode, reason: str) -> None:
         raise AbortedCall(f"{code.name}: {reason}")
-
-
-@pytest.fixture
-def simulated(tmp_path: Path) -> Iterator[SimulatedCoordinator]:
-    """In the first round, with two nodes."""
-    simulated = SimulatedCoordinator(tiny_swarm_run(tmp_path), tmp_path)
-    yield simulated
-    simulated.coordinator.journal.close()
 
 
 def make_service(simulated: SimulatedCoordinator) -> Any:

@@ -51,10 +51,12 @@ def plan(
     tokens: Annotated[
         float | None, typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
-    why_not: Annotated[str | None, typer.Option(help="Compare a layout with the best one.", metavar="LAYOUT")] = None,
+    why_not: Annotated[
+        str | None, typer.Option(help="Compare a layout, or the text of a row, with the best.", metavar="LAYOUT")
+    ] = None,
     diff: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="Compare two layouts, or rows of the table.", metavar="A B"),
+        typer.Option(help="Compare two layouts, or rows by number or text.", metavar="A B"),
     ] = None,
     export: Annotated[
         str | None,
@@ -153,16 +155,18 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
     from phalanx.spec.learning_rate import learning_rate_note
+    from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
-    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
-    note = learning_rate_note(run)
-    comments = f"# {WRITTEN_BY} plan\n" + (f"# {note}\n" if note else "")
-    write_file("--out", file, f"{comments}{described}")
+    omitted, omitted_note = unset_choices_of_large_model(run)
+    notes = [note for note in (learning_rate_note(run), omitted_note) if note]
+    comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
+    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
+    write_file("--out", file, f"{''.join(comments)}{described}")
     nodes = run.cluster.nodes
     nproc = run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
-    if note:
+    for note in notes:
         print(note, file=sys.stderr)
 
 
@@ -223,9 +227,9 @@ def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, pi
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """Evaluate a layout that the user wrote; an invalid one is reported before any search."""
-    from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
+    from phalanx.plan.search.evaluate import evaluate_layout_text
 
-    return evaluate_layout(run, world_size, parse_layout(text))
+    return evaluate_layout_text(run, world_size, text)
 
 
 def _show_why_not(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.common.options import Json, Machine
-from phalanx.cli.common.output_file import write_file, write_page_of_run
+from phalanx.cli.common.output_file import write_file
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def report(
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
         raise UserError("run directory", str(runs[0]), "was not created by phalanx train", fix="add --html FILE")
     if html or not json_:  # before any output, which a pager may cut off
-        write = write_file if html or len(runs) > 1 else write_page_of_run
-        write("--html", file, page(data))
+        write_file("--html", file, page(data), replaces_link=html is None and len(runs) == 1)
     if json_:
         print(json.dumps(data, indent=2, allow_nan=False))
     else:

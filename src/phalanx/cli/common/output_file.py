@@ -28,42 +28,25 @@ def check_replaceable(option: str, file: Path) -> None:
         )
 
 
-def write_file(option: str, file: Path, text: str) -> None:
+def write_file(option: str, file: Path, text: str, replaces_link: bool = False) -> None:
     """Write the file of an option.
 
     Args:
         option: Option that names the file, for errors.
         file: File to write; an existing one must have WRITTEN_BY in its header.
         text: Content, with WRITTEN_BY in its header.
+        replaces_link: True to replace a link in the file's place instead of following it, in a run directory, which
+            may be someone else's.
 
     Raises:
         UserError: The file cannot be written, or would replace one of the user's.
     """
-    check_replaceable(option, file)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _not_writable(option, file, error) from None
-
-
-def write_page_of_run(option: str, file: Path, text: str) -> None:
-    """Write a file in a run directory, which may be someone else's: a link in its place is replaced, not followed.
-
-    Args:
-        option: Option that names another file, for errors.
-        file: File to write; an existing one must have WRITTEN_BY in its header.
-        text: Content, with WRITTEN_BY in its header.
-
-    Raises:
-        UserError: The file cannot be written, or would replace one of the user's.
-    """
-    if not file.is_symlink():
+    if not (replaces_link and file.is_symlink()):
         check_replaceable(option, file)
     try:
-        replace_file(file, text)
+        if replaces_link:
+            replace_file(file, text)
+        else:
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _not_writable(option, file, error) from None
-
-
-def _not_writable(option: str, file: Path, error: OSError) -> UserError:
-    return UserError(option, str(file), f"cannot be written: {error.strerror}", fix="choose another name")
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", fix="choose another name") from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from phalanx.cost.exact.activation_memory import ActivationBytes
-from phalanx.schedule.schedule import ActionKind, Schedule
+from phalanx.schedule.schedule import ActionKind, Schedule, StagePass
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,30 @@ def peak_in_flight_bytes(
         (stage, kind): size for stage in local for kind, size in _temporary(local[stage], inside[stage]).items()
     }
     growth = {(stage, kind): size for stage in local for kind, size in _growth(local[stage]).items()}
-    live = 0
-    offloaded = 0
-    offloaded_peak = 0
-    has_gradients = False
-    peaks = [0, 0]
-    for stage, kind, _ in schedule.actions(rank):
-        has_gradients = has_gradients or kind == "W"
-        peaks[has_gradients] = max(peaks[has_gradients], live + temporary[stage, kind])
-        live += growth[stage, kind]
-        if kind == "B":
-            has_gradients = True
-            end_bytes = max(local[stage].within_blocks(1.0) + inside[stage], local[stage].embedding_gradient)
-            peaks[True] = max(peaks[True], live + end_bytes)
-        if kind != "W":
-            offloaded += local[stage].offloaded * (1 if kind == "F" else -1)
-            offloaded_peak = max(offloaded_peak, offloaded)
-    return PeakInFlightBytes(peaks[0], peaks[1], offloaded=offloaded_peak)
+    at_end = dict.fromkeys(growth, 0)
+    for stage, activations in local.items():
+        at_end[stage, "B"] = max(activations.within_blocks(1.0) + inside[stage], activations.embedding_gradient)
+    # Iterators of the standard library, because a search counts hundreds of schedules of thousands of passes.
+    passes = schedule.stage_passes(rank)
+    live = list(accumulate(map(growth.__getitem__, passes), initial=0))
+    during = list(map(add, live, map(temporary.__getitem__, passes)))
+    after = list(map(add, live[1:], map(at_end.__getitem__, passes)))
+    # Gradients are there from the first weight gradients on, or from the end of the first whole backward pass.
+    first = next((index for index, (_, kind) in enumerate(passes) if kind in "BW"), len(passes))
+    start = first + (first < len(passes) and passes[first][1] == "B")
+    return PeakInFlightBytes(
+        max(during[:start], default=0),
+        max(during[start:] + after[first:], default=0),
+        offloaded=_offloaded_peak(passes, local),
+    )
+
+
+def _offloaded_peak(passes: Sequence[StagePass], local: Mapping[int, ActivationBytes]) -> int:
+    """Return the peak bytes of activations in CPU memory."""
+    if not any(activations.offloaded for activations in local.values()):
+        return 0
+    signs = {"F": 1, "B": -1, "I": -1, "W": 0}
+    return max(accumulate((signs[kind] * local[stage].offloaded for stage, kind in passes), initial=0))
 
 
 def _temporary(activations: ActivationBytes, inside: int) -> dict[ActionKind, int]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
+from phalanx.cost.exact.layout_checks import assume_no_recomputation
+from phalanx.launch.jobs.node_range import fix_for_node_range, layout_error
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
@@ -116,14 +117,22 @@ def check_job(job: ClusterJob) -> None:
             fix="set cluster.preset, or write a run file with a fixed layout: phalanx plan RUN.toml --out FILE",
         )
         return
-    for nodes in sorted({job.min_nodes, job.max_nodes}):
-        ranks = nodes * job.nproc
-        try:
-            check_layout(assume_no_recomputation(run), ranks)
-        except UserError as error:
-            size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
-            fix = f"{error.fix}; or change --nodes or --nproc".removeprefix("; or ")
-            raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix=fix) from None
+    run = assume_no_recomputation(run)
+    errors = {
+        nodes: error
+        for nodes in sorted({job.min_nodes, job.max_nodes})
+        if (error := layout_error(run, nodes * job.nproc)) is not None
+    }
+    if not errors:
+        return
+    # The batch is checked before what divides a rank's share of it.
+    nodes, error = min(errors.items(), key=lambda item: item[1].field != "training.tokens_per_step")
+    fix = error.fix
+    if job.min_nodes < job.max_nodes:
+        fix = fix_for_node_range(run, error, range(job.min_nodes, job.max_nodes + 1), nproc=job.nproc)
+    size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
+    fix = f"{fix}; or change --nodes or --nproc".removeprefix("; or ")
+    raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix=fix)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.learning_rate import describe_learning_rate
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
+from phalanx.spec.small_run_defaults import unset_choices
 
 Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
 TRAINER_NAMES: dict[Trainer, str] = {
@@ -176,7 +177,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
     """
     notes = [
         f"Data and tokenizer are not included: configure them in {TRAINER_NAMES[trainer]}.",
-        *_describe_defaults(job.run),
+        *_describe_defaults(job.run, trainer),
     ]
     if job.run.data.mask_documents and "data.mask_documents" not in expressed:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
@@ -190,7 +191,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
     return notes
 
 
-def _describe_defaults(run: RunSpec) -> list[str]:
+def _describe_defaults(run: RunSpec, trainer: Trainer) -> list[str]:
     """Return notes on options that every training must choose, and that the run file leaves open.
 
     Trainers have no defaults for them, or others for other models.
@@ -198,8 +199,10 @@ def _describe_defaults(run: RunSpec) -> list[str]:
     notes = []
     if "learning_rate" not in run.optimizer.model_fields_set:
         notes.append(f"{describe_learning_rate(run)}.")
-    if "steps" not in run.training.model_fields_set:
-        notes.append(f"training.steps = {run.training.steps}: a default of Phalanx, not of this model; set your own.")
+    written = ["training.steps", "optimizer.warmup_steps"] + ["checkpoint.every"] * (trainer == "nanotron")
+    for field, value in unset_choices(run).items():
+        if field in written:
+            notes.append(f"{field} = {value}: a default of Phalanx, not of this model; set your own.")
     return notes
 
 

@@ -211,7 +211,7 @@ def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -
     if row.group_kind == "ends":
         messages = Counter(set(schedule.end_ranks) - {stage})
     else:
-        messages = Counter(to for _, to in schedule.messages(stage) if to != stage)
+        messages = Counter({to: count for (sender, to), count in schedule.links.items() if sender == stage})
     counts = messages.values()
     sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,14 +13,16 @@ from phalanx.cost.estimate.memory import StageMemory, StageMemoryTable, estimate
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.plan.search.table_rows import layout_of_row, normalize_row
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
-from phalanx.spec.base import parse_table
+from phalanx.spec.base import parse_table, require
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
 from phalanx.spec.layout import Layout
@@ -27,11 +30,13 @@ from phalanx.spec.run import RunSpec
 
 
 def parse_layout(text: str) -> Layout:
-    """Return the layout in a user's text: "tp=4, pp=8, data_parallel=zero1".
+    """Return the layout in a user's text: "tp=4, pp=8, data_parallel=zero1", or a row of the plan's table.
 
     Raises:
         UserError: If a key is not a field of `Layout`.
     """
+    if (layout := layout_of_row(text)) is not None:
+        return layout
     table: dict[str, object] = {}
     commas_outside_lists = r",(?![^\[]*\])"
     for item in filter(None, (part.strip() for part in re.split(commas_outside_lists, text.replace("layout.", "")))):
@@ -41,7 +46,7 @@ def parse_layout(text: str) -> Layout:
                 "layout",
                 item,
                 "is not of the form KEY=VALUE",
-                fix='write, for example, "tp=4,pp=8,data_parallel=zero1"',
+                fix='write, for example, "tp=4,pp=8,data_parallel=zero1", or the text of a row of the plan\'s table',
             )
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
@@ -69,6 +74,32 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
     return with_exact_memory(
         run, world_size, evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
     )
+
+
+def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
+    """Return the predicted cost of the layout in a user's text (`parse_layout`).
+
+    Args:
+        run: The run; its offload directory is that of a text without one.
+        world_size: Number of ranks.
+        text: Fields of a layout, or a row of the table of a plan with the same ranks and batch.
+
+    Raises:
+        UserError: If the layout cannot run, the planner does not support it, or the row is of other ranks or batches.
+    """
+    layout = parse_layout(text)
+    if layout.offload == "nvme" and layout.offload_directory is None:
+        layout = layout.model_copy(update={"offload_directory": run.layout.offload_directory})
+    option = evaluate_layout(run, world_size, layout)
+    row = normalize_row(text)
+    require(
+        layout_of_row(text) is None or row == str(option.candidate),
+        "layout",
+        row,
+        problem=f"is a row of a plan for other ranks or another batch: here, the layout is {option.candidate}",
+        fix=f'write the fields of the layout, such as "{layout_to_text(option.candidate.layout())}"',
+    )
+    return option
 
 
 def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
@@ -109,9 +140,20 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
         world_size: Number of ranks.
         option: Evaluated layout.
     """
-    cluster = run.cluster
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
-    memories = list(rank_memory(layout_run, world_size).values())
+    return with_counted_memory(run.cluster, option, list(rank_memory(layout_run, world_size).values()))
+
+
+def with_counted_memory(
+    cluster: ClusterSpec, option: EvaluatedLayout, memories: Sequence[RankMemory]
+) -> EvaluatedLayout:
+    """Return an option with exact memory.
+
+    Args:
+        cluster: The cluster.
+        option: Evaluated layout.
+        memories: Memory of the option's ranks, counted by `rank_memory`.
+    """
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     first_bytes, _ = device_and_host_bytes(cluster, memories[:1])
     last_bytes, _ = device_and_host_bytes(cluster, memories[-1:])

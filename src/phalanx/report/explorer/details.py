@@ -9,7 +9,7 @@ from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.plan.placement.findings import bytes_by_link, node_layout
 from phalanx.plan.placement.traffic_matrix import traffic_matrices
 from phalanx.plan.search.candidates import CandidateLayout
-from phalanx.plan.search.evaluate import evaluate, with_exact_memory
+from phalanx.plan.search.evaluate import evaluate, with_counted_memory
 from phalanx.plan.search.explain import slow_link_warnings
 from phalanx.plan.search.oom_risk import (
     describe_fit,
@@ -50,8 +50,8 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
         check_layout(layout_run, world_size)
     except UserError as error:
         return _predictions(run, option) | {"problem": str(error)}
-    option = with_exact_memory(run, world_size, option)
     memories = rank_memory(layout_run, world_size)
+    option = with_counted_memory(run.cluster, option, list(memories.values()))
     return _predictions(run, option) | {
         "counted_bytes": option.memory_bytes,
         "host_use": describe_host_use(candidate.offloads),

@@ -68,9 +68,7 @@ def explore(
     layouts = list(index_of)
     predictions = predict_layouts(run, world_size, layouts)
     ranked = {index_of[option.candidate]: option for option in plan.layouts}
-    report("finding the Pareto front", 0, 1)
-    counted = formula_front(run, world_size, layouts, predictions=predictions)
-    report("finding the Pareto front", 1, 1)
+    counted = formula_front(run, world_size, layouts, predictions=predictions, report=report)
     return Exploration(
         run=run,
         world_size=world_size,
@@ -83,7 +81,11 @@ def explore(
 
 
 def formula_front(
-    run: RunSpec, world_size: int, layouts: list[CandidateLayout], predictions: LayoutPredictions
+    run: RunSpec,
+    world_size: int,
+    layouts: list[CandidateLayout],
+    predictions: LayoutPredictions,
+    report: ProgressCallback = lambda *_: None,
 ) -> dict[int, EvaluatedLayout]:
     """Return the layouts that run and fit, and that no other such layout beats in step time and the formula's memory.
 
@@ -95,6 +97,7 @@ def formula_front(
         world_size: Number of ranks.
         layouts: Layouts to compare.
         predictions: Predictions of `layouts`.
+        report: Progress callback, of the layouts compared.
 
     Returns:
         The evaluations with exact memory, by index in `layouts`, the fastest first.
@@ -108,12 +111,14 @@ def formula_front(
     front: dict[int, EvaluatedLayout] = {}
     smallest = np.inf
     counted = 0
-    for index in map(int, fastest_first[p_oom[fastest_first] < MAX_OOM_PROBABILITY]):
+    fitting = fastest_first[p_oom[fastest_first] < MAX_OOM_PROBABILITY]
+    for done, index in enumerate(map(int, fitting)):
         if memory[index] >= smallest or not can_run(run, world_size, layouts[index]):
             continue
         if counted == MAX_EXACT_EVALUATIONS:
             break
         counted += 1
+        report("finding the Pareto front", done, len(fitting))
         option = with_exact_memory(run, world_size, evaluate(run, world_size, [layouts[index]])[0])
         if option.p_oom < MAX_OOM_PROBABILITY:
             front[index] = option

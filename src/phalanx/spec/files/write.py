@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import tomli_w
@@ -40,10 +41,11 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
     return run.model_copy(update={"output_dir": absolute_path(run.output_dir), **changes})
 
 
-def to_toml(run: RunSpec) -> str:
+def to_toml(run: RunSpec, omitted: Iterable[str] = ()) -> str:
     """Return a run as the text of a TOML file that loads into the same run.
 
-    For a machine with a preset, only the differences are written, so that another machine can replace it.
+    For a machine with a preset, only the differences are written, so that another machine can replace it. Fields in
+    `omitted`, such as "training.steps", are unset in the run and remain so.
     """
     table = run.model_dump(mode="json", exclude_none=True)
     if not run.callbacks:
@@ -57,4 +59,7 @@ def to_toml(run: RunSpec) -> str:
         training["precision"] = "auto"
     if table["layout"].pop("auto_checkpointing"):
         table["layout"]["activation_checkpointing"] = "auto"
+    for field in omitted:
+        section, _, name = field.partition(".")
+        del table[section][name]
     return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})

@@ -16,9 +16,8 @@ from phalanx.launch.process import LAUNCHER_PID_ENV, env_rank, handling_signals,
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.metrics import MetricsRecord
-from phalanx.runs.swarm_records import LINK_FILE, ROUNDS_FILE
+from phalanx.runs.swarm_records import ROUNDS_FILE, read_link
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.tables import parse_json
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.rpc.link_errors import rejection_error
@@ -61,12 +60,12 @@ class NodeRank:
     def _start(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
         run, data = read_run_directory(self.directory)
-        link_record = parse_json((self.directory / LINK_FILE).read_bytes())
+        link_record = read_link(self.directory)
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.lock = acquire_run_lock(self.directory)
             self.link = SwarmClient(link_record["address"], Path(link_record["certificates"]), print_line)
-            self.link.join_message = link_record["place"]
+            self.link.join_message = dict(link_record["place"])
         text = open_training_data(run, data)
         worker = SwarmWorker(run, text, self.directory, device=device, name=link_record["node"], link=self.link)
         worker.exchange.version = link_record["version"]
