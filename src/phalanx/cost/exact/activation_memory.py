@@ -25,6 +25,7 @@ from typing import Any
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import loss_gradient_bytes, saved_by_head
 from phalanx.cost.exact.saved_tensors import (
+    expert_rows,
     fp8_cast_bytes,
     mlp_backward_bytes,
     norm_output_bytes,
@@ -73,6 +74,10 @@ class ActivationBytes:
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
     """Peak while the first block is recomputed, which is the last recomputation."""
+    saved_by_last_mlp: int = 0
+    """Part of the last block that its MLP or experts save, which is freed before the rest of the block."""
+    expert_input_gradient: int = 0
+    """Temporary: gradient of the rows of the experts' input."""
     residual_gradient: int = 0
     """Temporary: gradient of the residual stream between blocks."""
     prefetched: int = 0
@@ -106,15 +111,24 @@ class ActivationBytes:
 
     def within_blocks(self, done: float = 0.0) -> int:
         """Return the bytes inside a block when the fraction `done` of the backward pass has been freed."""
-        recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
-        if self.prefetched and done < 1:  # nothing is freed from block to block
-            recomputed = self.recomputed
-        return round(max((1 - done) * self._saved_in_blocks, recomputed)) + self.mlp_gradients
+        return self._saved_within_blocks(done) + self.mlp_gradients
+
+    def after_experts(self, done: float) -> int:
+        """Return the bytes after the experts of a block, when the fraction `done` of the backward pass has been freed."""
+        gradients = self.residual_gradient + self.expert_input_gradient
+        return self._saved_within_blocks(done) - self.saved_by_last_mlp + gradients
 
     def between_blocks(self, done: float) -> int:
         """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
         prefetched = self.prefetched if done < 1 else 0
         return round((1 - done) * self._saved_in_blocks) + self.residual_gradient + prefetched
+
+    def _saved_within_blocks(self, done: float) -> int:
+        """Return the bytes that are saved or recomputed when the backward pass of a block starts."""
+        recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
+        if self.prefetched and done < 1:  # nothing is freed from block to block
+            recomputed = self.recomputed
+        return round(max((1 - done) * self._saved_in_blocks, recomputed))
 
     @property
     def _saved_in_blocks(self) -> int:
@@ -237,6 +251,7 @@ def activation_bytes(
         **(saved + _saved_by_head(spec, shape, stage)),
         loss_gradients=loss_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
+        **_mlp_bytes(spec, shape, stage.layers[-1]),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
@@ -248,6 +263,17 @@ def activation_bytes(
         if stage.first
         else 0,
     )
+
+
+def _mlp_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
+    """Return the bytes that a block's MLP or experts save, and those of the gradient of the experts' rows."""
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        return {"saved_by_last_mlp": saved_by_mlp(spec, shape).total()}
+    rows, _ = expert_rows(spec.moe, shape)
+    return {
+        "saved_by_last_mlp": saved_by_experts(spec, spec.moe, shape).total(),
+        "expert_input_gradient": rows * spec.hidden_size * shape.compute_bytes,
+    }
 
 
 def _offloaded_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> dict[str, Any]:

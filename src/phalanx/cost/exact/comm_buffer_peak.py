@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Moment = Literal["inside_block", "after_experts", "after_block"]
+"""Time in the backward pass of a block: with the inner gradients of its MLP, or after its experts, or after the block.
+"""
 FIRST_BLOCK = 1e-9
 """Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 
@@ -17,7 +21,8 @@ class CommBufferPeak:
     gradient_fraction: float | None = None
     """Fraction of the gradients that exist by then, if it differs: those of a head precede all blocks."""
     bytes: int
-    is_between_blocks: bool = False
-    """True between blocks, when the inner gradients of a block have been freed."""
+    moment: Moment = "inside_block"
+    weight_gradient_bytes: int = 0
+    """Bytes of the gradient of each weight of the block that exists inside it, and is in no other number."""
     gather_stream_bytes: int = 0
     """Part of `bytes` on the gather stream, whose memory CUDA's allocator keeps separate."""

@@ -215,7 +215,7 @@ def zero_buffers(
             backward_fraction=max(FIRST_BLOCK, block_fraction),
             gradient_fraction=fraction,
             bytes=bytes_per_element * size,
-            is_between_blocks=bucket == len(buckets) - 1,
+            moment="after_block" if bucket == len(buckets) - 1 else "inside_block",
         )
         for bucket, (block_fraction, fraction, size) in enumerate(points)
         if size

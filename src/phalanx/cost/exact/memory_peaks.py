@@ -118,13 +118,14 @@ def memory_peaks(
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
-        yield (
-            persistent.always
-            + gradient_bytes
-            + (activations.between_blocks(peak.backward_fraction) if peak.is_between_blocks else inside_bytes)
-            + peak.bytes
-        )
+        match peak.moment:
+            case "inside_block":
+                block_bytes = activations.within_blocks(peak.backward_fraction) + exchange
+            case "after_experts":
+                block_bytes = activations.after_experts(peak.backward_fraction)
+            case "after_block":
+                block_bytes = activations.between_blocks(peak.backward_fraction)
+        yield persistent.always + gradient_bytes + block_bytes + peak.bytes
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))

@@ -296,11 +296,15 @@ class DeferredReduceScatter(DefaultReduceScatter):
     def __call__(  # type: ignore[override]  # FSDP2 ignores the return value
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Finish the previous exchange, and start the next."""
-        self.finish()
+        """Start an exchange; `allocate` has finished the previous one."""
         self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
         if not self.deferred:
             self.finish()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer of the next exchange, after the buffers of the previous one are freed."""
+        self.finish()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def finish(self) -> None:
         """Finish the pending exchange, if any."""
