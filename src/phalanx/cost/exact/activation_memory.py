@@ -22,12 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cost.exact.block_moments import (
+    NO_GRADIENTS,
+    BlockMoment,
+    BlockMoments,
+    WeightGradients,
+    block_moments,
+    largest_moment,
+    saved_by_mlp_or_experts,
+)
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.head_memory import loss_gradient_bytes, saved_by_head
 from phalanx.cost.exact.saved_tensors import (
     expert_rows,
-    fp8_cast_bytes,
-    mlp_backward_bytes,
     norm_output_bytes,
     saved_by_attention,
     saved_by_experts,
@@ -35,7 +42,7 @@ from phalanx.cost.exact.saved_tensors import (
     saved_by_mlp,
     saved_by_norm,
 )
-from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes
+from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes, widened_gradient_bytes
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -68,8 +75,10 @@ class ActivationBytes:
     """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
     loss_gradients: int = 0
     """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head (`head_memory`)."""
-    mlp_gradients: int = 0
-    """Temporary: the peak in the last MLP or experts in backward, and the residual stream's gradient."""
+    saved_by_final_norm: int = 0
+    """Part of `norms` that is freed with the head."""
+    moments: BlockMoments = BlockMoments(mlp=(BlockMoment(temporary=0),))
+    """Temporary bytes inside the last block in backward, with the residual stream's gradient."""
     recomputed: int = 0
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
@@ -90,6 +99,8 @@ class ActivationBytes:
     """Peak within a block, without `mlp_gradients`, when later blocks and the head have deferred their operands."""
     weight_gradient: int = 0
     """Temporary: the largest gradient that a second half adds, beyond the operands that are freed by then."""
+    widened_gradient: int = 0
+    """Temporary: the largest gradient that a second half adds to a sum that becomes fp32, with the new sum."""
     embedding_gradient: int = 0
     """Temporary: the gradient of the embedding, with which the backward pass of a first stage ends."""
 
@@ -109,9 +120,29 @@ class ActivationBytes:
         """Bytes at the start of the backward pass, with the loss."""
         return self.total + self.loss_gradients
 
-    def within_blocks(self, done: float = 0.0) -> int:
-        """Return the bytes inside a block when the fraction `done` of the backward pass has been freed."""
-        return self._saved_within_blocks(done) + self.mlp_gradients
+    @property
+    def mlp_gradients(self) -> int:
+        """Temporary bytes inside the MLP or experts of a block, without gradients of weights."""
+        return largest_moment(self.moments.mlp, NO_GRADIENTS)
+
+    def within_blocks(self, done: float = 0.0, gradients: WeightGradients = NO_GRADIENTS) -> int:
+        """Return the bytes inside a block when the fraction `done` of the backward pass has been freed.
+
+        Args:
+            done: Fraction of the backward pass that is complete.
+            gradients: Bytes of a weight's gradient.
+        """
+        return max(self.within_mlp(done, gradients), self.within_attention(done, gradients))
+
+    def within_mlp(self, done: float, gradients: WeightGradients) -> int:
+        """Return the bytes inside the MLP or experts of a block, with the arguments of `within_blocks`."""
+        return self._saved_within_blocks(done) + largest_moment(self.moments.mlp, gradients)
+
+    def within_attention(self, done: float, gradients: WeightGradients) -> int:
+        """Return the bytes inside the attention of a block, after its MLP, with the arguments of `within_blocks`."""
+        if not self.moments.attention:
+            return 0
+        return self._saved_within_blocks(done) + largest_moment(self.moments.attention, gradients)
 
     def after_experts(self, done: float) -> int:
         """Return the bytes after the experts of a block, when the fraction `done` of the backward pass has been freed."""
@@ -133,7 +164,7 @@ class ActivationBytes:
     @property
     def _saved_in_blocks(self) -> int:
         """Part of the total that remains after the head's backward pass."""
-        return self.total - self.head_and_loss
+        return self.total - self.head_and_loss - self.saved_by_final_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +281,8 @@ def activation_bytes(
     return ActivationBytes(
         **(saved + _saved_by_head(spec, shape, stage)),
         loss_gradients=loss_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
-        mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
+        saved_by_final_norm=saved_by_norm(spec, shape) if stage.last else 0,
+        moments=_last_block_moments(spec, shape, stage),
         **_mlp_bytes(spec, shape, stage.layers[-1]),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
@@ -259,6 +291,7 @@ def activation_bytes(
         deferred_weight_grads=sum(deferred),
         inside_blocks=max(inside_blocks),
         weight_gradient=weight_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        widened_gradient=widened_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
         embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
         if stage.first
         else 0,
@@ -267,11 +300,9 @@ def activation_bytes(
 
 def _mlp_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
     """Return the bytes that a block's MLP or experts save, and those of the gradient of the experts' rows."""
-    if spec.moe is None or not spec.is_moe_layer(layer):
-        return {"saved_by_last_mlp": saved_by_mlp(spec, shape).total()}
-    rows, _ = expert_rows(spec.moe, shape)
+    rows = expert_rows(spec.moe, shape)[0] if spec.moe is not None and spec.is_moe_layer(layer) else 0
     return {
-        "saved_by_last_mlp": saved_by_experts(spec, spec.moe, shape).total(),
+        "saved_by_last_mlp": saved_by_mlp_or_experts(spec, layer, shape),
         "expert_input_gradient": rows * spec.hidden_size * shape.compute_bytes,
     }
 
@@ -347,11 +378,14 @@ def _saved_by_blocks(
     return saved, inside_blocks
 
 
-def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> int:
-    """Return the peak temporary bytes in the last block's MLP or experts, with the gradient of the residual stream.
+def _last_block_moments(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> BlockMoments:
+    """Return the moments of the last block.
 
-    In all stages but the last, that gradient is a message.
-    """
-    gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
-    gradients += fp8_cast_bytes(spec, stage.layers[-1], shape)
-    return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
+    In all stages but the last, the gradient of the block's output is a message."""
+    return block_moments(
+        spec,
+        stage.layers[-1],
+        shape,
+        output_gradient=_stream_bytes(spec, shape) if stage.last else 0,
+        splits_backward=stage.splits_backward,
+    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Moment = Literal["inside_block", "after_experts", "after_block"]
-"""Time in the backward pass of a block: with the inner gradients of its MLP, or after its experts, or after the block.
-"""
+Moment = Literal["inside_block", "inside_mlp", "inside_attention", "after_experts", "after_block"]
+"""Time in the backward pass of a block. Its experts can be a unit of FSDP that is complete before the block."""
 FIRST_BLOCK = 1e-9
 """Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 

@@ -148,8 +148,15 @@ class _CpuBackwardPass:
             self.gathered[unit.name] = unit
             yield self._peak("after_block", gathered_bytes)  # copied out of the buffer of the gather
         self._prefetch(index + 1)
-        has_mlp = any(".mlp." in name for name in unit.shapes)
-        yield self._peak("inside_block", weight_gradient_bytes=COMPUTE_BYTES[self.precision] if has_mlp else 0)
+        if not self._has_experts(unit):
+            yield self._peak_inside("inside_mlp" if unit.parent is not None else "inside_block")
+
+    def _has_experts(self, unit: FsdpUnit) -> bool:
+        """Return whether another unit is inside this one."""
+        return any(other.parent == unit.name for other in self.units)
+
+    def _peak_inside(self, moment: Moment) -> CommBufferPeak:
+        return self._peak(moment, weight_gradient_bytes=COMPUTE_BYTES[self.precision])
 
     def _prefetch(self, index: int) -> None:
         """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
@@ -160,6 +167,8 @@ class _CpuBackwardPass:
         """Yield the buffers when all gradients of a unit exist, and when they are sent."""
         is_inside = unit.parent is not None and not _is_block(unit)
         moment: Moment = "after_experts" if is_inside else "after_block"
+        if _is_block(unit) and self._has_experts(unit):
+            yield self._peak_inside("inside_attention")
         self.num_completed += _is_block(unit)
         if unit.name == ROOT:
             self.root_gradients = 0

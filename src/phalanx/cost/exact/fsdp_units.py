@@ -121,9 +121,7 @@ def backward_fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
         units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.shards, shapes={}))
         if name in rank.expert:
             parent, unit_name = unit_name, name.rpartition(".")[0]
-            units.setdefault(
-                unit_name, FsdpUnit(name=unit_name, ranks=rank.expert_shards, shapes={}, parent=parent)
-            )
+            units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.expert_shards, shapes={}, parent=parent))
         units[unit_name].shapes[name] = shape
     last = [units.pop(name) for name in (EMBEDDING, ROOT) if name in units]
     head = [units.pop(HEAD)] if HEAD in units else []

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.cost.exact.activation_memory import ActivationBytes
+from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.schedule.schedule import ActionKind, Schedule
+from phalanx.spec.layout import MAX_BF16_SUMS
 
 
 @dataclass(frozen=True)
 class PeakInFlightBytes:
     """Peak bytes of activations on a pipeline rank."""
 
-    forward_only: int
-    """Peak before the rank has gradients of its parameters."""
-    with_gradients: int
-    """Peak from then on."""
+    by_gradients: Mapping[float, int]
+    """Peak while a fraction of the bytes exists that the sums of gradients have at the end of the step."""
     offloaded: int
     """Peak in CPU memory."""
 
+    @property
+    def activations(self) -> int:
+        """Peak at any time."""
+        return max(self.by_gradients.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSums:
+    """Sums of gradients over the micro-batches of a pipeline, by stage."""
+
+    shares: Mapping[int, float]
+    """Fraction of a rank's gradients that belongs to each of its stages."""
+    narrow: float = 1.0
+    """Bytes of the sums of at most `MAX_BF16_SUMS` micro-batches, relative to those of all: 1 if they do not grow."""
+    weight_gradients: WeightGradients
+    """Bytes of the gradient of a weight until it is in a sum."""
+
+    def fraction(self, num_added: Mapping[int, int]) -> float:
+        """Return the fraction of the final bytes, when a number of micro-batches is in the sums of each stage."""
+        return sum(
+            share * (self.narrow if num_added[stage] <= MAX_BF16_SUMS else 1.0)
+            for stage, share in self.shares.items()
+            if num_added[stage]
+        )
+
 
 def peak_in_flight_bytes(
-    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: Sequence[int]
+    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: Sequence[int], sums: GradientSums
 ) -> PeakInFlightBytes:
     """Return the peak activations of a pipeline rank.
 
@@ -31,34 +57,44 @@ def peak_in_flight_bytes(
         rank: Pipeline rank.
         saved: Activations per stage and micro-batch, from forward to backward and between the halves of backward.
         inside: Bytes of communication inside blocks, by stage.
+        sums: Sums of gradients of the rank.
     """
     local = {stage: saved[stage] for stage in schedule.stages_of(rank)}
     temporary = {
-        (stage, kind): size for stage in local for kind, size in _temporary(local[stage], inside[stage]).items()
+        (stage, kind): size
+        for stage in local
+        for kind, size in _temporary(local[stage], inside[stage], sums.weight_gradients).items()
     }
     growth = {(stage, kind): size for stage in local for kind, size in _growth(local[stage]).items()}
     live = 0
     offloaded = 0
     offloaded_peak = 0
-    has_gradients = False
-    peaks = [0, 0]
+    num_added = Counter[int]()
+    fraction = 0.0
+    peaks = {0.0: 0}
+
+    def update_peak(size: int) -> None:
+        peaks[fraction] = max(peaks.get(fraction, 0), live + size)
+
     for stage, kind, _ in schedule.actions(rank):
-        has_gradients = has_gradients or kind == "W"
-        peaks[has_gradients] = max(peaks[has_gradients], live + temporary[stage, kind])
+        update_peak(temporary[stage, kind])
+        if kind == "W" and num_added[stage] == MAX_BF16_SUMS and sums.narrow < 1:
+            update_peak(local[stage].widened_gradient)
         live += growth[stage, kind]
-        if kind == "B":
-            has_gradients = True
-            end_bytes = max(local[stage].within_blocks(1.0) + inside[stage], local[stage].embedding_gradient)
-            peaks[True] = max(peaks[True], live + end_bytes)
+        if kind in "BW":
+            num_added[stage] += 1
+            fraction = sums.fraction(num_added)
+            last_block = local[stage].within_blocks(1.0, sums.weight_gradients) + inside[stage]
+            update_peak(max(last_block, local[stage].embedding_gradient) if kind == "B" else 0)
         if kind != "W":
             offloaded += local[stage].offloaded * (1 if kind == "F" else -1)
             offloaded_peak = max(offloaded_peak, offloaded)
-    return PeakInFlightBytes(peaks[0], peaks[1], offloaded=offloaded_peak)
+    return PeakInFlightBytes(peaks, offloaded=offloaded_peak)
 
 
-def _temporary(activations: ActivationBytes, inside: int) -> dict[ActionKind, int]:
+def _temporary(activations: ActivationBytes, inside: int, gradients: WeightGradients) -> dict[ActionKind, int]:
     """Return the peak bytes of each pass of a stage, beyond those that are alive before it."""
-    whole_backward = max(activations.at_backward_start, activations.within_blocks() + inside)
+    whole_backward = max(activations.at_backward_start, activations.within_blocks(0.0, gradients) + inside)
     input_gradients = max(
         activations.at_backward_start,
         activations.inside_blocks + activations.mlp_gradients,

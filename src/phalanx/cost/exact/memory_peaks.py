@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.activation_memory import ActivationBytes
+from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
@@ -42,6 +43,8 @@ class PersistentMemory:
     """Part of `gradients` that exists before the last micro-batch's backward pass, and until the end."""
     pipeline_gradients: int
     """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
+    weight_gradient: int
+    """Bytes of the gradient of a weight until it is added to `accumulated_gradients`; 0 if FSDP adds it later."""
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
 
@@ -89,6 +92,9 @@ def split_persistent_memory(
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
+        weight_gradient=COMPUTE_BYTES[run.training.precision]
+        if before_bytes and strategy not in ("zero3", "hsdp") and not run.cluster.uses_cuda
+        else 0,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
     )
@@ -113,14 +119,21 @@ def memory_peaks(
         activations: Activations of a micro-batch.
         exchange: Bytes of model-parallel communication inside blocks.
     """
-    start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
+    own_bytes = persistent.weight_gradient
+    own = WeightGradients(own=own_bytes)
+    start_bytes = max(activations.at_backward_start, activations.within_blocks(0.0, own) + exchange)
     yield persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks)
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
+        gradients = WeightGradients(own=own_bytes, block=peak.weight_gradient_bytes)
         match peak.moment:
             case "inside_block":
-                block_bytes = activations.within_blocks(peak.backward_fraction) + exchange
+                block_bytes = activations.within_blocks(peak.backward_fraction, gradients) + exchange
+            case "inside_mlp":
+                block_bytes = activations.within_mlp(peak.backward_fraction, gradients)
+            case "inside_attention":
+                block_bytes = activations.within_attention(peak.backward_fraction, gradients)
             case "after_experts":
                 block_bytes = activations.after_experts(peak.backward_fraction)
             case "after_block":
@@ -129,9 +142,9 @@ def memory_peaks(
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        yield persistent.always + gradient_bytes + activations.within_blocks(done) + exchange
+        yield persistent.always + gradient_bytes + activations.within_blocks(done, own) + exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
-    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0) + exchange
+    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0, own) + exchange
     yield persistent.always + end_gradient_bytes + persistent.optimizer_workspace
 
 
@@ -147,8 +160,9 @@ def pipeline_memory_peaks(
         links: Bytes of messages between stages.
     """
     working_bytes = links + _max_gathered_bytes(buffer_peaks)
-    yield persistent.always + passes.forward_only + working_bytes
-    yield persistent.always + persistent.pipeline_gradients + passes.with_gradients + working_bytes
+    for fraction, activation_bytes in passes.by_gradients.items():
+        gradient_bytes = round(fraction * persistent.pipeline_gradients)
+        yield persistent.always + gradient_bytes + activation_bytes + working_bytes
     for peak in buffer_peaks:
         yield persistent.always + persistent.pipeline_gradients + peak.bytes
     yield persistent.always + persistent.gradients + persistent.optimizer_workspace
