@@ -32,7 +32,7 @@ from phalanx.cost.exact.block_moments import (
     saved_by_mlp_or_experts,
 )
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.head_memory import loss_gradient_bytes, saved_by_head
+from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head
 from phalanx.cost.exact.saved_tensors import (
     expert_rows,
     norm_output_bytes,
@@ -73,8 +73,10 @@ class ActivationBytes:
     """Input of the head, and the gradient of the logits in their place; or the head's gradients (`head_memory`)."""
     weight_copies: int = 0
     """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
-    loss_gradients: int = 0
-    """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head (`head_memory`)."""
+    loss: int = 0
+    """Temporary: probabilities of a chunk of the rows, at least in fp32 (`head_memory`)."""
+    head_gradients: int = 0
+    """Temporary: the gradients of the head's weight and input."""
     saved_by_final_norm: int = 0
     """Part of `norms` that is freed with the head."""
     moments: BlockMoments = BlockMoments(mlp=(BlockMoment(temporary=0),))
@@ -117,8 +119,8 @@ class ActivationBytes:
 
     @property
     def at_backward_start(self) -> int:
-        """Bytes at the start of the backward pass, with the loss."""
-        return self.total + self.loss_gradients
+        """Bytes at the start of the backward pass, with the loss or in the head."""
+        return self.total + max(self.loss, self.head_gradients)
 
     @property
     def mlp_gradients(self) -> int:
@@ -280,7 +282,8 @@ def activation_bytes(
     recompute_peaks = inside_blocks[: stage.recomputed] if shape.layout.recomputes_attention else []
     return ActivationBytes(
         **(saved + _saved_by_head(spec, shape, stage)),
-        loss_gradients=loss_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
+        loss=loss_bytes(spec, shape) if stage.last else 0,
+        head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         saved_by_final_norm=saved_by_norm(spec, shape) if stage.last else 0,
         moments=_last_block_moments(spec, shape, stage),
         **_mlp_bytes(spec, shape, stage.layers[-1]),

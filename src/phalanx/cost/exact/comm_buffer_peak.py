@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Moment = Literal["inside_block", "inside_mlp", "inside_attention", "after_experts", "after_block"]
-"""Time in the backward pass of a block. Its experts can be a unit of FSDP that is complete before the block."""
+Moment = Literal[
+    "backward_start", "in_loss", "in_head", "inside_block", "inside_mlp", "inside_attention", "after_experts", "after_block"
+]
+"""Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
+Experts can be a unit of FSDP that is complete before their block."""
 FIRST_BLOCK = 1e-9
 """Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 

@@ -159,7 +159,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     )
     fractions = [sent_elements / sum(sizes) for sent_elements in accumulate(sizes)]
     return [
-        CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes),
+        CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes, moment="backward_start"),
         *(
             CommBufferPeak(backward_fraction=fraction, bytes=unsent_bytes + copied_bytes * size)
             for fraction, size in zip(fractions, sizes, strict=True)

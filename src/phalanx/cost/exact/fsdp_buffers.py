@@ -125,8 +125,9 @@ class _CpuBackwardPass:
 
     def peaks(self) -> Iterator[CommBufferPeak]:
         """Yield the buffers at the start, when a unit is gathered, inside it, when it ends, and when it sends."""
+        yield self._peak("in_loss", at_start=True)
         self._prefetch(0 if self.units[0].name != HEAD else 1)
-        yield self._peak("inside_block", at_start=True)
+        yield self._peak("in_head", at_start=True)
         if self.units[-1].name == ROOT:
             self.root_gradients = COMPUTE_BYTES[self.precision] * _early_gradients(self.units[-1])
         if not self.num_blocks:

@@ -44,7 +44,7 @@ class PersistentMemory:
     pipeline_gradients: int
     """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
     weight_gradient: int
-    """Bytes of the gradient of a weight until it is added to `accumulated_gradients`; 0 if FSDP adds it later."""
+    """Bytes of the gradient of a weight until it is added to a sum of full gradients; 0 where a buffer contains it."""
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
 
@@ -93,7 +93,7 @@ def split_persistent_memory(
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
         weight_gradient=COMPUTE_BYTES[run.training.precision]
-        if before_bytes and strategy not in ("zero3", "hsdp") and not run.cluster.uses_cuda
+        if before_bytes and strategy not in ("zero2", "zero3", "hsdp") and not run.cluster.uses_cuda
         else 0,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
@@ -122,12 +122,18 @@ def memory_peaks(
     own_bytes = persistent.weight_gradient
     own = WeightGradients(own=own_bytes)
     start_bytes = max(activations.at_backward_start, activations.within_blocks(0.0, own) + exchange)
-    yield persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks)
+    yield persistent.always + persistent.accumulated_gradients + start_bytes
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
         gradients = WeightGradients(own=own_bytes, block=peak.weight_gradient_bytes)
         match peak.moment:
+            case "backward_start":
+                block_bytes = start_bytes
+            case "in_loss":
+                block_bytes = activations.total + activations.loss
+            case "in_head":
+                block_bytes = activations.total + activations.head_gradients
             case "inside_block":
                 block_bytes = activations.within_blocks(peak.backward_fraction, gradients) + exchange
             case "inside_mlp":
