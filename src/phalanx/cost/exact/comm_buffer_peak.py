@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Moment = Literal[
-    "backward_start", "in_loss", "in_head", "inside_block", "inside_mlp", "inside_attention", "after_experts", "after_block"
+    "backward_start",
+    "in_loss",
+    "in_head",
+    "inside_block",
+    "inside_mlp",
+    "inside_attention",
+    "after_experts",
+    "after_block",
 ]
 """Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
 Experts can be a unit of FSDP that is complete before their block."""

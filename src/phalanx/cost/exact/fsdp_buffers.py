@@ -4,6 +4,7 @@ On a CPU they are those of `parallel.data.fsdp` on gloo, on CUDA those of PyTorc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
@@ -129,9 +130,9 @@ class _CpuBackwardPass:
         self._prefetch(0 if self.units[0].name != HEAD else 1)
         yield self._peak("in_head", at_start=True)
         if self.units[-1].name == ROOT:
-            self.root_gradients = COMPUTE_BYTES[self.precision] * _early_gradients(self.units[-1])
-        if not self.num_blocks:
-            yield self._peak("inside_block")
+            self.root_gradients = self._gradient_bytes(_early_gradients(self.units[-1]))
+            if not self.num_blocks:
+                yield from self._blocks_of_root()
         started = set[str]()
         for index, unit in enumerate(self.units):
             for position in range(len(self.units) - 1, index - 1, -1):  # a block starts before its experts
@@ -141,6 +142,21 @@ class _CpuBackwardPass:
                     if starting.name.startswith("blocks."):
                         yield from self._start(position)
             yield from self._end(unit)
+
+    def _gradient_bytes(self, count: int) -> int:
+        return COMPUTE_BYTES[self.precision] * count
+
+    def _blocks_of_root(self) -> Iterator[CommBufferPeak]:
+        """Yield the buffers inside each block of a root that is the only unit, whose gradients it keeps."""
+        counts = Counter[str]()
+        for name, shape in self.units[-1].shapes.items():
+            if name.startswith("blocks."):
+                counts[".".join(name.split(".")[:2])] += num_elements(shape)
+        self.num_blocks = len(counts)
+        for count in reversed(counts.values()):
+            yield self._peak_inside("inside_block")
+            self.root_gradients += self._gradient_bytes(count)
+            self.num_completed += 1
 
     def _start(self, index: int) -> Iterator[CommBufferPeak]:
         unit = self.units[index]
@@ -157,7 +173,7 @@ class _CpuBackwardPass:
         return any(other.parent == unit.name for other in self.units)
 
     def _peak_inside(self, moment: Moment) -> CommBufferPeak:
-        return self._peak(moment, weight_gradient_bytes=COMPUTE_BYTES[self.precision])
+        return self._peak(moment, weight_gradient_bytes=self._gradient_bytes(1))
 
     def _prefetch(self, index: int) -> None:
         """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
@@ -173,7 +189,7 @@ class _CpuBackwardPass:
         self.num_completed += _is_block(unit)
         if unit.name == ROOT:
             self.root_gradients = 0
-        yield self._peak(moment, COMPUTE_BYTES[self.precision] * unit.gradients, at_end=unit is self.units[-1])
+        yield self._peak(moment, self._gradient_bytes(unit.gradients), at_end=unit is self.units[-1])
         self.gathered.pop(unit.name, None)
         self.sums += self.pending_sum
         self.in_transit = 2 * _sent_bytes(unit, self.precision)

@@ -187,9 +187,7 @@ def cuda_buffer_peaks(
     end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.last_sum)
     first_sum = buffers.head_sum if units.head else buffers.earlier_last_sum
     return [
-        CommBufferPeak(
-            backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum, moment="backward_start"
-        ),
+        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum, moment="backward_start"),
         *([between(FIRST_BLOCK, buffers.head_done)] if units.head else []),
         computes(FIRST_BLOCK, first_sum),
         is_done(until_done, first_sum),

@@ -12,9 +12,9 @@ from phalanx.cost.exact.activation_memory import (
     activation_bytes,
     pipeline_stages,
 )
+from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import activation_exchange_bytes, pipeline_buffer_bytes
-from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks
 from phalanx.cost.exact.model_state import zero_gradient_bytes
