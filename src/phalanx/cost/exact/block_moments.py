@@ -218,8 +218,9 @@ def _input_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward:
         return all_tokens_bytes + norm_bytes
     if not shape.layout.sequence_parallel:
         return 2 * all_tokens_bytes + norm_bytes
-    num_reordered = 0 if shape.batch == 1 else 1  # tokens of several sequences are gathered by rank, then reordered
-    return (3 - splits_backward + num_reordered) * all_tokens_bytes + stream_bytes + norm_bytes
+    num_gathered = 0 if splits_backward else 1
+    num_copies = 1 if shape.batch == 1 else 2  # tokens of several sequences are ordered by rank for the exchange
+    return (num_copies * (num_gathered + 1) + 1) * all_tokens_bytes + stream_bytes + norm_bytes
 
 
 def attention_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

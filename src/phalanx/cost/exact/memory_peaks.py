@@ -93,7 +93,7 @@ def split_persistent_memory(
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
         weight_gradient=COMPUTE_BYTES[run.training.precision]
-        if before_bytes and strategy not in ("zero2", "zero3", "hsdp") and not run.cluster.uses_cuda
+        if strategy not in ("zero2", "zero3", "hsdp") and not run.cluster.uses_cuda
         else 0,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
