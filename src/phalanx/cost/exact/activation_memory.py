@@ -29,14 +29,14 @@ from phalanx.cost.exact.block_moments import (
     WeightGradients,
     block_moments,
     largest_moment,
-    saved_by_mlp_or_experts,
 )
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head
+from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
 from phalanx.cost.exact.saved_tensors import (
     expert_rows,
     norm_output_bytes,
     saved_by_attention,
+    saved_by_expert_rows,
     saved_by_experts,
     saved_by_inputs,
     saved_by_mlp,
@@ -85,8 +85,8 @@ class ActivationBytes:
     """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
     """Peak while the first block is recomputed, which is the last recomputation."""
-    saved_by_last_mlp: int = 0
-    """Part of the last block that its MLP or experts save, which is freed before the rest of the block."""
+    saved_by_expert_rows: int = 0
+    """Part of the last block that its experts save, without router and dispatch."""
     expert_input_gradient: int = 0
     """Temporary: gradient of the rows of the experts' input."""
     residual_gradient: int = 0
@@ -101,6 +101,8 @@ class ActivationBytes:
     """Peak within a block, without `mlp_gradients`, when later blocks and the head have deferred their operands."""
     weight_gradient: int = 0
     """Temporary: the largest gradient that a second half adds, beyond the operands that are freed by then."""
+    widened_head: int = 0
+    """Temporary: the gradient of the head and its new sum, where that becomes fp32, beyond what is freed by then."""
     widened_gradient: int = 0
     """Temporary: the largest gradient that a second half adds to a sum that becomes fp32, with the new sum."""
     embedding_gradient: int = 0
@@ -147,9 +149,13 @@ class ActivationBytes:
         return self._saved_within_blocks(done) + largest_moment(self.moments.attention, gradients)
 
     def after_experts(self, done: float) -> int:
-        """Return the bytes after the experts of a block, when the fraction `done` of the backward pass has been freed."""
+        """Return the bytes after a block's experts, when the fraction `done` of the backward pass has been freed."""
         gradients = self.residual_gradient + self.expert_input_gradient
-        return self._saved_within_blocks(done) - self.saved_by_last_mlp + gradients
+        return self._saved_within_blocks(done) - self.saved_by_expert_rows + gradients
+
+    def within_dispatch(self, done: float) -> int:
+        """Return the bytes where the rows of experts return to their tokens: gradients before, in and after it."""
+        return self.after_experts(done) + 2 * self.expert_input_gradient
 
     def between_blocks(self, done: float) -> int:
         """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
@@ -286,7 +292,7 @@ def activation_bytes(
         head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         saved_by_final_norm=saved_by_norm(spec, shape) if stage.last else 0,
         moments=_last_block_moments(spec, shape, stage),
-        **_mlp_bytes(spec, shape, stage.layers[-1]),
+        **_expert_bytes(spec, shape, stage.layers[-1]),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
@@ -294,6 +300,7 @@ def activation_bytes(
         deferred_weight_grads=sum(deferred),
         inside_blocks=max(inside_blocks),
         weight_gradient=weight_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        widened_head=widened_head_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
         widened_gradient=widened_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
         embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
         if stage.first
@@ -301,12 +308,13 @@ def activation_bytes(
     )
 
 
-def _mlp_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
-    """Return the bytes that a block's MLP or experts save, and those of the gradient of the experts' rows."""
-    rows = expert_rows(spec.moe, shape)[0] if spec.moe is not None and spec.is_moe_layer(layer) else 0
+def _expert_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
+    """Return what a block's experts save for their rows, and the gradient of these."""
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        return {}
     return {
-        "saved_by_last_mlp": saved_by_mlp_or_experts(spec, layer, shape),
-        "expert_input_gradient": rows * spec.hidden_size * shape.compute_bytes,
+        "saved_by_expert_rows": saved_by_expert_rows(spec, spec.moe, shape),
+        "expert_input_gradient": expert_rows(spec.moe, shape)[0] * spec.hidden_size * shape.compute_bytes,
     }
 
 

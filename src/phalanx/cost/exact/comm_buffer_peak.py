@@ -11,12 +11,13 @@ Moment = Literal[
     "in_head",
     "inside_block",
     "inside_mlp",
-    "inside_attention",
     "after_experts",
+    "in_dispatch",
+    "inside_attention",
     "after_block",
 ]
 """Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
-Experts can be a unit of FSDP that is complete before their block."""
+Experts can be a unit of FSDP that is complete before their block, and before the dispatch of their rows."""
 FIRST_BLOCK = 1e-9
 """Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 

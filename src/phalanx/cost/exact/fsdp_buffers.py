@@ -160,10 +160,10 @@ class _CpuBackwardPass:
 
     def _start(self, index: int) -> Iterator[CommBufferPeak]:
         unit = self.units[index]
-        gathered_bytes = _gathered_bytes(unit, self.precision)
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
-            yield self._peak("after_block", gathered_bytes)  # copied out of the buffer of the gather
+            copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
+            yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
         self._prefetch(index + 1)
         if not self._has_experts(unit):
             yield self._peak_inside("inside_mlp" if unit.parent is not None else "inside_block")
@@ -178,7 +178,7 @@ class _CpuBackwardPass:
     def _prefetch(self, index: int) -> None:
         """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
         ahead = self.units[index : min(index + self.layout.fsdp_prefetch, len(self.units) - 1)]
-        self.gathered |= {unit.name: unit for unit in ahead}
+        self.gathered |= {unit.name: unit for unit in ahead if unit.ranks > 1}  # a single rank has nothing to gather
 
     def _end(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Yield the buffers when all gradients of a unit exist, and when they are sent."""
@@ -192,10 +192,13 @@ class _CpuBackwardPass:
         yield self._peak(moment, self._gradient_bytes(unit.gradients), at_end=unit is self.units[-1])
         self.gathered.pop(unit.name, None)
         self.sums += self.pending_sum
-        self.in_transit = 2 * _sent_bytes(unit, self.precision)
+        num_buffers = 2 if unit.ranks > 1 else 1  # what is sent and what is received, or a copy on a single rank
+        self.in_transit = num_buffers * _sent_bytes(unit, self.precision)
         self.pending_sum = _sum_bytes(unit, self.precision)
         yield self._peak(moment, _last_gradient_bytes(unit, self.precision), at_end=unit is self.units[-1])
-        if not self.is_deferred:
+        if is_inside:
+            yield self._peak("in_dispatch")
+        if not self.is_deferred or unit.ranks == 1:
             self.in_transit = _sent_bytes(unit, self.precision)
             self.sums += self.pending_sum
             self.pending_sum = 0

@@ -51,6 +51,17 @@ def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
     return head_bytes + _head_exchange_bytes(spec, shape)
 
 
+def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
+    """Return the bytes of the head's gradient and of its sum in fp32, when the sum becomes so, beyond what is freed.
+
+    0 if the gradient is deferred."""
+    matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
+    if splits_backward and shape.num_logits_chunks(spec) == 1:
+        return 0
+    gradient_and_sum = matrix * (shape.compute_bytes + shape.high_precision_bytes)
+    return gradient_and_sum - saved_by_head(spec, shape).total()
+
+
 def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the head's sequence-parallel communication in its backward pass.
 

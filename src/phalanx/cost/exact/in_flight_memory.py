@@ -70,6 +70,7 @@ def peak_in_flight_bytes(
     offloaded = 0
     offloaded_peak = 0
     num_added = Counter[int]()
+    num_head_gradients = Counter[int]()
     fraction = 0.0
     peaks = {0.0: 0}
 
@@ -78,8 +79,11 @@ def peak_in_flight_bytes(
 
     for stage, kind, _ in schedule.actions(rank):
         update_peak(temporary[stage, kind])
+        if kind in "BI" and num_head_gradients[stage] == MAX_BF16_SUMS and sums.narrow < 1:
+            update_peak(local[stage].widened_head)
         if kind == "W" and num_added[stage] == MAX_BF16_SUMS and sums.narrow < 1:
             update_peak(local[stage].widened_gradient)
+        num_head_gradients[stage] += kind in "BI"
         live += growth[stage, kind]
         if kind in "BW":
             num_added[stage] += 1

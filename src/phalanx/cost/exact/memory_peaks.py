@@ -142,6 +142,8 @@ def memory_peaks(
                 block_bytes = activations.within_attention(peak.backward_fraction, gradients)
             case "after_experts":
                 block_bytes = activations.after_experts(peak.backward_fraction)
+            case "in_dispatch":
+                block_bytes = activations.within_dispatch(peak.backward_fraction)
             case "after_block":
                 block_bytes = activations.between_blocks(peak.backward_fraction)
         yield persistent.always + gradient_bytes + block_bytes + peak.bytes
