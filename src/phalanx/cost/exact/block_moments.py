@@ -9,7 +9,7 @@ all communication.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.saved_tensors import (
@@ -28,7 +28,9 @@ class BlockMoment:
     """Bytes at one time of a block's backward pass, beyond those that are saved when it starts."""
 
     temporary: int
-    """Bytes of inner gradients and communication, minus saved tensors that are freed by then."""
+    """Bytes of inner gradients, minus saved tensors that are freed by then."""
+    exchanged: int = 0
+    """Bytes of communication."""
     own_weights: int = 0
     """Number of weights whose gradients are computed at this time."""
     block_weights: int = 0
@@ -51,7 +53,10 @@ NO_GRADIENTS = WeightGradients()
 def largest_moment(moments: Iterable[BlockMoment], gradients: WeightGradients) -> int:
     """Return the maximum of the bytes of some moments."""
     return max(
-        moment.temporary + gradients.own * moment.own_weights + gradients.block * moment.block_weights
+        moment.temporary
+        + moment.exchanged
+        + gradients.own * moment.own_weights
+        + gradients.block * moment.block_weights
         for moment in moments
     )
 
@@ -92,13 +97,8 @@ def block_moments(
 
 def _moment_of_pass(moment: BlockMoment, output_gradient: int, splits_backward: bool) -> BlockMoment:
     """Return the moment with the gradient of the block's output, and without gradients of weights that are deferred."""
-    if splits_backward:
-        return BlockMoment(temporary=moment.temporary + output_gradient)
-    return BlockMoment(
-        temporary=moment.temporary + output_gradient,
-        own_weights=moment.own_weights,
-        block_weights=moment.block_weights,
-    )
+    moment = replace(moment, temporary=moment.temporary + output_gradient)
+    return replace(moment, own_weights=0, block_weights=0) if splits_backward else moment
 
 
 def _dense_mlp_moments(
@@ -112,15 +112,15 @@ def _dense_mlp_moments(
     gathered_gradient = _all_tokens_bytes(spec, shape)
     return (
         BlockMoment(
-            temporary=inner_gradients + gathered_gradient + fp8_cast_bytes(spec, layer, shape),
+            temporary=inner_gradients + fp8_cast_bytes(spec, layer, shape),
+            exchanged=gathered_gradient,
             own_weights=matrix,
             block_weights=matrix,
         ),
         BlockMoment(
-            temporary=inner_gradients
-            - activation_inputs
-            + (gathered_gradient if splits_backward else 0)
-            + _input_gradient_bytes(spec, shape, splits_backward),
+            temporary=inner_gradients - activation_inputs + _input_gradient_bytes(spec, shape),
+            exchanged=_input_exchange_bytes(spec, shape, splits_backward)
+            + (gathered_gradient if splits_backward else 0),
             own_weights=matrix * (num_first if shape.tp > 1 else 1),
             block_weights=matrix * (num_first + 1),
         ),
@@ -139,15 +139,17 @@ def _expert_moments(spec: ModelSpec, layer: int, shape: ForwardShape, splits_bac
         return (BlockMoment(temporary=temporary),)
     gathered_gradient = _all_tokens_bytes(spec, shape) if shape.layout.ep == 1 else 0
     return (
-        BlockMoment(temporary=gathered_gradient + 2 * row_bytes),
+        BlockMoment(temporary=2 * row_bytes, exchanged=gathered_gradient),
+        # The outputs are freed. The gradients of their rows are sorted, sent and received.
+        *([BlockMoment(temporary=-row_bytes, exchanged=3 * row_bytes)] if shape.layout.ep > 1 else []),
         BlockMoment(
-            # The outputs are freed, and the gradient of their rows exists.
+            # The gradients of the rows have replaced the outputs.
             temporary=2 * inner_bytes + fp8_cast_bytes(spec, layer, shape),
             own_weights=matrix,
             block_weights=matrix,
         ),
         BlockMoment(
-            # The inputs of the activation are freed, and their gradients exist.
+            # The gradients of the activation's inputs have replaced these, and two of the rows the outputs.
             temporary=2 * row_bytes - row_bytes,
             own_weights=matrix,
             block_weights=3 * matrix,
@@ -168,15 +170,16 @@ def _attention_moments(spec: ModelSpec, layer: int, shape: ForwardShape) -> tupl
         BlockMoment(
             temporary=head_gradients
             + shape.tokens * q * shape.compute_bytes  # the gradient of the output
-            + attention_exchange_bytes(spec, shape)
             - freed_bytes,
+            exchanged=attention_exchange_bytes(spec, shape),
             block_weights=mlp_weights + D * q,
         ),
         BlockMoment(
             temporary=head_gradients
-            + _input_gradient_bytes(spec, shape, splits_backward=False)
+            + _input_gradient_bytes(spec, shape)
             - saved_by_attention(spec, shape)["attention"]
             - freed_bytes,
+            exchanged=_input_exchange_bytes(spec, shape, splits_backward=False),
             own_weights=D * (q + 2 * kv if shape.tp > 1 else q),
             block_weights=mlp_weights + 2 * D * (q + kv),
         ),
@@ -205,22 +208,29 @@ def _all_tokens_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     return shape.tokens * spec.hidden_size * shape.compute_bytes if is_gathered else 0
 
 
-def _input_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
-    """Return the bytes of the gradient of the input of products that read a norm, and of its exchange.
+def _input_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the bytes of the gradient of what products of a norm's output read, and with `norms` of that output.
 
-    Tensor-parallel ranks have a gathered input, unless gradients of weights are deferred, and a term of the sum before
-    and after the exchange. Without sequence parallelism they have a sum and its copy. With `norms`, the norm's output
-    is computed again."""
-    all_tokens_bytes = shape.tokens * spec.hidden_size * shape.compute_bytes
+    Tensor-parallel ranks have terms of the gradient, which are in `_input_exchange_bytes`."""
     stream_bytes = shape.residual_tokens * spec.hidden_size * shape.residual_bytes
     norm_bytes = stream_bytes if shape.layout.activation_checkpointing == "norms" else 0
+    return norm_bytes + (shape.tokens * spec.hidden_size * shape.compute_bytes if shape.tp == 1 else 0)
+
+
+def _input_exchange_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
+    """Return the bytes of tensor-parallel communication where products read a norm's output.
+
+    Ranks have a gathered input, unless gradients of weights are deferred, and a term of the sum before and after the
+    exchange. Without sequence parallelism they have a sum and its copy."""
     if shape.tp == 1:
-        return all_tokens_bytes + norm_bytes
+        return 0
+    all_tokens_bytes = shape.tokens * spec.hidden_size * shape.compute_bytes
     if not shape.layout.sequence_parallel:
-        return 2 * all_tokens_bytes + norm_bytes
+        return 2 * all_tokens_bytes
     num_gathered = 0 if splits_backward else 1
     num_copies = 1 if shape.batch == 1 else 2  # tokens of several sequences are ordered by rank for the exchange
-    return (num_copies * (num_gathered + 1) + 1) * all_tokens_bytes + stream_bytes + norm_bytes
+    sum_bytes = shape.residual_tokens * spec.hidden_size * shape.residual_bytes
+    return (num_copies * (num_gathered + 1) + 1) * all_tokens_bytes + sum_bytes
 
 
 def attention_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.cost.exact.activation_memory import ActivationBytes
-from phalanx.cost.exact.block_moments import WeightGradients
+from phalanx.cost.exact.activation_bytes import ActivationBytes
+from phalanx.cost.exact.block_moments import NO_GRADIENTS, WeightGradients, largest_moment
 from phalanx.schedule.schedule import ActionKind, Schedule
 from phalanx.spec.layout import MAX_BF16_SUMS
 
@@ -48,7 +48,7 @@ class GradientSums:
 
 
 def peak_in_flight_bytes(
-    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: Sequence[int], sums: GradientSums
+    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], cuda_exchange: int, sums: GradientSums
 ) -> PeakInFlightBytes:
     """Return the peak activations of a pipeline rank.
 
@@ -56,14 +56,14 @@ def peak_in_flight_bytes(
         schedule: Schedule of the pipeline.
         rank: Pipeline rank.
         saved: Activations per stage and micro-batch, from forward to backward and between the halves of backward.
-        inside: Bytes of communication inside blocks, by stage.
+        cuda_exchange: Bytes of communication inside blocks on CUDA; on a CPU the activations contain it.
         sums: Sums of gradients of the rank.
     """
     local = {stage: saved[stage] for stage in schedule.stages_of(rank)}
     temporary = {
         (stage, kind): size
         for stage in local
-        for kind, size in _temporary(local[stage], inside[stage], sums.weight_gradients).items()
+        for kind, size in _temporary(local[stage], cuda_exchange, sums.weight_gradients).items()
     }
     growth = {(stage, kind): size for stage in local for kind, size in _growth(local[stage]).items()}
     live = 0
@@ -88,7 +88,7 @@ def peak_in_flight_bytes(
         if kind in "BW":
             num_added[stage] += 1
             fraction = sums.fraction(num_added)
-            last_block = local[stage].within_blocks(1.0, sums.weight_gradients) + inside[stage]
+            last_block = local[stage].within_blocks(1.0, sums.weight_gradients) + cuda_exchange
             update_peak(max(last_block, local[stage].embedding_gradient) if kind == "B" else 0)
         if kind != "W":
             offloaded += local[stage].offloaded * (1 if kind == "F" else -1)
@@ -96,13 +96,14 @@ def peak_in_flight_bytes(
     return PeakInFlightBytes(peaks, offloaded=offloaded_peak)
 
 
-def _temporary(activations: ActivationBytes, inside: int, gradients: WeightGradients) -> dict[ActionKind, int]:
+def _temporary(activations: ActivationBytes, cuda_exchange: int, gradients: WeightGradients) -> dict[ActionKind, int]:
     """Return the peak bytes of each pass of a stage, beyond those that are alive before it."""
-    whole_backward = max(activations.at_backward_start, activations.within_blocks(0.0, gradients) + inside)
+    whole_backward = max(activations.at_backward_start, activations.within_blocks(0.0, gradients) + cuda_exchange)
     input_gradients = max(
         activations.at_backward_start,
-        activations.inside_blocks + activations.mlp_gradients,
-        activations.deferred_weight_grads + max(activations.residual_gradient + inside, activations.embedding_gradient),
+        activations.inside_blocks + largest_moment(activations.moments.mlp, NO_GRADIENTS),
+        activations.deferred_weight_grads
+        + max(activations.residual_gradient + activations.exchanged + cuda_exchange, activations.embedding_gradient),
     )
     return {
         "F": activations.total,

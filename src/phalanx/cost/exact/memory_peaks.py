@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cost.exact.activation_memory import ActivationBytes
+from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
@@ -109,7 +109,7 @@ def _input_bytes(run: RunSpec, batch_plan: BatchPlan) -> int:
 
 
 def memory_peaks(
-    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, exchange: int
+    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, cuda_exchange: int
 ) -> Iterator[int]:
     """Yield the bytes at the start and end of backward, at each communication, and at the update.
 
@@ -117,11 +117,11 @@ def memory_peaks(
         persistent: Bytes that remain.
         buffer_peaks: Communication buffers and their times.
         activations: Activations of a micro-batch.
-        exchange: Bytes of model-parallel communication inside blocks.
+        cuda_exchange: Bytes of model-parallel communication inside blocks on CUDA; on a CPU the activations contain it.
     """
     own_bytes = persistent.weight_gradient
     own = WeightGradients(own=own_bytes)
-    start_bytes = max(activations.at_backward_start, activations.within_blocks(0.0, own) + exchange)
+    start_bytes = max(activations.at_backward_start, activations.within_blocks(0.0, own) + cuda_exchange)
     yield persistent.always + persistent.accumulated_gradients + start_bytes
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
@@ -135,7 +135,7 @@ def memory_peaks(
             case "in_head":
                 block_bytes = activations.total + activations.head_gradients
             case "inside_block":
-                block_bytes = activations.within_blocks(peak.backward_fraction, gradients) + exchange
+                block_bytes = activations.within_blocks(peak.backward_fraction, gradients) + cuda_exchange
             case "inside_mlp":
                 block_bytes = activations.within_mlp(peak.backward_fraction, gradients)
             case "inside_attention":
@@ -150,9 +150,9 @@ def memory_peaks(
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        yield persistent.always + gradient_bytes + activations.within_blocks(done, own) + exchange
+        yield persistent.always + gradient_bytes + activations.within_blocks(done, own) + cuda_exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
-    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0, own) + exchange
+    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0, own) + cuda_exchange
     yield persistent.always + end_gradient_bytes + persistent.optimizer_workspace
 
 

@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.cost.exact.activation_memory import (
-    ActivationBytes,
-    StageBlocks,
-    activation_bytes,
-    pipeline_stages,
-)
+from phalanx.cost.exact.activation_bytes import ActivationBytes
+from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes, pipeline_stages
 from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
-from phalanx.cost.exact.comm_buffers import activation_exchange_bytes, pipeline_buffer_bytes
+from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer_bytes
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks
 from phalanx.cost.exact.model_state import zero_gradient_bytes
@@ -62,12 +58,12 @@ def working_memories(
 def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
     """Return the working memory without a pipeline: one micro-batch at a time, and the exchanges inside blocks."""
     activations = _stage_activations(run, batch_plan.micro_batch_size, strategy)
-    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size, activations.mlp_gradients)
+    cuda_exchange = cuda_exchange_bytes(run, batch_plan.micro_batch_size) if run.cluster.uses_cuda else 0
     return WorkingMemory(
         activations=activations.peak,
-        exchanged=exchange,
+        exchanged=max(cuda_exchange, activations.exchanged),
         offloaded=activations.offloaded,
-        peaks=partial(memory_peaks, activations=activations, exchange=exchange if run.cluster.uses_cuda else 0),
+        peaks=partial(memory_peaks, activations=activations, cuda_exchange=cuda_exchange),
     )
 
 
@@ -126,16 +122,13 @@ def _in_flight_peaks(
         if signature not in activations_by_signature:
             activations_by_signature[signature] = _stage_activations(run, batch, strategy, stage=stage)
     stage_activations = [activations_by_signature[signature] for signature in signatures]
-    exchanges = [
-        activation_exchange_bytes(run, batch, activations.mlp_gradients) if run.cluster.uses_cuda else 0
-        for activations in stage_activations
-    ]
+    cuda_exchange = cuda_exchange_bytes(run, batch) if run.cluster.uses_cuda else 0
     return [
         peak_in_flight_bytes(
             schedule,
             pp_rank,
             stage_activations,
-            inside=exchanges,
+            cuda_exchange=cuda_exchange,
             sums=_gradient_sums(
                 run, batch_plan, strategy, {stage: stages[stage] for stage in schedule.stages_of(pp_rank)}, rank
             ),

@@ -97,7 +97,7 @@ class FSDP(Strategy):
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
-        self._prefetch(layout.fsdp_prefetch, inner=[unit for unit in self.units if unit in experts])
+        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", experts))
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
             self._install_gloo_collectives()
