@@ -12,7 +12,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
-from phalanx.verify.plan_comparison import MEMORY_TOLERANCE, PlanCheck, compare_with_plan
+from phalanx.verify.plan_comparison import MEMORY_TOLERANCE, compare_with_plan
 from tests.helpers import cli_runner
 from tests.helpers.dry_run_cases import BF16, DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, WINDOWS, Table, dry_run_case
 from tests.helpers.small_runs import measure_steady_step, small_run
