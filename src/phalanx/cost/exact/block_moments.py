@@ -82,12 +82,14 @@ def block_moments(
         splits_backward: True if the gradients of weights are deferred, with their operands.
     """
     if shape.on_cuda:
-        temporary = mlp_backward_bytes(spec, layer, shape, splits_backward) + fp8_cast_bytes(spec, layer, shape)
+        temporary = mlp_backward_bytes(spec, layer, shape, splits_backward=splits_backward) + fp8_cast_bytes(
+            spec, layer, shape
+        )
         return BlockMoments(mlp=(BlockMoment(temporary=temporary + output_gradient),))
     is_moe = spec.moe is not None and spec.is_moe_layer(layer)
     mlp = _expert_moments if is_moe else _dense_mlp_moments
     moments = BlockMoments(
-        mlp=mlp(spec, layer, shape, splits_backward), attention=_attention_moments(spec, layer, shape)
+        mlp=mlp(spec, layer, shape, splits_backward=splits_backward), attention=_attention_moments(spec, layer, shape)
     )
     return BlockMoments(
         mlp=tuple(_moment_of_pass(moment, output_gradient, splits_backward) for moment in moments.mlp),
@@ -107,7 +109,7 @@ def _dense_mlp_moments(
     """Return the moments of the last product, with the activation, and of the first products."""
     matrix = spec.hidden_size * shape.max_local_count(spec.ffn_hidden_size)
     num_first = 2 if spec.activation == "swiglu" else 1
-    inner_gradients = mlp_backward_bytes(spec, layer, shape, splits_backward)
+    inner_gradients = mlp_backward_bytes(spec, layer, shape, splits_backward=splits_backward)
     activation_inputs = num_first * shape.tokens * shape.max_local_count(spec.ffn_hidden_size) * shape.compute_bytes
     gathered_gradient = _all_tokens_bytes(spec, shape)
     return (
@@ -135,7 +137,9 @@ def _expert_moments(spec: ModelSpec, layer: int, shape: ForwardShape, splits_bac
     row_bytes = rows * spec.hidden_size * shape.compute_bytes
     inner_bytes = rows * F * shape.compute_bytes
     if splits_backward:
-        temporary = mlp_backward_bytes(spec, layer, shape, splits_backward) + fp8_cast_bytes(spec, layer, shape)
+        temporary = mlp_backward_bytes(spec, layer, shape, splits_backward=splits_backward) + fp8_cast_bytes(
+            spec, layer, shape
+        )
         return (BlockMoment(temporary=temporary),)
     gathered_gradient = _all_tokens_bytes(spec, shape) if shape.layout.ep == 1 else 0
     return (
@@ -187,7 +191,13 @@ def _attention_moments(spec: ModelSpec, layer: int, shape: ForwardShape) -> tupl
 
 
 def saved_by_mlp_or_experts(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
-    """Return the bytes that a block's MLP or experts save."""
+    """Return the bytes that a block's MLP or experts save.
+
+    Args:
+        spec: Model.
+        layer: Index of the block in the model.
+        shape: Sizes of a micro-batch on one rank.
+    """
     if spec.moe is not None and spec.is_moe_layer(layer):
         return saved_by_experts(spec, spec.moe, shape).total()
     return saved_by_mlp(spec, shape).total()

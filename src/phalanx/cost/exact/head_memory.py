@@ -52,9 +52,13 @@ def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
 
 
 def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
-    """Return the bytes of the head's gradient and of its sum in fp32, when the sum becomes so, beyond what is freed.
+    """Return the bytes of the head's gradient and its new sum, when the sum becomes fp32, beyond what is freed by then.
 
-    0 if the gradient is deferred."""
+    Args:
+        spec: Model.
+        shape: Sizes of a micro-batch on one rank.
+        splits_backward: True if the gradient of the head's weight is deferred, unless it is computed in chunks.
+    """
     matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
     if splits_backward and shape.num_logits_chunks(spec) == 1:
         return 0

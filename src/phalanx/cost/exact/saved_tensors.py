@@ -175,7 +175,13 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
 
 
 def saved_by_expert_rows(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> int:
-    """Return the part of `saved_by_experts` of the rows: each expert's SwiGLU, and the weighted sum of outputs."""
+    """Return the part of `saved_by_experts` of the rows: each expert's SwiGLU, and the weighted sum of outputs.
+
+    Args:
+        spec: Model.
+        moe: Experts of the model, `spec.moe`.
+        shape: Sizes of a micro-batch on one rank.
+    """
     rows, F = expert_rows(moe, shape)
     experts = rows * (spec.hidden_size + 2 * F)
     weighted_sum = rows * (spec.hidden_size + 1)

@@ -58,7 +58,7 @@ def weight_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Seque
 def widened_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Sequence[int], last: bool) -> int:
     """Return the largest temporary bytes while a sum of gradients becomes fp32, beyond the operands freed by then.
 
-    They are the gradient of a weight, and the new sum beside the old one.
+    They are the gradient of a weight and the new sum; the old sum is a gradient that is counted already.
 
     Args:
         spec: Model.

@@ -52,7 +52,7 @@ def working_memories(
     """
     if run.layout.pp == 1:
         return [_single_stage_memory(run, batch_plan, strategy)]
-    return _pipeline_stage_memories(run, batch_plan, strategy, ranks)
+    return _pipeline_stage_memories(run, batch_plan, strategy, ranks=ranks)
 
 
 def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
@@ -130,31 +130,37 @@ def _in_flight_peaks(
             stage_activations,
             cuda_exchange=cuda_exchange,
             sums=_gradient_sums(
-                run, batch_plan, strategy, {stage: stages[stage] for stage in schedule.stages_of(pp_rank)}, rank
+                run,
+                batch_plan,
+                strategy,
+                shares=_gradient_shares(rank, {index: stages[index] for index in schedule.stages_of(pp_rank)}),
             ),
         )
         for pp_rank, rank in enumerate(ranks)
     ]
 
 
-def _gradient_sums(
-    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, stages: Mapping[int, StageBlocks], rank: RankTensors
-) -> GradientSums:
-    """Return how the sums of gradients of a pipeline rank grow: by stage, and in ZeRO from bf16 to fp32."""
-    precision = run.training.precision
+def _gradient_shares(rank: RankTensors, stages: Mapping[int, StageBlocks]) -> dict[int, float]:
+    """Return the fraction of a rank's parameters that each of its stages has."""
     counts = {
         index: sum(num_elements(shape) for name, shape in rank.all.items() if _is_in_stage(name, stage))
         for index, stage in stages.items()
     }
-    is_zero = strategy in ("zero1", "zero2")
+    return {index: count / sum(counts.values()) for index, count in counts.items()}
+
+
+def _gradient_sums(
+    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, shares: Mapping[int, float]
+) -> GradientSums:
+    """Return how the sums of gradients of a pipeline rank grow: by stage, and in ZeRO from bf16 to fp32."""
+    precision = run.training.precision
     final_bytes = zero_gradient_bytes(precision, batch_plan.gradient_accumulation_steps)
-    compute_bytes = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[precision]
+    weight_bytes = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[precision]
+    is_fsdp = strategy in ("zero3", "hsdp")
     return GradientSums(
-        shares={index: count / sum(counts.values()) for index, count in counts.items()},
-        narrow=COMPUTE_BYTES[precision] / final_bytes if is_zero else 1.0,
-        weight_gradients=WeightGradients(block=compute_bytes)
-        if strategy in ("zero3", "hsdp")
-        else WeightGradients(own=compute_bytes),
+        shares=shares,
+        narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ("zero1", "zero2") else 1.0,
+        weight_gradients=WeightGradients(own=0 if is_fsdp else weight_bytes, block=weight_bytes if is_fsdp else 0),
     )
 
 

@@ -313,7 +313,13 @@ class DeferredReduceScatter(DefaultReduceScatter):
             self.finish()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of the next exchange, after the buffers of the previous one are freed."""
+        """Allocate a buffer of the next exchange, after those of the previous exchange are freed.
+
+        Args:
+            size: Shape of the buffer.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
+        """
         self.finish()
         return super().allocate(size, dtype=dtype, device=device)
 
