@@ -296,8 +296,8 @@ class TimedAllGather(DefaultAllGather):
 class DeferredReduceScatter(DefaultReduceScatter):
     """Phalanx's reduce-scatter, in place of FSDP2's.
 
-    If deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange overlaps the
-    backward pass of one more unit. At most one unit's buffers are allocated meanwhile."""
+    If deferred, the sum waits until the next unit's buffers are allocated (or `finish`), so that the exchange overlaps
+    the backward pass of one more unit. At most one unit's buffers exist at a time."""
 
     def __init__(self, comm_wait: WaitTimer, deferred: bool) -> None:
         self.comm_wait = comm_wait
@@ -307,7 +307,8 @@ class DeferredReduceScatter(DefaultReduceScatter):
     def __call__(  # type: ignore[override]  # FSDP2 ignores the return value
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Start an exchange; `allocate` has finished the previous one."""
+        """Finish the previous exchange, unless `allocate` has, and start the next."""
+        self.finish()
         self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
         if not self.deferred:
             self.finish()
