@@ -106,19 +106,12 @@ REAL_CASES = [
     RealCase("mixtral-8x7b", 32, 8, {"ep": 8, "pp": 2, "data_parallel": "zero1"}),
     RealCase("qwen3-30b-a3b", 16, 2, {"data_parallel": "hsdp", "dp_shard": 8, "activation_checkpointing": "full"}),
     RealCase("qwen3-30b-a3b", 16, 4, {"ep": 8, "cp": 2, "data_parallel": "zero2"}),
+    RealCase("llama3-8b", 8, 10, {"pp": 4, "schedule": "zb-h1", "data_parallel": "zero1"}),
+    RealCase("llama3-8b", 8, 4, {"pp": 2, "tp": 2, "data_parallel": "zero3"}),
+    RealCase("llama3-70b", 16, 2, {"tp": 2, "data_parallel": "zero3", "activation_checkpointing": "norms"}),
+    RealCase("mixtral-8x7b", 8, 2, {"ep": 8, "data_parallel": "zero3"}),
+    RealCase("mixtral-8x7b", 16, 2, {"ep": 4, "data_parallel": "zero3", "activation_checkpointing": "full"}),
 ]
 
 QUICK_CASES = [REAL_CASES[index] for index in (0, 2, 3, 4, 5, 7, 8, 9, 10, 14, 16, 19)]
 """Twelve cases with every kind of parallelism, schedule, strategy and precision, for `make test`."""
-
-KNOWN_DEVIATIONS = {
-    str(REAL_CASES[index]): limit
-    for index, limit in (
-        (13, 0.09),  # float8 casts where backward passes are split
-        (18, 0.05),  # gradients of a block's weights before its exchange
-        (20, 0.42),  # FSDP of experts: planned as if both kinds of ranks peaked at the same time
-        (22, 0.04),
-        (23, 0.045),
-    )
-}
-"""Maximum deviation of the peak of memory from the plan, where it is more than the tolerance."""

@@ -7,18 +7,17 @@ import pytest
 from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups
 from phalanx.verify.dry_run import corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
-from tests.helpers.real_dry_run_cases import KNOWN_DEVIATIONS, QUICK_CASES, REAL_CASES, RealCase
+from tests.helpers.real_dry_run_cases import QUICK_CASES, REAL_CASES, RealCase
 
 
 def _disagreements(case: RealCase, ranks: list[int]) -> list[tuple[int, PlanCheck]]:
-    """Return the differences from the plan of these ranks, except deviations of the peak that are known."""
+    """Return the differences from the plan of these ranks."""
     run = case.run()
-    known = KNOWN_DEVIATIONS.get(str(case), 0.0)
     return [
         (traced["rank"], check)
         for traced in trace_ranks(run, case.world_size, ranks)
         for check in compare_with_plan(run, case.world_size, traced)
-        if not check.agrees and not (check.what == "total" and abs(check.traced / check.planned - 1) <= known)
+        if not check.agrees
     ]
 
 
@@ -31,7 +30,3 @@ def test_first_and_last_role_of_real_size_agree_with_plan(case: RealCase) -> Non
 @pytest.mark.parametrize("case", REAL_CASES, ids=str)
 def test_corner_ranks_of_real_size_agree_with_plan(case: RealCase) -> None:
     assert _disagreements(case, corner_ranks(case.run(), case.world_size)) == []
-
-
-def test_known_deviations_name_cases() -> None:
-    assert KNOWN_DEVIATIONS.keys() <= set(map(str, REAL_CASES))

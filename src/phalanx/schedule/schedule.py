@@ -48,8 +48,6 @@ class OverlappedPair(NamedTuple):
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
-StagePass = tuple[int, ActionKind]
-"""A computation of a stage, for any micro-batch."""
 ScheduleStep = Action | OverlappedPair
 Grid = Sequence[Sequence[ScheduleStep | None]]
 """Rows of ranks, columns of ticks; None is an idle tick."""
@@ -82,14 +80,6 @@ class Schedule:
     @cached_property
     def _actions(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(action for step in order for action in actions(step)) for order in self.orders)
-
-    def stage_passes(self, rank: int) -> tuple[StagePass, ...]:
-        """Return the computations of a rank, in order, without their micro-batches."""
-        return self._stage_passes[rank]
-
-    @cached_property
-    def _stage_passes(self) -> tuple[tuple[StagePass, ...], ...]:
-        return tuple(tuple((stage, kind) for stage, kind, _ in self.actions(rank)) for rank in range(self.ranks))
 
     @cached_property
     def rank_of(self) -> dict[int, int]:

@@ -265,7 +265,7 @@ def test_activation_bytes_is_linear_in_batch_size(name, mode):
     one, two, three = (
         activation_bytes(SPECS[name], n, 64, "bf16", Layout(activation_checkpointing=mode), True) for n in (1, 2, 3)
     )
-    for part in ("checkpoints", "norms", "attention", "mlp", "loss_gradients"):
+    for part in ("checkpoints", "norms", "attention", "mlp", "loss"):
         assert getattr(two, part) == 2 * getattr(one, part), part
     assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
     assert two.weight_copies == one.weight_copies
@@ -287,7 +287,7 @@ def test_autocast_weight_copies_count_each_matrix_once():
 def test_head_and_loss_dominate_activation_bytes_of_small_models():
     small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
-    assert small.loss_gradients == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and numbers of each row
+    assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and numbers of each row
 
 
 class PeakLiveBytes(TorchDispatchMode):

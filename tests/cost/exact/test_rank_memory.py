@@ -477,7 +477,9 @@ def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
         [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
     )
     assert gpipe[0] == gpipe[1]
-    flowing = 2 * 64 * make_run(model=model).model.ffn_hidden_size * 4
+    spec = make_run(model=model).model
+    # The gradients of both inputs of the activation, for 64 tokens, and of the last product's matrix.
+    flowing = (2 * 64 + spec.hidden_size) * spec.ffn_hidden_size * 4
     each = (gpipe[0] - flowing) / 8
     assert one == [3 * each + flowing, 2 * each + flowing]
 

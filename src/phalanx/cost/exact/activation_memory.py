@@ -22,104 +22,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cost.exact.activation_bytes import ActivationBytes
+from phalanx.cost.exact.block_moments import BlockMoments, block_moments
 from phalanx.cost.exact.forward_shape import ForwardShape
-from phalanx.cost.exact.head_memory import loss_gradient_bytes, saved_by_head
+from phalanx.cost.exact.head_memory import head_gradient_bytes, loss_bytes, saved_by_head, widened_head_bytes
 from phalanx.cost.exact.saved_tensors import (
-    fp8_cast_bytes,
-    mlp_backward_bytes,
+    expert_rows,
     norm_output_bytes,
     saved_by_attention,
+    saved_by_expert_rows,
     saved_by_experts,
     saved_by_inputs,
     saved_by_mlp,
     saved_by_norm,
 )
-from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes
+from phalanx.cost.exact.split_backward_memory import deferred_bytes, weight_gradient_bytes, widened_gradient_bytes
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.precision import BF16_PRECISIONS, Precision
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationBytes:
-    """Bytes between the loss and the backward pass, by part, and at later peaks."""
-
-    inputs: int = 0
-    """Tensors that blocks share: indices of tokens and positions, rotary tables, mask if recomputed."""
-    checkpoints: int = 0
-    """Inputs of the recomputed blocks (full) or attentions (selective) on the device."""
-    offloaded: int = 0
-    """Inputs of the recomputed blocks in CPU memory; not part of `total`."""
-    norms: int = 0
-    """Norms of the residual stream. The stream itself is saved only here, as their input."""
-    attention: int = 0
-    """Projections, norms of queries and keys, and attention itself."""
-    mlp: int = 0
-    """Dense MLPs."""
-    experts: int = 0
-    """Routers, routed and shared experts."""
-    tp_boundaries: int = 0
-    """Input and output of a pipeline stage that no other operation saves."""
-    head_and_loss: int = 0
-    """Input of the head, and the gradient of the logits in their place; or the head's gradients (`head_memory`)."""
-    weight_copies: int = 0
-    """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
-    loss_gradients: int = 0
-    """Temporary: probabilities of a chunk of the rows (at least fp32), or the gradients of the head (`head_memory`)."""
-    mlp_gradients: int = 0
-    """Temporary: the peak in the last MLP or experts in backward, and the residual stream's gradient."""
-    recomputed: int = 0
-    """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
-    recomputed_first: int = 0
-    """Peak while the first block is recomputed, which is the last recomputation."""
-    residual_gradient: int = 0
-    """Temporary: gradient of the residual stream between blocks."""
-    prefetched: int = 0
-    """Temporary: an offloaded input that is copied back to the device one block ahead."""
-    prefetch_end: float = 1.0
-    """Fraction of the backward pass that has been freed when the last block with a `prefetched` input is recomputed."""
-    deferred_weight_grads: int = 0
-    """Bytes that a stage saves for a micro-batch between the halves of its backward pass."""
-    inside_blocks: int = 0
-    """Peak within a block, without `mlp_gradients`, when later blocks and the head have deferred their operands."""
-    weight_gradient: int = 0
-    """Temporary: the largest gradient that a second half adds, beyond the operands that are freed by then."""
-    embedding_gradient: int = 0
-    """Temporary: the gradient of the embedding, with which the backward pass of a first stage ends."""
-
-    @property
-    def total(self) -> int:
-        """Bytes saved at the end of the forward pass and the loss."""
-        blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.tp_boundaries
-        return self.inputs + blocks + self.head_and_loss + self.weight_copies
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes: at the start of the backward pass, or during recomputation."""
-        return max(self.at_backward_start, self.within_blocks())
-
-    @property
-    def at_backward_start(self) -> int:
-        """Bytes at the start of the backward pass, with the loss."""
-        return self.total + self.loss_gradients
-
-    def within_blocks(self, done: float = 0.0) -> int:
-        """Return the bytes inside a block when the fraction `done` of the backward pass has been freed."""
-        recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
-        if self.prefetched and done < 1:  # nothing is freed from block to block
-            recomputed = self.recomputed
-        return round(max((1 - done) * self._saved_in_blocks, recomputed)) + self.mlp_gradients
-
-    def between_blocks(self, done: float) -> int:
-        """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
-        prefetched = self.prefetched if done < 1 else 0
-        return round((1 - done) * self._saved_in_blocks) + self.residual_gradient + prefetched
-
-    @property
-    def _saved_in_blocks(self) -> int:
-        """Part of the total that remains after the head's backward pass."""
-        return self.total - self.head_and_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +156,11 @@ def activation_bytes(
     recompute_peaks = inside_blocks[: stage.recomputed] if shape.layout.recomputes_attention else []
     return ActivationBytes(
         **(saved + _saved_by_head(spec, shape, stage)),
-        loss_gradients=loss_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
-        mlp_gradients=_mlp_gradient_bytes(spec, shape, stage),
+        loss=loss_bytes(spec, shape) if stage.last else 0,
+        head_gradients=head_gradient_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
+        saved_by_final_norm=saved_by_norm(spec, shape) if stage.last else 0,
+        moments=_last_block_moments(spec, shape, stage),
+        **_expert_bytes(spec, shape, stage.layers[-1]),
         residual_gradient=_stream_bytes(spec, shape),
         **_offloaded_inputs(spec, shape, stage),
         recomputed=max(recompute_peaks, default=0),
@@ -244,10 +168,22 @@ def activation_bytes(
         deferred_weight_grads=sum(deferred),
         inside_blocks=max(inside_blocks),
         weight_gradient=weight_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
+        widened_head=widened_head_bytes(spec, shape, stage.splits_backward) if stage.last else 0,
+        widened_gradient=widened_gradient_bytes(spec, shape, layers=stage.layers, last=stage.last) if deferred else 0,
         embedding_gradient=shape.max_local_count(spec.vocab_size) * spec.hidden_size * shape.residual_bytes
         if stage.first
         else 0,
     )
+
+
+def _expert_bytes(spec: ModelSpec, shape: ForwardShape, layer: int) -> dict[str, int]:
+    """Return what a block's experts save for their rows, and the gradient of these."""
+    if spec.moe is None or not spec.is_moe_layer(layer):
+        return {}
+    return {
+        "saved_by_expert_rows": saved_by_expert_rows(spec, spec.moe, shape),
+        "expert_input_gradient": expert_rows(spec.moe, shape)[0] * spec.hidden_size * shape.compute_bytes,
+    }
 
 
 def _offloaded_inputs(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> dict[str, Any]:
@@ -321,11 +257,14 @@ def _saved_by_blocks(
     return saved, inside_blocks
 
 
-def _mlp_gradient_bytes(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> int:
-    """Return the peak temporary bytes in the last block's MLP or experts, with the gradient of the residual stream.
+def _last_block_moments(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> BlockMoments:
+    """Return the moments of the last block.
 
-    In all stages but the last, that gradient is a message.
-    """
-    gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
-    gradients += fp8_cast_bytes(spec, stage.layers[-1], shape)
-    return gradients + (_stream_bytes(spec, shape) if stage.last else 0)
+    In all stages but the last, the gradient of the block's output is a message."""
+    return block_moments(
+        spec,
+        stage.layers[-1],
+        shape,
+        output_gradient=_stream_bytes(spec, shape) if stage.last else 0,
+        splits_backward=stage.splits_backward,
+    )

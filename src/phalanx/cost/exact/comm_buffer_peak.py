@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Moment = Literal[
+    "backward_start",
+    "in_loss",
+    "in_head",
+    "inside_block",
+    "inside_mlp",
+    "after_experts",
+    "in_dispatch",
+    "inside_attention",
+    "after_block",
+]
+"""Time at the start of the backward pass, or in that of a block. The start is the loss, and the head's backward pass.
+Experts can be a unit of FSDP that is complete before their block, and before the dispatch of their rows."""
 FIRST_BLOCK = 1e-9
 """Fraction of the backward pass that is complete at the start of the first block, after the loss and the head."""
 
@@ -17,7 +31,8 @@ class CommBufferPeak:
     gradient_fraction: float | None = None
     """Fraction of the gradients that exist by then, if it differs: those of a head precede all blocks."""
     bytes: int
-    is_between_blocks: bool = False
-    """True between blocks, when the inner gradients of a block have been freed."""
+    moment: Moment = "inside_block"
+    weight_gradient_bytes: int = 0
+    """Bytes of the gradient of each weight of the block that exists inside it, and is in no other number."""
     gather_stream_bytes: int = 0
     """Part of `bytes` on the gather stream, whose memory CUDA's allocator keeps separate."""

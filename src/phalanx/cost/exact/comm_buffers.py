@@ -12,7 +12,9 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 
+from phalanx.cost.exact.block_moments import attention_exchange_bytes
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
 from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
@@ -72,44 +74,34 @@ def comm_buffer_peaks(
             return []
 
 
-def activation_exchange_bytes(run: RunSpec, batch: int, expert_gradients: int) -> int:
-    """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks.
+def cuda_exchange_bytes(run: RunSpec, batch: int) -> int:
+    """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks on CUDA.
 
-    Tensor-parallel ranks have a gathered input, and a term of the sum before and after the exchange. Without sequence
-    parallelism they have a sum and its copy. Ring attention has keys, values and their gradients, two of each
-    (one in transit). An all-to-all has its input and output, and with experts also the rows before sorting. On a CPU,
-    rows of experts are exchanged before and after the gradients inside experts exist.
+    Tensor-parallel ranks reserve as much as four tensors of all tokens, without sequence parallelism two: a gathered
+    input, and a term of the sum before and after the exchange. Rows of experts exist before sorting, and as input and
+    output of an all-to-all.
 
     Args:
         run: The run.
         batch: Sequences of a micro-batch.
-        expert_gradients: Bytes of the gradients inside an MLP or experts, which are counted already.
     """
-    spec = run.model
     layout = run.layout
-    tokens, residual_tokens = _token_counts(run, batch)
-    elements = 0
-    ring_elements = 0
+    shape = ForwardShape(
+        batch=batch,
+        sequence=run.training.seq_len,
+        precision=run.training.precision,
+        layout=layout,
+        autocast=False,
+        masked=False,
+        on_cuda=True,
+    )
+    exchanged_bytes = attention_exchange_bytes(run.model, shape)
     if layout.tp > 1:
-        num_buffers = 2
-        if layout.sequence_parallel:
-            # Tokens of several sequences are gathered by rank, then reordered. On CUDA, measured ranks reserve as much.
-            num_buffers = 3 if batch == 1 and not run.cluster.uses_cuda else 4
-        elements += num_buffers * tokens * (spec.hidden_size + 1)
-        # Received queries and keys, contiguous, and with their gradients in transit.
-        elements += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
-    if layout.cp > 1:
-        kv = -(-spec.num_kv_heads // layout.tp)
-        q = -(-spec.num_heads // layout.tp)
-        if layout.cp_method == "ring":
-            ring_elements = 8 * kv * tokens * spec.head_dim
-        else:
-            elements += 2 * (q + 2 * max(kv, layout.cp)) * tokens * spec.head_dim
-    compute_bytes = COMPUTE_BYTES[run.training.precision]
-    exchanged_bytes = max(4, compute_bytes) * ring_elements + compute_bytes * elements
-    if layout.ep > 1 and spec.moe:
-        row_bytes = compute_bytes * 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
-        exchanged_bytes += row_bytes if run.cluster.uses_cuda else max(0, row_bytes - expert_gradients)
+        num_buffers = 4 if layout.sequence_parallel else 2
+        exchanged_bytes += num_buffers * shape.tokens * (run.model.hidden_size + 1) * shape.compute_bytes
+    if layout.ep > 1 and run.model.moe:
+        rows = run.model.moe.top_k * shape.residual_tokens
+        exchanged_bytes += 3 * rows * run.model.hidden_size * shape.compute_bytes
     return exchanged_bytes
 
 
@@ -131,13 +123,9 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank:
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     # Under autocast the residual stream is in the parameters' fp32.
     message_bytes = max(4, compute_bytes) if strategy == "ddp" else compute_bytes
-    return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
-
-
-def _token_counts(run: RunSpec, batch: int) -> tuple[int, int]:
-    """Return the tokens of a micro-batch in products, and those in the residual stream of a rank."""
     tokens = batch * run.training.seq_len // run.layout.cp
-    return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
+    residual_tokens = tokens // run.layout.tp if run.layout.sequence_parallel else tokens
+    return message_bytes * num_messages * residual_tokens * run.model.hidden_size
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:
@@ -159,7 +147,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     )
     fractions = [sent_elements / sum(sizes) for sent_elements in accumulate(sizes)]
     return [
-        CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes),
+        CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes, moment="backward_start"),
         *(
             CommBufferPeak(backward_fraction=fraction, bytes=unsent_bytes + copied_bytes * size)
             for fraction, size in zip(fractions, sizes, strict=True)
@@ -215,7 +203,7 @@ def zero_buffers(
             backward_fraction=max(FIRST_BLOCK, block_fraction),
             gradient_fraction=fraction,
             bytes=bytes_per_element * size,
-            is_between_blocks=bucket == len(buckets) - 1,
+            moment="after_block" if bucket == len(buckets) - 1 else "inside_block",
         )
         for bucket, (block_fraction, fraction, size) in enumerate(points)
         if size

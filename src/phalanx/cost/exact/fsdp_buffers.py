@@ -4,13 +4,15 @@ On a CPU they are those of `parallel.data.fsdp` on gloo, on CUDA those of PyTorc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
-from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
+from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak, Moment
 from phalanx.cost.exact.fsdp_cuda_buffers import cuda_buffer_peaks
-from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
-from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
+from phalanx.cost.exact.fsdp_units import HEAD, ROOT, FsdpUnit, backward_fsdp_units
+from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.layout import EMBEDDINGS, Layout
@@ -29,214 +31,210 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
     """
     layout = run.layout
     precision = run.training.precision
-    if layout.pp > 1:  # parameters stay gathered for the step
-        layout = layout.model_copy(update={"reshard_after_forward": False})
     if run.cluster.uses_cuda:
-        peaks = cuda_buffer_peaks(rank, layout, precision, accumulates=accumulation > 1 and layout.pp == 1)
-    else:
-        deferred = not has_replicas
-        summed_twice = deferred and accumulation > 1 and layout.offload == "none"
-        peaks = _cpu_peaks(rank, layout, precision, summed_twice=summed_twice, deferred=deferred)
-    return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks] if layout.pp > 1 else peaks
+        if layout.pp == 1:
+            return cuda_buffer_peaks(rank, layout, precision, accumulates=accumulation > 1)
+        kept = layout.model_copy(update={"reshard_after_forward": False})  # parameters stay gathered for the step
+        peaks = cuda_buffer_peaks(rank, kept, precision, accumulates=False)
+        return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
+    units = backward_fsdp_units(rank, layout)
+    if layout.pp > 1:
+        return _pipeline_peaks(units, precision)
+    backward = _CpuBackwardPass(units, layout, precision, accumulates=accumulation > 1, is_deferred=not has_replicas)
+    return list(backward.peaks())
 
 
-def _cpu_peaks(
-    rank: RankTensors, layout: Layout, precision: Precision, summed_twice: bool, deferred: bool
-) -> list[CommBufferPeak]:
-    """Return the buffers on a CPU. With separate experts, one gradient is in transit at a time."""
-
-    def unit_peaks(shapes: Shapes, ranks: int, num_full_buffers: int = 2) -> list[CommBufferPeak]:
-        buffers = _CpuUnitBuffers(
-            units=_cpu_units(shapes, layout, ranks),
-            layout=layout,
-            compute_bytes=COMPUTE_BYTES[precision] * ranks,
-            state_bytes=STATE_BYTES[precision] * ranks,
-            row_bytes=STATE_BYTES[precision],
-            num_full_buffers=num_full_buffers,
-            summed_twice=summed_twice,
-        )
-        return buffers.deferred_peaks() if deferred else buffers.immediate_peaks()
-
-    if not rank.expert:
-        return unit_peaks(rank.dense, rank.shards)
-    return _combine_peaks(
-        unit_peaks(rank.dense, rank.shards, num_full_buffers=0), unit_peaks(rank.expert, rank.expert_shards)
-    )
+def _gathered_bytes(unit: FsdpUnit, precision: Precision) -> int:
+    """Return the bytes of a unit's parameters on all ranks together, with padding."""
+    return COMPUTE_BYTES[precision] * unit.owned * unit.ranks
 
 
-def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
-    """Return the buffers of two kinds of tensors, each plus the peak of the other kind."""
-    max_bytes, max_other_bytes = (max((peak.bytes for peak in group), default=0) for group in (peaks, other_peaks))
-    combined = [replace(peak, bytes=peak.bytes + max_other_bytes) for peak in peaks]
-    return combined + [replace(peak, bytes=peak.bytes + max_bytes) for peak in other_peaks]
+def _sent_bytes(unit: FsdpUnit, precision: Precision) -> int:
+    """Return the bytes of the gradients that a unit sends, in the dtype of the parameters."""
+    return STATE_BYTES[precision] * unit.owned * unit.ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CpuUnits:
-    """Elements that a rank owns, with padding, of the units of one kind of tensors."""
-
-    root: int
-    """Elements outside blocks of a root that owns them; 0 if they are two units."""
-    root_head_gradient: int
-    """Gradients of the root before the first block's backward pass: all except an untied embedding's."""
-    embedding: int
-    head: int
-    """Elements of the unit of the final norm and head; 0 without it."""
-    block: int
-    """Elements of the largest block."""
-    num_blocks: int
-    all_blocks: int
-    """Elements of all blocks together."""
-    last_reduced: int
-    """Elements of the unit whose gradients are the last: the root, or the embedding."""
-    total: int
-    """Elements of all units."""
-
-    def gathered(self, layout: Layout, num_started: int = 0) -> int:
-        """Return the gathered elements, except the head's unit and the current block, during the backward pass.
-
-        They are the root and the prefetched blocks, or without resharding all blocks and the embedding.
-
-        Args:
-            layout: Layout of the run.
-            num_started: Number of blocks whose backward pass has started, after which fewer may be left to prefetch.
-        """
-        num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks - num_started)
-        return self.root + (
-            num_ahead * self.block if layout.reshard_after_forward else self.all_blocks + self.embedding
-        )
+def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
+    """Return the bytes of this rank's rows of the sum."""
+    return STATE_BYTES[precision] * unit.owned
 
 
-def _cpu_units(shapes: Shapes, layout: Layout, ranks: int) -> _CpuUnits:
-    sizes = fsdp_unit_sizes(shapes, layout, ranks)
-    has_untied_head = "head.weight" in shapes
-    late_names = [name for name in shapes if has_untied_head and name.startswith(EMBEDDINGS)]
-    late = sum(max_shard_elements(shapes[name], ranks) for name in late_names)
-    return _CpuUnits(
-        root=sizes.root,
-        root_head_gradient=max(0, sizes.root - late),
-        embedding=sizes.embedding,
-        head=sizes.head,
-        block=max(sizes.blocks, default=0),
-        num_blocks=len(sizes.blocks),
-        all_blocks=sum(sizes.blocks),
-        last_reduced=sizes.last_reduced,
-        total=sizes.total,
-    )
+def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
+    """Return the bytes of the gradient that FSDP2 keeps during the exchange: that of the unit's last parameter.
+
+    It is the loop variable of `foreach_reduce`, which has no loop on a single rank."""
+    return COMPUTE_BYTES[precision] * unit.last_gradient if unit.ranks > 1 else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CpuUnitBuffers:
-    """Buffers of the units of one kind of tensors on a CPU, at the start of backward, at each block, and at the end.
+def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBufferPeak]:
+    """Return the buffers of a pipeline: parameters stay gathered for the step, at whose end unit after unit is sent.
 
-    A root that has all parameters outside blocks stays gathered; else the head's unit is gathered until its gradients
-    are copied to the send buffer. `prefetch` blocks and the current block are gathered (without `reshard` all).
-    Gradients are kept in the compute dtype, those of a root's head all the time; they are sent and summed in the
-    parameters' dtype. The copies that FSDP2 makes of gathered blocks are smaller (torch/distributed/fsdp/_fully_shard).
+    The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
+    gathered_bytes = sum(_gathered_bytes(unit, precision) for unit in units)
+    peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes)]
+    sums_bytes = 0
+    freed_bytes = 0
+    for unit in reversed(units):
+        gathered_bytes -= _gathered_bytes(unit, precision)
+        freed_bytes += STATE_BYTES[precision] * unit.gradients
+        sums_bytes += _sum_bytes(unit, precision)
+        size = gathered_bytes + 2 * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
+        peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size))
+    return peaks
+
+
+class _CpuBackwardPass:
+    """The backward pass of a micro-batch: which units are gathered, and which exchange is under way.
+
+    A unit gathers its parameters before its backward pass, and prefetches those of the next units. Afterwards it frees
+    them and sends its gradients. Gradients have the compute dtype, and are sent and summed in the parameters' dtype.
     """
 
-    units: _CpuUnits
-    layout: Layout
-    compute_bytes: int
-    """Bytes of an owned element on all ranks together, when it is gathered."""
-    state_bytes: int
-    """Bytes of an owned element on all ranks together, in the dtype of the parameters."""
-    row_bytes: int
-    """Bytes of an owned element."""
-    num_full_buffers: int
-    """Full buffers of an exchange; without any, other tensors are in transit then."""
-    summed_twice: bool
-    """True if a micro-batch's sums exist in addition to those of previous ones (`parallel.data.fsdp`)."""
+    def __init__(
+        self, units: list[FsdpUnit], layout: Layout, precision: Precision, accumulates: bool, is_deferred: bool
+    ) -> None:
+        """Create the pass at its start, after the loss.
 
-    def deferred_peaks(self) -> list[CommBufferPeak]:
-        """Return the buffers where a unit's exchange ends when the gradients of the next unit are sent.
+        Args:
+            units: Units in the order in which their backward passes end.
+            layout: Layout of the run.
+            precision: Precision of the run.
+            accumulates: True if a step has several micro-batches.
+            is_deferred: True if an exchange ends when the next unit sends. Else it ends at once, but what was sent is
+                kept until then.
+        """
+        self.units = units
+        self.layout = layout
+        self.precision = precision
+        self.is_deferred = is_deferred
+        self.keeps_sums_apart = is_deferred and accumulates and layout.offload == "none"
+        """True if a micro-batch's sums exist in addition to those of previous ones (`parallel.data.fsdp`)."""
+        stays_gathered = not layout.reshard_after_forward
+        self.gathered = {unit.name: unit for unit in units if unit.name in (ROOT, HEAD) or stays_gathered}
+        self.root_gradients = 0
+        """Bytes of the gradients of a root's final norm and head, which are the first."""
+        # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
+        self.in_transit = _sent_bytes(units[-1], precision) if accumulates else 0
+        self.pending_sum = 0
+        """Part of `in_transit`: the sum of an exchange that has not ended."""
+        self.sums = 0
+        """Bytes of the sums of this micro-batch, except a pending one."""
+        self.all_sums = sum(_sum_bytes(unit, precision) for unit in units)
+        self.num_blocks = sum(map(_is_block, units))
+        self.num_completed = 0
+        """Number of blocks whose backward pass has ended."""
 
-        When a block's gradients are copied to the send buffer, that buffer replaces its parameters, and the previous
-        block's gradients are in transit. FSDP2 keeps what the previous micro-batch has sent last until the first unit
-        sends."""
-        units = self.units
-        sent_bytes = self._exchange_bytes(units.block)
-        head_bytes = self._exchange_bytes(units.head)
-        kept_bytes = self.state_bytes * units.last_reduced if self.summed_twice else 0
-        end_bytes = (self.compute_bytes + self.state_bytes) * units.last_reduced + sent_bytes
-        return [
-            self._start_peak(kept_bytes),
-            self._head_peak((self.compute_bytes + self.state_bytes) * units.head),
-            # The head's gradients are in transit until those of the first block are copied.
-            self._peak_in_block(1, head_bytes if units.head else kept_bytes),
-            self._peak_after_block(1, max(head_bytes + self.state_bytes * units.block, sent_bytes)),
-            *(self._peak_in_block(number, sent_bytes) for number in self._late_blocks),
-            *(
-                self._peak_after_block(number, sent_bytes + self.state_bytes * units.block)
-                for number in self._late_blocks
-            ),
-            self._end_peak(max(end_bytes, self._exchange_bytes(units.last_reduced))),
-        ]
+    def peaks(self) -> Iterator[CommBufferPeak]:
+        """Yield the buffers at the start, when a unit is gathered, inside it, when it ends, and when it sends."""
+        yield self._peak("in_loss", at_start=True)
+        self._prefetch(0 if self.units[0].name != HEAD else 1)
+        yield self._peak("in_head", at_start=True)
+        if self.units[-1].name == ROOT:
+            self.root_gradients = self._gradient_bytes(_early_gradients(self.units[-1]))
+            if not self.num_blocks:
+                yield from self._blocks_of_root()
+        started = set[str]()
+        for index, unit in enumerate(self.units):
+            for position in range(len(self.units) - 1, index - 1, -1):  # a block starts before its experts
+                starting = self.units[position]
+                if starting.name in (unit.name, unit.parent) and starting.name not in started:
+                    started.add(starting.name)
+                    if starting.name.startswith("blocks."):
+                        yield from self._start(position)
+            yield from self._end(unit)
 
-    def immediate_peaks(self) -> list[CommBufferPeak]:
-        """Return the buffers where a unit's exchange ends before the backward pass of the next unit, with replicas.
+    def _gradient_bytes(self, count: int) -> int:
+        return COMPUTE_BYTES[self.precision] * count
 
-        FSDP2 keeps the buffer that a unit has sent until the next unit sends."""
-        units = self.units
-        kept_bytes = self.state_bytes + self.row_bytes
-        # By then the gradients have been copied and freed.
-        exchanged_bytes = self._exchange_bytes(units.block) - self.compute_bytes * units.block
-        return [
-            self._start_peak(0),
-            self._head_peak(self.compute_bytes * units.head + self._exchange_bytes(units.head)),
-            self._peak_in_block(1, kept_bytes * units.head),
-            *(self._peak_in_block(number, kept_bytes * units.block) for number in self._late_blocks),
-            *(self._peak_after_block(number, exchanged_bytes) for number in [1, *self._late_blocks]),
-            self._end_peak(self._exchange_bytes(units.last_reduced)),
-        ]
+    def _blocks_of_root(self) -> Iterator[CommBufferPeak]:
+        """Yield the buffers inside each block of a root that is the only unit, whose gradients it keeps."""
+        counts = Counter[str]()
+        for name, shape in self.units[-1].shapes.items():
+            if name.startswith("blocks."):
+                counts[".".join(name.split(".")[:2])] += num_elements(shape)
+        self.num_blocks = len(counts)
+        for count in reversed(counts.values()):
+            yield self._peak_inside("inside_block")
+            self.root_gradients += self._gradient_bytes(count)
+            self.num_completed += 1
 
-    @property
-    def _late_blocks(self) -> list[int]:
-        """Numbers of the second block in the backward pass, and of the last two."""
-        count = self.units.num_blocks
-        return sorted({2, count - 1, count} - {0, 1}) if count > 1 else []
+    def _start(self, index: int) -> Iterator[CommBufferPeak]:
+        unit = self.units[index]
+        if self.layout.reshard_after_forward:
+            self.gathered[unit.name] = unit
+            copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
+            yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
+        self._prefetch(index + 1)
+        if not self._has_experts(unit):
+            yield self._peak_inside("inside_mlp" if unit.parent is not None else "inside_block")
 
-    def _exchange_bytes(self, unit: int) -> int:
-        if not self.num_full_buffers:
-            return 0
-        return (self.state_bytes * self.num_full_buffers + self.row_bytes) * unit
+    def _has_experts(self, unit: FsdpUnit) -> bool:
+        """Return whether another unit is inside this one."""
+        return any(other.parent == unit.name for other in self.units)
 
-    def _peak(self, fraction: float, size: int, is_between_blocks: bool, summed: int = 0) -> CommBufferPeak:
-        """Return a peak of `size` bytes, when the gradients of `summed` elements have been summed."""
+    def _peak_inside(self, moment: Moment) -> CommBufferPeak:
+        return self._peak(moment, weight_gradient_bytes=self._gradient_bytes(1))
+
+    def _prefetch(self, index: int) -> None:
+        """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
+        ahead = self.units[index : min(index + self.layout.fsdp_prefetch, len(self.units) - 1)]
+        self.gathered |= {unit.name: unit for unit in ahead if unit.ranks > 1}  # a single rank has nothing to gather
+
+    def _end(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
+        """Yield the buffers when all gradients of a unit exist, and when they are sent."""
+        is_inside = unit.parent is not None and not _is_block(unit)
+        moment: Moment = "after_experts" if is_inside else "after_block"
+        if _is_block(unit) and self._has_experts(unit):
+            yield self._peak_inside("inside_attention")
+        self.num_completed += _is_block(unit)
+        if unit.name == ROOT:
+            self.root_gradients = 0
+        yield self._peak(moment, self._gradient_bytes(unit.gradients), at_end=unit is self.units[-1])
+        self.gathered.pop(unit.name, None)
+        self.sums += self.pending_sum
+        num_buffers = 2 if unit.ranks > 1 else 1  # what is sent and what is received, or a copy on a single rank
+        self.in_transit = num_buffers * _sent_bytes(unit, self.precision)
+        self.pending_sum = _sum_bytes(unit, self.precision)
+        yield self._peak(moment, _last_gradient_bytes(unit, self.precision), at_end=unit is self.units[-1])
+        if is_inside:
+            yield self._peak("in_dispatch")
+        if not self.is_deferred or unit.ranks == 1:
+            self.in_transit = _sent_bytes(unit, self.precision)
+            self.sums += self.pending_sum
+            self.pending_sum = 0
+
+    def _peak(
+        self,
+        moment: Moment,
+        size: int = 0,
+        *,
+        weight_gradient_bytes: int = 0,
+        at_start: bool = False,
+        at_end: bool = False,
+    ) -> CommBufferPeak:
+        """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""
+        done = max(FIRST_BLOCK, self.num_completed / max(1, self.num_blocks))
+        gathered_bytes = sum(_gathered_bytes(unit, self.precision) for unit in self.gathered.values())
+        sums_bytes = self.sums if self.keeps_sums_apart else 0
         return CommBufferPeak(
-            backward_fraction=fraction,
-            gradient_fraction=summed / max(1, self.units.total),
-            bytes=size + (self.row_bytes * summed if self.summed_twice else 0),
-            is_between_blocks=is_between_blocks,
+            backward_fraction=0.0 if at_start else 1.0 if at_end else done,
+            gradient_fraction=self.sums / self.all_sums,
+            bytes=gathered_bytes + self.in_transit + self.pending_sum + self.root_gradients + sums_bytes + size,
+            moment=moment,
+            weight_gradient_bytes=weight_gradient_bytes,
         )
 
-    def _start_peak(self, size: int) -> CommBufferPeak:
-        gathered_bytes = self.compute_bytes * (self.units.gathered(self.layout) + self.units.head)
-        return self._peak(0.0, gathered_bytes + size, is_between_blocks=False)
 
-    def _head_peak(self, size: int) -> CommBufferPeak:
-        gathered_bytes = self.compute_bytes * self.units.gathered(self.layout)
-        return self._peak(FIRST_BLOCK, gathered_bytes + size, is_between_blocks=True)
+def _is_block(unit: FsdpUnit) -> bool:
+    """Return whether a unit is a block or a part of one, and not inside one."""
+    return unit.name.startswith("blocks.") and (unit.parent is None or unit.parent == ROOT)
 
-    def _peak_in_block(self, number: int, size: int) -> CommBufferPeak:
-        return self._block_peak(number, size, num_completed=number - 1)
 
-    def _peak_after_block(self, number: int, size: int) -> CommBufferPeak:
-        return self._block_peak(number, size, num_completed=number)
-
-    def _block_peak(self, number: int, size: int, num_completed: int) -> CommBufferPeak:
-        """Return a peak in or after a block, with `size` bytes and what is gathered then.
-
-        Sums of the block before are a part of its exchange."""
-        units = self.units
-        computing = units.gathered(self.layout, number) + units.root_head_gradient + units.block
-        return self._peak(
-            max(FIRST_BLOCK, num_completed / max(1, units.num_blocks)),
-            self.compute_bytes * computing + size,
-            is_between_blocks=num_completed == number,
-            summed=units.head + (number - 2) * units.block if number > 1 else 0,
-        )
-
-    def _end_peak(self, size: int) -> CommBufferPeak:
-        summed = self.units.total - (0 if self.units.root else self.units.last_reduced)
-        return self._peak(1.0, size, is_between_blocks=True, summed=summed)
+def _early_gradients(root: FsdpUnit) -> int:
+    """Return the elements of a root whose gradients precede all blocks: those of its norm and head."""
+    is_tied = "head.weight" not in root.shapes
+    return sum(
+        num_elements(shape)
+        for name, shape in root.shapes.items()
+        if not name.startswith("blocks.") and (is_tied or not name.startswith(EMBEDDINGS))
+    )

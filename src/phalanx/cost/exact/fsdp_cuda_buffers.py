@@ -170,13 +170,12 @@ def cuda_buffer_peaks(
         return CommBufferPeak(
             backward_fraction=fraction,
             bytes=size,
-            is_between_blocks=False,
             gather_stream_bytes=buffers.ahead + buffers.expert_copy,
         )
 
     def between(fraction: float, size: int) -> CommBufferPeak:
         return CommBufferPeak(
-            backward_fraction=fraction, bytes=size, is_between_blocks=True, gather_stream_bytes=buffers.ahead
+            backward_fraction=fraction, bytes=size, moment="after_block", gather_stream_bytes=buffers.ahead
         )
 
     def is_done(fraction: float, sums: int) -> CommBufferPeak:
@@ -188,7 +187,7 @@ def cuda_buffer_peaks(
     end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.last_sum)
     first_sum = buffers.head_sum if units.head else buffers.earlier_last_sum
     return [
-        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum),
+        CommBufferPeak(backward_fraction=0.0, bytes=buffers.before + buffers.earlier_last_sum, moment="backward_start"),
         *([between(FIRST_BLOCK, buffers.head_done)] if units.head else []),
         computes(FIRST_BLOCK, first_sum),
         is_done(until_done, first_sum),
@@ -196,7 +195,7 @@ def cuda_buffer_peaks(
         computes(block, buffers.block_sum),
         second_done,
         computes(1 - block, buffers.block_sum),
-        CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, is_between_blocks=True),
+        CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, moment="after_block"),
     ]
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
+from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
 
 ROOT = ""
@@ -75,3 +76,53 @@ def fsdp_unit_of(name: str, layout: Layout, tie_embeddings: bool) -> str:
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
     return ".".join(name.split(".")[:depth])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpUnit:
+    """Parameters that FSDP2 gathers and reduces together."""
+
+    name: str
+    ranks: int
+    """Ranks that share the parameters."""
+    shapes: dict[str, Shape]
+    parent: str | None = None
+    """Name of the unit that contains this one: a block's, for experts with data-parallel ranks of their own."""
+
+    @property
+    def owned(self) -> int:
+        """Elements that a rank owns, with padding."""
+        return sum(max_shard_elements(shape, self.ranks) for shape in self.shapes.values())
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradients, without padding."""
+        return sum(map(num_elements, self.shapes.values()))
+
+    @property
+    def last_gradient(self) -> int:
+        """Elements of the gradient of the last parameter."""
+        return num_elements(list(self.shapes.values())[-1]) if self.shapes else 0
+
+
+def backward_fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
+    """Return the units in the order in which their backward passes end: the head's first, the root or embedding last.
+
+    Experts that have data-parallel ranks of their own are units in blocks, whose backward pass ends before the block's.
+
+    Args:
+        rank: Tensors of the rank.
+        layout: Layout of the run.
+    """
+    tie_embeddings = "head.weight" not in rank.all
+    units: dict[str, FsdpUnit] = {}
+    for name, shape in rank.all.items():
+        unit_name = fsdp_unit_of(name, layout, tie_embeddings)
+        units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.shards, shapes={}))
+        if name in rank.expert:
+            parent, unit_name = unit_name, name.rpartition(".")[0]
+            units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.expert_shards, shapes={}, parent=parent))
+        units[unit_name].shapes[name] = shape
+    last = [units.pop(name) for name in (EMBEDDING, ROOT) if name in units]
+    head = [units.pop(HEAD)] if HEAD in units else []
+    return [*head, *reversed(units.values()), *last]

@@ -24,11 +24,20 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(matrix))
 
 
-def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
-    """Return the temporary bytes of the loss and of the head's backward pass, whichever are more.
+def loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """Return the temporary bytes of the loss: a chunk's probabilities, which become its gradient, and sums by row."""
+    if shape.num_logits_chunks(spec) > 1:
+        return _chunked_loss_bytes(spec, shape)
+    vocab = shape.max_local_count(spec.vocab_size)
+    rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
+    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
+    return rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
 
-    The loss has a chunk's probabilities, which become the gradient of its logits, and sums by row. The head has the
-    gradients of its weight and input, and what tensor-parallel ranks exchange meanwhile.
+
+def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
+    """Return the temporary bytes of the head's backward pass; in chunks it is a part of the loss.
+
+    They are the gradients of its weight and input, and what tensor-parallel ranks exchange meanwhile.
 
     Args:
         spec: Model.
@@ -36,13 +45,25 @@ def loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
         splits_backward: True if the gradient of the head's weight is deferred.
     """
     if shape.num_logits_chunks(spec) > 1:
-        return _chunked_loss_bytes(spec, shape)
+        return 0
     vocab = shape.max_local_count(spec.vocab_size)
-    rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
-    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
-    loss_bytes = rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
     head_bytes = ((0 if splits_backward else vocab) + shape.tokens) * spec.hidden_size * shape.compute_bytes
-    return max(loss_bytes, head_bytes + _head_exchange_bytes(spec, shape))
+    return head_bytes + _head_exchange_bytes(spec, shape)
+
+
+def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bool) -> int:
+    """Return the bytes of the head's gradient and its new sum, when the sum becomes fp32, beyond what is freed by then.
+
+    Args:
+        spec: Model.
+        shape: Sizes of a micro-batch on one rank.
+        splits_backward: True if the gradient of the head's weight is deferred, unless it is computed in chunks.
+    """
+    matrix = shape.max_local_count(spec.vocab_size) * spec.hidden_size
+    if splits_backward and shape.num_logits_chunks(spec) == 1:
+        return 0
+    gradient_and_sum = matrix * (shape.compute_bytes + shape.high_precision_bytes)
+    return gradient_and_sum - saved_by_head(spec, shape).total()
 
 
 def _head_exchange_bytes(spec: ModelSpec, shape: ForwardShape) -> int:

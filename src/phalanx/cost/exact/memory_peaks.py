@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cost.exact.activation_memory import ActivationBytes
+from phalanx.cost.exact.activation_bytes import ActivationBytes
+from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
@@ -42,6 +43,8 @@ class PersistentMemory:
     """Part of `gradients` that exists before the last micro-batch's backward pass, and until the end."""
     pipeline_gradients: int
     """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
+    weight_gradient: int
+    """Bytes of the gradient of a weight until it is added to a sum of full gradients; 0 where a buffer contains it."""
     optimizer_workspace: int
     """Temporary bytes of the optimizer, in addition to its state."""
 
@@ -89,6 +92,9 @@ def split_persistent_memory(
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
+        weight_gradient=COMPUTE_BYTES[run.training.precision]
+        if strategy not in ("zero2", "zero3", "hsdp") and not run.cluster.uses_cuda
+        else 0,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
     )
@@ -103,7 +109,7 @@ def _input_bytes(run: RunSpec, batch_plan: BatchPlan) -> int:
 
 
 def memory_peaks(
-    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, exchange: int
+    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, cuda_exchange: int
 ) -> Iterator[int]:
     """Yield the bytes at the start and end of backward, at each communication, and at the update.
 
@@ -111,26 +117,42 @@ def memory_peaks(
         persistent: Bytes that remain.
         buffer_peaks: Communication buffers and their times.
         activations: Activations of a micro-batch.
-        exchange: Bytes of model-parallel communication inside blocks.
+        cuda_exchange: Bytes of model-parallel communication inside blocks on CUDA; on a CPU the activations contain it.
     """
-    start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
-    yield persistent.always + persistent.accumulated_gradients + start_bytes + _max_gathered_bytes(buffer_peaks)
+    own_bytes = persistent.weight_gradient
+    own = WeightGradients(own=own_bytes)
+    start_bytes = max(activations.at_backward_start, activations.within_blocks(0.0, own) + cuda_exchange)
+    yield persistent.always + persistent.accumulated_gradients + start_bytes
     for peak in buffer_peaks:
         done = peak.backward_fraction if peak.gradient_fraction is None else peak.gradient_fraction
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
-        yield (
-            persistent.always
-            + gradient_bytes
-            + (activations.between_blocks(peak.backward_fraction) if peak.is_between_blocks else inside_bytes)
-            + peak.bytes
-        )
+        gradients = WeightGradients(own=own_bytes, block=peak.weight_gradient_bytes)
+        match peak.moment:
+            case "backward_start":
+                block_bytes = start_bytes
+            case "in_loss":
+                block_bytes = activations.total + activations.loss
+            case "in_head":
+                block_bytes = activations.total + activations.head_gradients
+            case "inside_block":
+                block_bytes = activations.within_blocks(peak.backward_fraction, gradients) + cuda_exchange
+            case "inside_mlp":
+                block_bytes = activations.within_mlp(peak.backward_fraction, gradients)
+            case "inside_attention":
+                block_bytes = activations.within_attention(peak.backward_fraction, gradients)
+            case "after_experts":
+                block_bytes = activations.after_experts(peak.backward_fraction)
+            case "in_dispatch":
+                block_bytes = activations.within_dispatch(peak.backward_fraction)
+            case "after_block":
+                block_bytes = activations.between_blocks(peak.backward_fraction)
+        yield persistent.always + gradient_bytes + block_bytes + peak.bytes
     if activations.prefetched:
         done = activations.prefetch_end
         gradient_bytes = max(persistent.accumulated_gradients, round(done * persistent.gradients))
-        yield persistent.always + gradient_bytes + activations.within_blocks(done) + exchange
+        yield persistent.always + gradient_bytes + activations.within_blocks(done, own) + cuda_exchange
     end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
-    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0) + exchange
+    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0, own) + cuda_exchange
     yield persistent.always + end_gradient_bytes + persistent.optimizer_workspace
 
 
@@ -146,8 +168,9 @@ def pipeline_memory_peaks(
         links: Bytes of messages between stages.
     """
     working_bytes = links + _max_gathered_bytes(buffer_peaks)
-    yield persistent.always + passes.forward_only + working_bytes
-    yield persistent.always + persistent.pipeline_gradients + passes.with_gradients + working_bytes
+    for fraction, activation_bytes in passes.by_gradients.items():
+        gradient_bytes = round(fraction * persistent.pipeline_gradients)
+        yield persistent.always + gradient_bytes + activation_bytes + working_bytes
     for peak in buffer_peaks:
         yield persistent.always + persistent.pipeline_gradients + peak.bytes
     yield persistent.always + persistent.gradients + persistent.optimizer_workspace

@@ -193,7 +193,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     setup = _setup(run, world_size)
     ranks = rank_tensors(run, world_size)
     states = _stage_states(setup, ranks)
-    working_by_rank = working_memories(run, setup.batch_plan, setup.strategy)
+    working_by_rank = working_memories(run, setup.batch_plan, setup.strategy, ranks=ranks)
     return [
         _stage_memory(setup, rank, state, working=working)
         for rank, state, working in zip(ranks, states, working_by_rank, strict=True)

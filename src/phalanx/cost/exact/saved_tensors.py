@@ -170,9 +170,22 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     # Gather: selected experts; sorting by expert, and back.
     saved_bytes += (shape.residual_tokens * k + 2 * rows) * INDEX_BYTES
     saved_bytes += 2 * rows * INDEX_BYTES if ep > 1 else 0  # sorting received rows by expert, and back
-    saved_bytes += rows * (D + 2 * F) * shape.compute_bytes  # the experts, each a SwiGLU
-    saved_bytes += rows * (D + 1) * shape.compute_bytes  # weighted sum: outputs and weights
+    saved_bytes += saved_by_expert_rows(spec, moe, shape)
     return Counter(experts=saved_bytes, weight_copies=shape.weight_copies(D * E + 3 * D * (F * E // ep + shared)))
+
+
+def saved_by_expert_rows(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> int:
+    """Return the part of `saved_by_experts` of the rows: each expert's SwiGLU, and the weighted sum of outputs.
+
+    Args:
+        spec: Model.
+        moe: Experts of the model, `spec.moe`.
+        shape: Sizes of a micro-batch on one rank.
+    """
+    rows, F = expert_rows(moe, shape)
+    experts = rows * (spec.hidden_size + 2 * F)
+    weighted_sum = rows * (spec.hidden_size + 1)
+    return (experts + weighted_sum) * shape.compute_bytes
 
 
 def norm_output_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> Counter[str]:

@@ -55,6 +55,25 @@ def weight_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Seque
     return max(head_bytes, block_bytes - _deferred_by_head(spec, shape))
 
 
+def widened_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Sequence[int], last: bool) -> int:
+    """Return the largest temporary bytes while a sum of gradients becomes fp32, beyond the operands freed by then.
+
+    They are the gradient of a weight and the new sum; the old sum is a gradient that is counted already.
+
+    Args:
+        spec: Model.
+        shape: Sizes of a micro-batch on one rank.
+        layers: Blocks of the stage.
+        last: True if the stage has the head, which comes first.
+    """
+    number_bytes = shape.compute_bytes + shape.high_precision_bytes
+    widest = max(_widest_product(spec, layer, shape) for layer in layers)
+    if not last:
+        return number_bytes * spec.hidden_size * widest
+    widest = max(widest, shape.max_local_count(spec.vocab_size))
+    return number_bytes * spec.hidden_size * widest - _deferred_by_head(spec, shape)
+
+
 def _gradient_bytes(shape: ForwardShape, count: int) -> int:
     """Return the bytes of the gradient of `count` weights, with its cast under autocast."""
     return count * (shape.compute_bytes + (shape.residual_bytes if shape.autocast else 0))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.cost.exact.activation_memory import (
-    ActivationBytes,
-    StageBlocks,
-    activation_bytes,
-    pipeline_stages,
-)
+from phalanx.cost.exact.activation_bytes import ActivationBytes
+from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes, pipeline_stages
+from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
-from phalanx.cost.exact.comm_buffers import activation_exchange_bytes, pipeline_buffer_bytes
-from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes, peak_in_flight_bytes
+from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer_bytes
+from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks
+from phalanx.cost.exact.model_state import zero_gradient_bytes
+from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
+from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import Schedule
 from phalanx.spec.batch import BatchPlan, needs_all_logits
+from phalanx.spec.layout import EMBEDDINGS
 from phalanx.spec.run import RunSpec
 
 
@@ -37,43 +39,49 @@ class WorkingMemory:
     """Yields the bytes at the times at which memory can peak."""
 
 
-def working_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[WorkingMemory]:
+def working_memories(
+    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, ranks: Sequence[RankTensors]
+) -> list[WorkingMemory]:
     """Return the working memory of a worker per pipeline rank.
 
     Args:
         run: The run.
         batch_plan: Sizes of the run's batches.
         strategy: Effective strategy of the layout.
+        ranks: Tensors of each pipeline rank.
     """
     if run.layout.pp == 1:
         return [_single_stage_memory(run, batch_plan, strategy)]
-    return _pipeline_stage_memories(run, batch_plan, strategy)
+    return _pipeline_stage_memories(run, batch_plan, strategy, ranks=ranks)
 
 
 def _single_stage_memory(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> WorkingMemory:
     """Return the working memory without a pipeline: one micro-batch at a time, and the exchanges inside blocks."""
     activations = _stage_activations(run, batch_plan.micro_batch_size, strategy)
-    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size, activations.mlp_gradients)
+    cuda_exchange = cuda_exchange_bytes(run, batch_plan.micro_batch_size) if run.cluster.uses_cuda else 0
     return WorkingMemory(
         activations=activations.peak,
-        exchanged=exchange,
+        exchanged=max(cuda_exchange, activations.exchanged),
         offloaded=activations.offloaded,
-        peaks=partial(memory_peaks, activations=activations, exchange=exchange),
+        peaks=partial(memory_peaks, activations=activations, cuda_exchange=cuda_exchange),
     )
 
 
-def _pipeline_stage_memories(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[WorkingMemory]:
+def _pipeline_stage_memories(
+    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, ranks: Sequence[RankTensors]
+) -> list[WorkingMemory]:
     """Return the working memory per pipeline rank: the micro-batches in flight, and messages between stages.
 
     The bytes of a micro-batch in flight include the exchanges inside blocks.
     """
     memories = []
     schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
-    for pp_rank, passes in enumerate(_in_flight_peaks(run, batch_plan, schedule=schedule, strategy=strategy)):
+    in_flight = _in_flight_peaks(run, batch_plan, schedule=schedule, strategy=strategy, ranks=ranks)
+    for pp_rank, passes in enumerate(in_flight):
         messages = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, schedule, pp_rank=pp_rank, strategy=strategy)
         memories.append(
             WorkingMemory(
-                activations=max(passes.forward_only, passes.with_gradients),
+                activations=passes.activations,
                 exchanged=messages,
                 offloaded=passes.offloaded,
                 peaks=partial(pipeline_memory_peaks, passes=passes, links=messages),
@@ -101,7 +109,7 @@ def _stage_activations(
 
 
 def _in_flight_peaks(
-    run: RunSpec, batch_plan: BatchPlan, schedule: Schedule, strategy: Strategy
+    run: RunSpec, batch_plan: BatchPlan, schedule: Schedule, strategy: Strategy, ranks: Sequence[RankTensors]
 ) -> list[PeakInFlightBytes]:
     """Return the peak activations per pipeline rank, with the bytes that are exchanged inside blocks."""
     batch = batch_plan.micro_batch_size
@@ -114,10 +122,53 @@ def _in_flight_peaks(
         if signature not in activations_by_signature:
             activations_by_signature[signature] = _stage_activations(run, batch, strategy, stage=stage)
     stage_activations = [activations_by_signature[signature] for signature in signatures]
-    exchanges = [activation_exchange_bytes(run, batch, activations.mlp_gradients) for activations in stage_activations]
+    cuda_exchange = cuda_exchange_bytes(run, batch) if run.cluster.uses_cuda else 0
     return [
-        peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchanges) for pp_rank in range(run.layout.pp)
+        peak_in_flight_bytes(
+            schedule,
+            pp_rank,
+            stage_activations,
+            cuda_exchange=cuda_exchange,
+            sums=_gradient_sums(
+                run,
+                batch_plan,
+                strategy,
+                shares=_gradient_shares(rank, {index: stages[index] for index in schedule.stages_of(pp_rank)}),
+            ),
+        )
+        for pp_rank, rank in enumerate(ranks)
     ]
+
+
+def _gradient_shares(rank: RankTensors, stages: Mapping[int, StageBlocks]) -> dict[int, float]:
+    """Return the fraction of a rank's parameters that each of its stages has."""
+    counts = {
+        index: sum(num_elements(shape) for name, shape in rank.all.items() if _is_in_stage(name, stage))
+        for index, stage in stages.items()
+    }
+    return {index: count / sum(counts.values()) for index, count in counts.items()}
+
+
+def _gradient_sums(
+    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, shares: Mapping[int, float]
+) -> GradientSums:
+    """Return how the sums of gradients of a pipeline rank grow: by stage, and in ZeRO from bf16 to fp32."""
+    precision = run.training.precision
+    final_bytes = zero_gradient_bytes(precision, batch_plan.gradient_accumulation_steps)
+    weight_bytes = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[precision]
+    is_fsdp = strategy in ("zero3", "hsdp")
+    return GradientSums(
+        shares=shares,
+        narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ("zero1", "zero2") else 1.0,
+        weight_gradients=WeightGradients(own=0 if is_fsdp else weight_bytes, block=weight_bytes if is_fsdp else 0),
+    )
+
+
+def _is_in_stage(name: str, stage: StageBlocks) -> bool:
+    """Return whether a stage has the parameter of this name."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1]) in stage.layers
+    return stage.first if name.startswith(EMBEDDINGS) else stage.last
 
 
 def _stage_signature(run: RunSpec, stage: StageBlocks) -> tuple[object, ...]:

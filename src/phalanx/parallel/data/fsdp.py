@@ -13,7 +13,7 @@ Why: `docs/design/decisions/fsdp-on-gloo.md`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -77,7 +77,8 @@ class FSDP(Strategy):
         wrapped = [part for block in blocks for part in _fsdp_units(block, layout.fsdp_unit)]
         shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
-        for owner in modules_owning(module, expert_parameters):  # from the inside to the outside
+        experts = modules_owning(module, expert_parameters)
+        for owner in experts:  # from the inside to the outside
             shard(owner, mesh=expert_mesh, reshard_after_forward=reshard)
         for part in wrapped:
             shard(part, mesh=mesh, reshard_after_forward=reshard)
@@ -96,21 +97,31 @@ class FSDP(Strategy):
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
-        self._prefetch(layout.fsdp_prefetch)
+        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", experts))
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
             self._install_gloo_collectives()
 
-    def _prefetch(self, depth: int) -> None:
+    def _prefetch(self, depth: int, inner: Collection[FSDPModule]) -> None:
         """Gather `depth` units ahead of the current unit.
 
         A root without parameters prefetches nothing. Its backward hook on the auxiliary loss can run after the head's
-        backward pass, and would gather the head again."""
+        backward pass, and would gather the head again.
+
+        Units inside others prefetch nothing in forward passes, and their outer units one unit more. If a block is
+        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again.
+
+        Args:
+            depth: Number of units.
+            inner: Units inside others.
+        """
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]
         backward = [*root, *reversed(self.units[1:])]
         for index, unit in enumerate(forward):
-            unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + depth])
+            has_inner = index + 1 < len(forward) and forward[index + 1] in inner
+            num_ahead = depth + 1 if depth and has_inner else depth
+            unit.set_modules_to_forward_prefetch([] if unit in inner else forward[index + 1 : index + 1 + num_ahead])
         for index, unit in enumerate(backward):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
         # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
@@ -285,8 +296,8 @@ class TimedAllGather(DefaultAllGather):
 class DeferredReduceScatter(DefaultReduceScatter):
     """Phalanx's reduce-scatter, in place of FSDP2's.
 
-    If deferred, the sum waits until the next unit's reduction starts (or `finish`), so that the exchange overlaps the
-    backward pass of one more unit. At most one unit's buffers are allocated meanwhile."""
+    If deferred, the sum waits until the next unit's buffers are allocated (or `finish`), so that the exchange overlaps
+    the backward pass of one more unit. At most one unit's buffers exist at a time."""
 
     def __init__(self, comm_wait: WaitTimer, deferred: bool) -> None:
         self.comm_wait = comm_wait
@@ -296,11 +307,22 @@ class DeferredReduceScatter(DefaultReduceScatter):
     def __call__(  # type: ignore[override]  # FSDP2 ignores the return value
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Finish the previous exchange, and start the next."""
+        """Finish the previous exchange, unless `allocate` has, and start the next."""
         self.finish()
         self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
         if not self.deferred:
             self.finish()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer of the next exchange, after those of the previous exchange are freed.
+
+        Args:
+            size: Shape of the buffer.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
+        """
+        self.finish()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def finish(self) -> None:
         """Finish the pending exchange, if any."""

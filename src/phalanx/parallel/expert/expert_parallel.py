@@ -105,8 +105,11 @@ def _moe_forward(moe: MoE, ep: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tens
     received = cast(Tensor, _FinishDispatch.apply(in_flight_rows, dispatch))
 
     by_expert = plan.order_received_rows()
-    y = moe.experts(received[by_expert], plan.recv_rows.sum(0).cumsum(0))
-    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ep, plan.recv_counts, plan.send_counts))
+    sorted_rows = received[by_expert]
+    del rows, in_flight_rows, received  # no backward pass needs them
+    y = moe.experts(sorted_rows, plan.recv_rows.sum(0).cumsum(0))
+    y = y[by_expert.argsort()]
+    y = cast(Tensor, _Combine.apply(y, ep, plan.recv_counts, plan.send_counts))
     out = combine_expert_outputs(y, plan.order, weights).view_as(x_BTD)
     return out if shared is None else out + shared, auxiliary
 
