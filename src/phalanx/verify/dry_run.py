@@ -205,8 +205,8 @@ def _min_micro_batches(run: RunSpec) -> int | None:
 
 def run_step(
     learner: Learner,
-    recorders: StepRecorders | None,
-    repeated: RepeatedBlocks | None,
+    recorders: StepRecorders | None = None,
+    repeated: RepeatedBlocks | None = None,
     max_micro_batches: int | None = None,
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
