@@ -347,7 +347,7 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, callback: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.callback = callback
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)  # views would make FSDP2 warn
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
