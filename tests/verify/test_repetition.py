@@ -124,15 +124,19 @@ def test_trace_of_repeated_blocks_equals_full_trace(name: str) -> None:
     "layout",
     [
         {"data_parallel": "zero3", "fsdp_unit": "sublayer"},
+        {"data_parallel": "zero3", "ep": 2},
         {"activation_checkpointing": "offload"},
+        {"activation_checkpointing": "full", "data_parallel": "ddp"},
         {"pp": 2, "schedule": "zb-h1"},
     ],
     ids=str,
 )
 def test_blocks_that_need_their_neighbors_are_all_traced(layout: dict[str, Any]) -> None:
-    """FSDP units inside blocks, inputs that another block fetches, and graphs that a later pass continues."""
-    world_size, run = 2, repeated_run(2, 4, {**SMALL, "num_layers": 12}, **layout)
-    tracing = _trace_last_rank(run, world_size, full=False)["tracing"]
+    """FSDP units inside blocks, inputs that another block fetches, copies of weights that autocast keeps until the end
+    of the forward pass, and graphs that a later pass continues."""
+    model = DEEP_EXPERTS if "ep" in layout else {**SMALL, "num_layers": 12}
+    run = repeated_run(4, 4, model, **layout)
+    tracing = _trace_last_rank(run, 4, full=False)["tracing"]
     assert tracing["traced_blocks"] == tracing["blocks"]
 
 

@@ -279,13 +279,13 @@ def _find_unfinished(
     expected = reached
     if run is not None and reached < run.training.steps:
         expected -= reached % run.metrics.every
-    if last_step < expected:
+    if last_step < expected and not is_active:  # a run that resumes from an earlier step rewrites them
         yield Problem("metrics end early", {"file": METRICS_FILE, "step": last_step, "reached": reached})
     if failure:
         yield Problem("failed", {"failure": failure})
-    elif last_step >= expected and not steps:
+    elif (last_step >= expected or is_active) and not steps:
         yield Problem("no steps")
-    elif last_step >= expected and run is not None and last_step < run.training.steps:
+    elif (last_step >= expected or is_active) and run is not None and last_step < run.training.steps:
         yield _unfinished_problem(run, last_step, is_active)
 
 

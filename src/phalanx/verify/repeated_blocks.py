@@ -24,6 +24,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.train.learner import Learner
 from phalanx.train.profiling.memory_meter import MemoryChange, MemoryMeter
 from phalanx.train.profiling.step_profiler import StepRecorders
@@ -66,7 +67,7 @@ class _Part:
     parameter: int | None = None
     """Index of the parameter whose gradient is the result."""
     work: Work | None = None
-    """None in a pass that is not recorded."""
+    """None in a part that stands for an unknown one in the first step."""
     memory: MemoryChange = field(default_factory=MemoryChange)
     """Change by all tensors but the results and those outside the block."""
     released: Sequence[str] = ()
@@ -146,7 +147,8 @@ class RepeatedBlocks:
     def _repeat(self, kind: _Kind, block: nn.Module, forward: Any, x: Tensor, *args: Any) -> Any:
         parameters = list(block.parameters())
         parts = kind.backward
-        if not parts:  # the first step, which is not recorded
+        if not parts:
+            assert self.meter is None, "only the first step, which is not recorded, has unknown parts"
             if isinstance(self.learner.strategy, DDP):  # which makes its buckets in the order of these gradients
                 return forward(x, *args)
             trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -394,10 +396,14 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
     """Return the blocks of each of this rank's stages; none if blocks cannot be repeated.
 
     Activation offload fetches the input of another block, and FSDP units inside blocks gather there. Split backward
-    passes continue a block's graph later."""
+    passes continue a block's graph later. Where blocks recompute under autocast, its copies of weights live until the
+    end of the forward pass, outside blocks."""
     module = learner.module
     layout = learner.run.layout
     if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
+        return []
+    is_autocast = learner.strategy.autocast and learner.run.training.precision in BF16_PRECISIONS
+    if is_autocast and layout.activation_checkpointing != "none":
         return []
     if layout.pp > 1 and representative_schedule(layout).splits_backward:
         return []
@@ -410,10 +416,15 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
 
 
 def _signature(block: nn.Module) -> object:
-    """Return what equal blocks have in common: their parts, with numbers, and their parameters."""
+    """Return what equal blocks have in common: their parts, with numbers, and the shapes of their tensors."""
     numbers = [
-        {name: value for name, value in vars(part).items() if isinstance(value, bool | int | float | str | None)}
+        {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, bool | int | float | str | tuple | None)
+        }
         for part in block.modules()
     ]
-    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-    return repr(block), repr(numbers), repr(parameters)
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    return repr(block), repr(numbers), repr(shapes)

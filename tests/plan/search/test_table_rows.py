@@ -59,6 +59,14 @@ def test_row_is_read_with_its_number_figures_and_line_breaks() -> None:
     }
 
 
+def test_row_is_read_wherever_a_terminal_breaks_it() -> None:
+    row = "zero1 dp 4, cp 2 ring, pp 2 1f1b, micro-batch 8 x 16, recompute full in 4 blocks a rank"
+    words = row.split(" ")
+    broken = ["3*  " + " ".join(words[:end]) + "\n        " + " ".join(words[end:]) for end in range(1, len(words))]
+    assert {text for text in broken if layout_of_row(text) != layout_of_row(row)} == set()
+    assert layout_of_row(row) is not None
+
+
 def test_row_of_a_plan_with_other_ranks_or_batch_is_rejected() -> None:
     run = make_run(cluster=SLOW_NETWORK)
     row = "zero3 dp 16, micro-batch 2 x 2, recompute full"

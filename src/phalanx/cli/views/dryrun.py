@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
@@ -57,7 +58,7 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
             console.print(f"\nrank {traced['rank']}: differences", style="bold")
             console.print(_detail(wrong), soft_wrap=True)
     console.print()
-    for note in [*NOTES, *_repetition_note(report)]:
+    for note in [*NOTES, *_repetition_note(report), *_reasons(report)]:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
     if not report.ok:
@@ -68,17 +69,28 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
         )
 
 
+def _reasons(report: DryRunReport) -> list[str]:
+    """Return why quantities agree that differ by more than the tolerance, with their ranks."""
+    ranks = defaultdict[str, set[int]](set)
+    for rank, checks in report.rank_checks.items():
+        for check in checks:
+            if check.why:
+                ranks[check.why].add(rank)
+    return [f"ranks {', '.join(map(str, sorted(found)))}: {why}" for why, found in ranks.items()]
+
+
 def _repetition_note(report: DryRunReport) -> list[str]:
     """Return a line on the work that was counted instead of run, if there may be any."""
     tracing = [traced["tracing"] for traced, _ in report.results]
     if all(rank["full"] for rank in tracing):
         return []
-    micros, num_micros = max((rank["traced_micro_batches"], rank["micro_batches"]) for rank in tracing)
-    blocks, num_blocks = max((rank["traced_blocks"], rank["blocks"]) for rank in tracing)
-    return [
-        f"equal work ran once: {micros} of {num_micros} micro-batches, {blocks} of {num_blocks} blocks, and few chunks "
-        "of rows (--full runs all)"
+    least = min(tracing, key=lambda rank: rank["traced_micro_batches"] * rank["traced_blocks"] / max(rank["blocks"], 1))
+    counts = [
+        f"{least[f'traced_{what}']} of {least[what]} {what.replace('_', '-')}"
+        for what in ("micro_batches", "blocks")
+        if least[f"traced_{what}"] < least[what]
     ]
+    return [f"equal work ran once: {', '.join([*counts, 'few chunks of rows'])} (--full runs all)"]
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:

@@ -66,6 +66,11 @@ def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
     return COMPUTE_BYTES[precision] * unit.last_gradient if unit.ranks > 1 else 0
 
 
+def _num_buffers(unit: FsdpUnit) -> int:
+    """Return the number of buffers of an exchange: what is sent and what is received, or a copy on a single rank."""
+    return 2 if unit.ranks > 1 else 1
+
+
 def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBufferPeak]:
     """Return the buffers of a pipeline: parameters stay gathered for the step, at whose end unit after unit is sent.
 
@@ -78,7 +83,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         gathered_bytes -= _gathered_bytes(unit, precision)
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
-        size = gathered_bytes + 2 * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
+        size = gathered_bytes + _num_buffers(unit) * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size))
     return peaks
 
@@ -192,8 +197,7 @@ class _CpuBackwardPass:
         yield self._peak(moment, self._gradient_bytes(unit.gradients), at_end=unit is self.units[-1])
         self.gathered.pop(unit.name, None)
         self.sums += self.pending_sum
-        num_buffers = 2 if unit.ranks > 1 else 1  # what is sent and what is received, or a copy on a single rank
-        self.in_transit = num_buffers * _sent_bytes(unit, self.precision)
+        self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
         self.pending_sum = _sum_bytes(unit, self.precision)
         yield self._peak(moment, _last_gradient_bytes(unit, self.precision), at_end=unit is self.units[-1])
         if is_inside:

@@ -63,10 +63,13 @@ def _fix_of_batch(run: RunSpec, node_counts: range, nproc: int) -> str:
     dp_sizes = _dp_sizes(run, ends)
     multiple = f"no common multiple below {lcm(*dp_sizes)} sequences"
     reason = f"{' and '.join(map(str, dp_sizes))} data-parallel ranks have {multiple}"
-    fewer = [nodes for nodes in range(1, last) if _suits(run, [nodes * nproc, last * nproc])]
-    if fewer:
-        return f"use --nodes {max(fewer)}:{last} (no batch of up to twice this one suits {first} and {last}: {reason})"
-    return f"narrow --nodes: {reason}"
+    minimums = [nodes for nodes in range(1, last) if _suits(run, [nodes * nproc, last * nproc])]
+    if minimums:
+        nearest = min((nodes for nodes in minimums if nodes >= first), default=max(minimums))
+        advice = f"use --nodes {nearest}:{last} (no batch of up to twice this one suits {first} and {last}: {reason})"
+    else:
+        advice = f"narrow --nodes: {reason}"
+    return f"{advice}; or use --set layout=auto, which plans for the nodes that there are"
 
 
 def _tokens_for(run: RunSpec, rank_counts: Sequence[int]) -> int | None:

@@ -97,7 +97,8 @@ class FSDP(Strategy):
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
-        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", experts))
+        inner = [] if layout.fsdp_unit == "model" else experts
+        self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
         self.reduce_scatter: DeferredReduceScatter | None = None
         if not on_gpu:
             self._install_gloo_collectives()
@@ -113,7 +114,7 @@ class FSDP(Strategy):
 
         Args:
             depth: Number of units.
-            inner: Units inside others.
+            inner: Units inside others, except those inside the root alone.
         """
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]

@@ -23,8 +23,9 @@ INTEGERS = ("dp_shard", "tp", "cp", "ep", "pp", "virtual_stages", "micro_batch_s
 
 def normalize_row(text: str) -> str:
     """Return the layout in the text of a row without the row's number, its figures and its line breaks."""
-    lines = (re.sub(r"^\d+\*?\s+", "", line.strip()) for line in text.splitlines())
-    return " ".join(" ".join(re.split(r"\s{2,}(?=\d)", line)[0] for line in lines).split())
+    without_number = re.sub(r"^\d+\*?\s+", "", text.strip())
+    lines = (re.split(r"\s{2,}(?=\d)", line.strip())[0] for line in without_number.splitlines())
+    return " ".join(" ".join(lines).split())
 
 
 def layout_of_row(text: str) -> Layout | None:
