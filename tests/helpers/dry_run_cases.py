@@ -72,6 +72,7 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, MOE, ep=2),
     dry_run_case(4, MOE, ep=4, data_parallel="zero1", **BF16),
     dry_run_case(8, MOE, ep=4, tp=2, data_parallel="zero3"),
+    dry_run_case(4, MOE, ep=2, data_parallel="zero3", activation_checkpointing="full"),
     *[dry_run_case(2, pp=2, schedule=schedule) for schedule in SCHEDULES],
     dry_run_case(2, pp=2, schedule="interleaved", virtual_stages=2, **BF16),
     dry_run_case(2, pp=2, activation_checkpointing="full", recomputed_blocks=[2, 1]),
