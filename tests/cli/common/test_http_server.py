@@ -161,3 +161,22 @@ def test_http_server_without_post_refuses_posts():
         request = urllib.request.Request(f"http://{host}:{port}/", b"{}", {"Content-Type": JSON_TYPE})
         with pytest.raises(urllib.error.HTTPError, match="405"):
             urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+
+
+def test_ctrl_c_ends_http_server_while_it_starts_a_thread(monkeypatch):
+    """The thread, which runs already, has released its place among the connections."""
+
+    class Interrupted(Thread):
+        def start(self) -> None:
+            super().start()
+            self.join()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("socketserver.threading.Thread", Interrupted)
+    with (
+        make_http_server("--port", "127.0.0.1", 0, lambda path, _: (200, "text/plain", path)) as server,
+        socket.create_connection(server.server_address, timeout=TIMEOUT_SECONDS) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        with pytest.raises(KeyboardInterrupt):
+            server.handle_request()

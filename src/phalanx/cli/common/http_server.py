@@ -105,7 +105,7 @@ def make_http_server(
                 return
             try:
                 super().process_request(request, client_address)
-            except BaseException:  # no thread was started, which would have released it
+            except Exception:  # no thread was started, which would have released it; Ctrl-C may come after its start
                 self.free_connections.release()
                 raise
 
