@@ -117,6 +117,11 @@ class RepeatedBlocks:
         self.meter = None if recorders is None else recorders.memory
         self.work = RepeatedWork(self.learner.strategy, recorders)
 
+    @property
+    def num_created(self) -> int:
+        """Number of the next tensor that the meter sees; 0 in a step that is not recorded."""
+        return 0 if self.meter is None else self.meter.num_created
+
     def _replace(self, kind: _Kind) -> None:
         for index, block in enumerate(kind.blocks):
             if index == NUM_TRACED - 1:
@@ -193,9 +198,8 @@ class _Recording:
         self.is_own = is_own
         self.stack = ExitStack()
         self.change = MemoryChange()
-        self.first_number = 0
+        self.first_number = blocks.num_created
         if self.meter is not None:
-            self.first_number = self.meter.num_created
             self.change = self.stack.enter_context(self.meter.recording_change())
 
     def end(self, results: Sequence[Tensor], parameter: int | None = None, buffers: Sequence[Tensor] = ()) -> _Part:
@@ -213,7 +217,10 @@ class _Recording:
             net.update(self.outside_bytes[name])
         after = {name: self._bytes_by_part(storage()) for name, storage in self.outside.items()}
         return _Part(
-            results=[_Shape.of(result, *by_part) for result, by_part in zip(results, result_bytes, strict=True)],
+            results=[
+                _Shape.of(result, part=next(iter(by_part), None))
+                for result, by_part in zip(results, result_bytes, strict=True)
+            ],
             parameter=parameter,
             work=self.work.since(self.mark),
             memory=self.change,
@@ -244,7 +251,8 @@ class _BackwardRecorder:
         self.kind = kind
         self.parameters = parameters
         self.outside = {"input": ref(x.untyped_storage())}
-        self.own = [range(self._num_created, self._num_created)]
+        self.first_number = blocks.num_created
+        self.own: list[range] = []
         """Numbers of the tensors of the forward pass, and of each part."""
         self.results: set[int] = set()
         """Numbers of the gradients of parameters."""
@@ -252,13 +260,9 @@ class _BackwardRecorder:
         self.recording: _Recording | None = None
         self.hooks = ExitStack()
 
-    @property
-    def _num_created(self) -> int:
-        return 0 if self.blocks.meter is None else self.blocks.meter.num_created
-
     def end_forward(self) -> None:
         """Note the end of the forward pass."""
-        self.own = [range(self.own[0].start, self._num_created)]
+        self.own.append(range(self.first_number, self.blocks.num_created))
 
     def begin(self, *output_gradients: Tensor) -> None:
         """Start to record."""
@@ -280,7 +284,7 @@ class _BackwardRecorder:
     def _end_part(self, parameter: int | None, gradients: Sequence[Tensor]) -> None:
         assert self.recording is not None
         self.parts.append(self.recording.end(gradients[:1], parameter))
-        self.own.append(range(self.recording.first_number, self._num_created))
+        self.own.append(range(self.recording.first_number, self.blocks.num_created))
         self.recording = None
         storage = gradients[0].untyped_storage()
         self.outside["parameter gradient"] = ref(storage)  # autograd may drop it in the next part
