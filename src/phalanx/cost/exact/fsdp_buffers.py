@@ -60,10 +60,13 @@ def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
 
 
 def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of the gradient that FSDP2 keeps during the exchange: that of the unit's last parameter.
+    """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
 
-    It is the loop variable of `foreach_reduce`, which has no loop on a single rank."""
-    return COMPUTE_BYTES[precision] * unit.last_gradient if unit.ranks > 1 else 0
+    They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
+    if unit.ranks == 1:
+        return 0
+    last_stack = unit.stacks[-1] if unit.stacks and not unit.ends_with_stack else 0
+    return COMPUTE_BYTES[precision] * (unit.last_gradient + last_stack)
 
 
 def _num_buffers(unit: FsdpUnit) -> int:
@@ -83,7 +86,9 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         gathered_bytes -= _gathered_bytes(unit, precision)
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
-        size = gathered_bytes + _num_buffers(unit) * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
+        kept_bytes = STATE_BYTES[precision] * (unit.stacks or [0])[-1]  # the last stack, whose copy is sent
+        exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
+        size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size))
     return peaks
 
@@ -135,7 +140,7 @@ class _CpuBackwardPass:
         self._prefetch(0 if self.units[0].name != HEAD else 1)
         yield self._peak("in_head", at_start=True)
         if self.units[-1].name == ROOT:
-            self.root_gradients = self._gradient_bytes(_early_gradients(self.units[-1]))
+            self.root_gradients = self._compute_bytes(_early_gradients(self.units[-1]))
             if not self.num_blocks:
                 yield from self._blocks_of_root()
         started = set[str]()
@@ -148,7 +153,7 @@ class _CpuBackwardPass:
                         yield from self._start(position)
             yield from self._end(unit)
 
-    def _gradient_bytes(self, count: int) -> int:
+    def _compute_bytes(self, count: int) -> int:
         return COMPUTE_BYTES[self.precision] * count
 
     def _blocks_of_root(self) -> Iterator[CommBufferPeak]:
@@ -160,7 +165,7 @@ class _CpuBackwardPass:
         self.num_blocks = len(counts)
         for count in reversed(counts.values()):
             yield self._peak_inside("inside_block")
-            self.root_gradients += self._gradient_bytes(count)
+            self.root_gradients += self._compute_bytes(count)
             self.num_completed += 1
 
     def _start(self, index: int) -> Iterator[CommBufferPeak]:
@@ -168,6 +173,7 @@ class _CpuBackwardPass:
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
             copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
+            copied_bytes += self._compute_bytes(sum(unit.stacks))
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
         self._prefetch(index + 1)
         if not self._has_experts(unit):
@@ -178,7 +184,7 @@ class _CpuBackwardPass:
         return any(other.parent == unit.name for other in self.units)
 
     def _peak_inside(self, moment: Moment) -> CommBufferPeak:
-        return self._peak(moment, weight_gradient_bytes=self._gradient_bytes(1))
+        return self._peak(moment, weight_gradient_bytes=self._compute_bytes(1))
 
     def _prefetch(self, index: int) -> None:
         """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
@@ -194,7 +200,8 @@ class _CpuBackwardPass:
         self.num_completed += _is_block(unit)
         if unit.name == ROOT:
             self.root_gradients = 0
-        yield self._peak(moment, self._gradient_bytes(unit.gradients), at_end=unit is self.units[-1])
+        copied = max(unit.stacks, default=0)  # one after the other
+        yield self._peak(moment, self._compute_bytes(unit.gradients + copied), at_end=unit is self.units[-1])
         self.gathered.pop(unit.name, None)
         self.sums += self.pending_sum
         self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
