@@ -142,7 +142,8 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     """
     if layout.gradient_compression == "none":
         return []
-    sizes = [_bucket_elements(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
+    buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element)
+    sizes = [_bucket_elements([shapes[name] for name in bucket]) for bucket in buckets]
     copied_bytes, unsent_bytes = (
         (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
     )
@@ -245,11 +246,6 @@ def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | No
         staleness: s, or None for synchronous training.
     """
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
-
-
-def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
-    """Return the shapes of the parameters of each bucket of `bucket_names`."""
-    return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
 
 
 def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int) -> list[list[str]]:
