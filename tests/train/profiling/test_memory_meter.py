@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import torch
@@ -72,3 +73,16 @@ def test_memory_meter_total_is_of_the_device() -> None:
     assert (meter.peaks["parameters"], meter.peaks["offloaded"]) == (40, 4000)
     assert meter.peak_total == 40
     assert MemoryMeter(lambda: parts).peak_total == 4040
+
+
+def test_memory_meter_stops_to_record_a_change_at_an_error() -> None:
+    with MemoryMeter(dict) as meter:
+        before = torch.zeros(100)
+        with contextlib.suppress(ArithmeticError), meter.recording_change() as change:
+            during = torch.zeros(10)
+            meter.move(during, "communication")
+            raise ArithmeticError
+        meter.move(before, "communication")
+        assert [number for number, _ in change.moves] == [1]
+        assert +change.net == {"communication": 40}
+        assert meter.peak_total == 440

@@ -168,17 +168,20 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_working = start[1]
         self.peak_total = start[2]
         change = MemoryChange()
+        num_outer = len(self._changes)
         self._changes.append(change)
-        yield change
-        self._changes.pop()
-        self._update_peaks()
-        change.peaks = _difference(self.peaks, start[0])
-        change.peak_working = self.peak_working - start[1]
-        change.peak_total = self.peak_total - start[2]
-        change.net = _difference(self.bytes_by_part, start[0])
-        self.peaks |= before[0]
-        self.peak_working = max(self.peak_working, before[1])
-        self.peak_total = max(self.peak_total, before[2])
+        try:
+            yield change
+        finally:
+            del self._changes[num_outer:]  # with those inside that an error left
+            self._update_peaks()
+            change.peaks = _difference(self.peaks, start[0])
+            change.peak_working = self.peak_working - start[1]
+            change.peak_total = self.peak_total - start[2]
+            change.net = _difference(self.bytes_by_part, start[0])
+            self.peaks |= before[0]
+            self.peak_working = max(self.peak_working, before[1])
+            self.peak_total = max(self.peak_total, before[2])
 
     def repeat_change(self, change: MemoryChange) -> None:
         """Count a recorded change again, without its tensors."""
