@@ -76,7 +76,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
 
     The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
     gathered_bytes = sum(_gathered_bytes(unit, precision) for unit in units)
-    peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes)]
+    peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
     sums_bytes = 0
     freed_bytes = 0
     for unit in reversed(units):
@@ -84,7 +84,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
         size = gathered_bytes + _num_buffers(unit) * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
-        peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size))
+        peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
 
 
