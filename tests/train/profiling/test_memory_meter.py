@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +66,18 @@ def test_memory_meter_counts_resized_storage_as_communication() -> None:
         torch.zeros(1)
     assert meter.bytes_by_part["communication"] == 0
     assert meter.peaks["communication"] == 400
+
+
+@pytest.mark.parametrize("set_data", [lambda tensor, data: setattr(tensor, "data", data), torch.Tensor.set_])
+def test_memory_meter_counts_new_storage_of_known_tensor(
+    set_data: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    weight = torch.zeros(10)
+    with MemoryMeter(lambda: {"parameters": [weight]}) as meter:
+        assert +meter.bytes_by_part == {"parameters": 40}
+        set_data(weight, torch.zeros(100))
+        meter.reclassify()
+        assert +meter.bytes_by_part == {"parameters": 400}
 
 
 def test_memory_meter_total_is_of_the_device() -> None:

@@ -81,7 +81,7 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = 0
         """Peak bytes of all parts of this device together."""
         self._known = defaultdict[str, dict[int, weakref.ref[Tensor]]](dict)
-        """Tensors that `known` has named before, by part and id."""
+        """Tensors that `known` has named since the last `reclassify`, by part and id."""
         self.part_of_new = "activations"
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
@@ -95,11 +95,16 @@ class MemoryMeter(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._track(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
-        self.reclassify() if communicates else self._update_peaks()  # the result of a collective may be a gradient
+        self._classify() if communicates else self._update_peaks()  # the result of a collective may be a gradient
         return out
 
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
+        self._known.clear()  # a tensor's storage may have been replaced
+        self._classify()
+
+    def _classify(self) -> None:
+        """Update the parts of new known tensors."""
         for part, tensors in self.get_tensors_by_part().items():
             known = self._known[part]
             for tensor in tensors:
