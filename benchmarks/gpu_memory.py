@@ -124,18 +124,19 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.gpu_memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", help="Python with PyTorch's CUDA build; the default shows the recorded rows")
     parser.add_argument("--null", metavar="OUT", help="the folder of the null GPU")
-    parser.add_argument("--only", default="", help="measure rows whose model and layout contain this, and print them")
+    parser.add_argument("--only", default="", help="measure only rows whose model and layout contain this")
     arguments = parser.parse_args()
-    if arguments.python is None:
-        rows = recorded_rows()
-    else:
+    rows = recorded_rows()
+    if arguments.python is not None:
+        recorded = {(row.model, row.layout, row.rank): row for row in rows}
         rows = []
         for row in all_rows():
             if arguments.only in f"{row.model} {row.layout}":
-                rows.append(measure(row, arguments.python, arguments.null))
-                print(table_line(rows[-1]), flush=True)
-        if arguments.only:
-            return
+                row = measure(row, arguments.python, arguments.null)
+                print(table_line(row), flush=True)
+            else:
+                row = recorded[row.model, row.layout, row.rank]
+            rows.append(row)
         RECORDED.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
     text = section(rows)
     print(text)

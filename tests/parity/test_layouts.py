@@ -38,6 +38,7 @@ MODELS |= {
     "full-norm": {**DENSE, "qk_norm": "full"},
 }
 MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 6}}
+MODELS["two-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
 UNEVEN_TP_BATCH = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
 MODELS["three-heads"] = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
@@ -411,6 +412,19 @@ LAYOUT_CASES += [
         2, 4, ("moe",), layout__ep=2, layout__data_parallel=data, optimizer__name="muon", **CPU_OFFLOAD
     )
     for data in ("zero1", "zero3")
+]
+FEWER_EXPERTS_THAN_RANKS = (
+    {"layout.data_parallel": "zero1"},
+    {"layout.data_parallel": "zero1", "optimizer.name": "muon"},
+    {"layout.data_parallel": "zero2", "layout.offload": "cpu"},
+    {"layout.data_parallel": "zero3"},
+    {"layout.data_parallel": "zero3", "optimizer.name": "muon"},
+    {"layout.data_parallel": "zero1", "layout.ep": 2},
+    {"layout.data_parallel": "zero3", "layout.ep": 2},
+)
+LAYOUT_CASES += [
+    LayoutCase("-".join(map(str, changes.values())), 4, changes, models=("two-experts",))
+    for changes in FEWER_EXPERTS_THAN_RANKS
 ]
 PARITY_CASES = [
     pytest.param(

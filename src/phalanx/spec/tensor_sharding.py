@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Literal
 
 from phalanx.spec.attention_backend import has_window
@@ -107,6 +108,42 @@ def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
     """
     rows_per_rank = -(-rows // ranks)
     return max(0, min(rows_per_rank, rows - rank * rows_per_rank))
+
+
+def data_parallel_axis(shape: Sequence[int], ranks: int) -> int:
+    """Return the axis on which data-parallel ranks shard a tensor: its rows, or those of each matrix of a stack.
+
+    A stack of fewer experts than ranks would leave ranks without a part of it (torchtitan shards it like this too). The
+    rows of its matrices are sharded if they can be sharded equally, which FSDP2 requires.
+
+    Args:
+        shape: Shape of the tensor on these ranks.
+        ranks: Number of ranks.
+    """
+    return int(len(shape) == 3 and 0 < shape[0] < ranks and shape[1] % ranks == 0)
+
+
+def has_strided_shards(shape: Sequence[int], ranks: int) -> bool:
+    """Return whether a data-parallel rank's part of a tensor is not contiguous in it: rows of several matrices.
+
+    Args:
+        shape: Shape of the tensor on these ranks.
+        ranks: Number of ranks.
+    """
+    return shape[0] > 1 and data_parallel_axis(shape, ranks) == 1
+
+
+def max_shard_elements(shape: Sequence[int], ranks: int) -> int:
+    """Return the elements of the first of `ranks` that shard a tensor on its data-parallel axis.
+
+    All ranks have an equal number of rows. The last can have fewer, or padding if all send or store the same number.
+
+    Args:
+        shape: Shape of the tensor on these ranks.
+        ranks: Number of ranks.
+    """
+    axis = data_parallel_axis(shape, ranks)
+    return -(-shape[axis] // ranks) * prod(shape[:axis]) * prod(shape[axis + 1 :])
 
 
 def check_divisibility(run: RunSpec, world_size: int) -> None:

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 
-from phalanx.cost.exact.parameter_shapes import max_shard_elements, parameter_shapes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 from tests.helpers.model_specs import model_specs
@@ -60,7 +60,3 @@ def test_parameter_shapes_of_gpt2_match_explicit_list():
     ]
     assert shapes["embedding.weight"] == (11, 6)
     assert shapes["blocks.0.mlp.down.weight"] == (6, 5)
-
-
-def test_max_shard_elements_rounds_rows_up():
-    assert [max_shard_elements((10, 3), ranks) for ranks in (1, 2, 3, 4, 10, 16)] == [30, 15, 12, 9, 3, 3]

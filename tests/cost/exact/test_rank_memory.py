@@ -2,7 +2,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,14 +11,16 @@ from hypothesis import strategies as st
 
 from phalanx.cost.exact import comm_buffers
 from phalanx.cost.exact.activation_memory import activation_bytes
-from phalanx.cost.exact.comm_buffers import bucket_sizes
+from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
 from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
+from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model_spec, run_from_table
+from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import MAX_BF16_SUMS, MAX_BUCKETS_IN_FLIGHT, Layout
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
@@ -47,7 +48,7 @@ ODD_SHAPES_MOE = {
     "moe": {
         "num_experts": 3,
         "top_k": 2,
-        "expert_ffn_size": 25,
+        "expert_ffn_size": 24,  # four ranks share the rows of each expert's first matrices, not those of its last
         "num_shared_experts": 1,
         "num_leading_dense_layers": 1,
     },
@@ -253,19 +254,24 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
         assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
 
 
-def test_bucket_sizes_equal_buckets_of_zero_strategy():
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bucket_names_equal_buckets_of_zero_strategy(ranks):
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
     from phalanx.parallel.data.zero_buckets import make_buckets
+    from phalanx.parallel.data.zero_parameters import OwnedParameter, RowSharding
 
+    spec = make_run(model=ODD_SHAPES_MOE).model
+    shapes = parameter_shapes(spec)
+    tensors = RankTensors(dense=shapes, shards=ranks, expert={}, expert_shards=1, names=tuple(shapes))
+    sharding = RowSharding(None)
+    sharding.ranks = ranks
     with torch.device("meta"):
-        parts = [
-            SimpleNamespace(parameter=parameter, sharding=None, largest_numel=parameter.numel())
-            for parameter in Transformer(make_run(model=ODD_SHAPES_MOE).model).parameters()
-        ]
-    for limit in (1, 5_000, 30_000, 1e9):
-        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in make_buckets(parts, 4 * limit)]
-        assert bucket_sizes(parameter_shapes(make_run(model=ODD_SHAPES_MOE).model), limit) == theirs
+        named = Transformer(spec).named_parameters()
+        parts = [OwnedParameter(name, p, sharding, None, None, p.shape) for name, p in named]
+    for bucket_mb in (0.001, 0.02, 0.1, 100):
+        theirs = [[part.name for part in bucket] for bucket in make_buckets(parts, bucket_mb * MIB)]
+        assert zero_bucket_names(tensors, Layout(bucket_mb=bucket_mb), 4) == theirs
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

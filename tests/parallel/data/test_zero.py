@@ -57,6 +57,29 @@ def test_zero_chunked_muon_step_equals_single_process(data: str, world_size: int
         assert pieces > 3
 
 
+def train_few_experts(run: RunSpec) -> tuple[list[tuple[float, float]], set[torch.Size]]:
+    """The trajectory, and the shapes of this rank's parts of the experts."""
+    under_way = make_trainer(run)
+    result = train_until(under_way, run.training.steps)
+    parts = under_way.strategy.trainable_parameters.items()
+    return result, {local_tensor(part).shape for name, part in parts if name.endswith("experts.up")}
+
+
+@pytest.mark.parametrize(("ep", "local_experts"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_all_ranks_train_equal_parts_of_fewer_experts(
+    data: str, ep: int, local_experts: int, text: Path, tmp_path: Path
+) -> None:
+    model = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
+    changes: dict[str, Any] = {"model": model, "training.steps": 3, "layout.micro_batch_size": 1}
+    expected = training_trajectory(small_run(text, tmp_path / "one", changes))
+    run = small_run(text, tmp_path, {**changes, "layout.data_parallel": data, "layout.ep": ep})
+    rows = MOE["moe"]["expert_ffn_size"] // (4 // ep)
+    for result, shapes in rank_pool(4).run(train_few_experts, run):
+        assert result == [pytest.approx(step, rel=1e-10) for step in expected]
+        assert shapes == {torch.Size([local_experts, rows, MOE["hidden_size"]])}
+
+
 def summed_gradient_errors(stage: str, offload: bool, in_pipeline: bool) -> list[float]:
     """The relative errors of a bf16 layer's gradient, summed over 64 micro-batches, in each of two steps."""
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -6,7 +6,7 @@ where gloo has none, a second full buffer receives the data of all ranks (`paral
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -16,7 +16,7 @@ from phalanx.cost.exact.block_moments import attention_exchange_bytes
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
 from phalanx.cost.exact.forward_shape import ForwardShape
 from phalanx.cost.exact.fsdp_buffers import fsdp_buffer_peaks
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
@@ -26,6 +26,7 @@ from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 
 
 def comm_buffer_peaks(
@@ -143,7 +144,8 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     """
     if layout.gradient_compression == "none":
         return []
-    sizes = [_bucket_elements(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
+    buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element)
+    sizes = [_bucket_elements([shapes[name] for name in bucket]) for bucket in buckets]
     copied_bytes, unsent_bytes = (
         (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
     )
@@ -179,7 +181,7 @@ def zero_buffers(
     owned = list[int]()
     buckets = zero_bucket_names(rank, layout, bytes_per_element)
     for bucket in buckets:
-        ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
+        ranks.append(rank.shards_of(bucket[0]))
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
     next_bucket_elements = [
         0 if full_gradients else _bucket_elements([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
@@ -248,11 +250,6 @@ def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | No
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
 
 
-def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
-    """Return the shapes of the parameters of each bucket of `bucket_names`."""
-    return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
-
-
 def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int) -> list[list[str]]:
     """Return the parameter names of each bucket of ZeRO-1 and 2, in the order of the backward pass.
 
@@ -261,21 +258,26 @@ def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int)
         layout: Layout of the run.
         bytes_per_element: Bytes of a number of parameters and gradients.
     """
-    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
+    shapes = rank.all
+
+    def ranks_and_axis(name: str) -> tuple[bool, int]:
+        return name in rank.expert, data_parallel_axis(shapes[name], rank.shards_of(name))
+
+    return bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, ranks_and_axis)
 
 
-def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
+def bucket_names(shapes: Shapes, limit: float, kind: Callable[[str], object] = lambda _: None) -> list[list[str]]:
     """Return the parameter names of each bucket, from the last parameter of the model to the first.
 
     Args:
         shapes: Parameters in the model's order.
         limit: Number of elements at which a bucket is full.
-        expert_names: Parameters with data-parallel ranks of their own, which form separate buckets.
+        kind: Returns what all parameters of a bucket have in common.
     """
     buckets: list[list[str]] = []
     size = 0
     for name in reversed(shapes):
-        if not buckets or size >= limit or (name in expert_names) != (buckets[-1][0] in expert_names):
+        if not buckets or size >= limit or kind(name) != kind(buckets[-1][0]):
             buckets.append([])
             size = 0
         buckets[-1].append(name)

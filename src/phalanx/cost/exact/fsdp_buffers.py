@@ -60,10 +60,13 @@ def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
 
 
 def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
-    """Return the bytes of the gradient that FSDP2 keeps during the exchange: that of the unit's last parameter.
+    """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
 
-    It is the loop variable of `foreach_reduce`, which has no loop on a single rank."""
-    return COMPUTE_BYTES[precision] * unit.last_gradient if unit.ranks > 1 else 0
+    They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
+    if unit.ranks == 1:
+        return 0
+    last_stack = unit.stacks[-1] if unit.stacks and not unit.ends_with_stack else 0
+    return COMPUTE_BYTES[precision] * (unit.last_gradient + last_stack)
 
 
 def _num_buffers(unit: FsdpUnit) -> int:
@@ -83,7 +86,9 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         gathered_bytes -= _gathered_bytes(unit, precision)
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
-        size = gathered_bytes + _num_buffers(unit) * _sent_bytes(unit, precision) + sums_bytes - freed_bytes
+        kept_bytes = STATE_BYTES[precision] * (unit.stacks or [0])[-1]  # the last stack, whose copy is sent
+        exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
+        size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
 
@@ -154,7 +159,7 @@ class _CpuBackwardPass:
         self.backward_fraction = FIRST_BLOCK
         root = self.units[-1]
         if root.name == ROOT:
-            self.root_gradients = self._gradient_bytes(_early_gradients(root))
+            self.root_gradients = self._compute_bytes(_early_gradients(root))
             if not self.num_blocks:
                 yield from self._run_blocks_of_root(root)
 
@@ -166,7 +171,7 @@ class _CpuBackwardPass:
         self.num_blocks = len(elements)
         for count in reversed(elements.values()):
             yield self._peak_inside("inside_block")
-            self.root_gradients += self._gradient_bytes(count)
+            self.root_gradients += self._compute_bytes(count)
             self._complete_block()
 
     def _gather(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
@@ -174,6 +179,7 @@ class _CpuBackwardPass:
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
             copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
+            copied_bytes += self._compute_bytes(sum(unit.stacks))
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
         self._prefetch(self.indices[unit.name] + 1)
 
@@ -197,7 +203,8 @@ class _CpuBackwardPass:
             self.root_gradients = 0
         if unit is self.units[-1]:
             self.backward_fraction = 1.0
-        yield self._peak(self._moment_after(unit), self._gradient_bytes(unit.gradients))
+        copied = max(unit.stacks, default=0)  # one after the other
+        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients + copied))
 
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Free the parameters of a unit and send its gradients, which ends the exchange before."""
@@ -225,12 +232,12 @@ class _CpuBackwardPass:
     def _moment_after(self, unit: FsdpUnit) -> Moment:
         return "after_block" if unit.parent is None or _is_block(unit) else "after_experts"
 
-    def _gradient_bytes(self, count: int) -> int:
+    def _compute_bytes(self, count: int) -> int:
         return COMPUTE_BYTES[self.precision] * count
 
     def _peak_inside(self, moment: Moment) -> CommBufferPeak:
         """Return the peak inside a block, where each weight may have a gradient in addition to the buffers."""
-        return replace(self._peak(moment), weight_gradient_bytes=self._gradient_bytes(1))
+        return replace(self._peak(moment), weight_gradient_bytes=self._compute_bytes(1))
 
     def _peak(self, moment: Moment, size: int = 0) -> CommBufferPeak:
         """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""

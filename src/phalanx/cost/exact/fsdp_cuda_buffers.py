@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.cost.exact.comm_buffer_peak import FIRST_BLOCK, CommBufferPeak
-from phalanx.cost.exact.fsdp_units import fsdp_unit_sizes
+from phalanx.cost.exact.fsdp_units import backward_fsdp_units, fsdp_unit_sizes
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
@@ -27,6 +27,9 @@ class CudaUnits:
     """Parameters of the largest block, without experts that have ranks of their own."""
     expert: int
     """Parameters of the largest unit of such experts, which are inside blocks; 0 without them."""
+    stacks: int
+    """Parameters of the stacks of matrices of a unit whose rows are sharded."""
+    largest_stack: int
     num_blocks: int
     all_blocks: int
     """Parameters of all blocks together."""
@@ -68,6 +71,9 @@ class CudaBuffers:
     """Buffer of experts on the gather stream, while it is copied out; part of `copied_out`."""
     copied_out: int
     """While a block computes: its parameters, and prefetched parameters."""
+    stack_copy: int
+    """In addition to `copied_out`, before the block computes: copies of stacks in the order of ranks, and the buffer of
+    the gather; 0 without such stacks."""
     gradients_ready: int
     """After a block: its gradients in addition to its parameters."""
     between: int
@@ -86,6 +92,7 @@ def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
     owned = fsdp_unit_sizes(rank.dense, layout, rank.shards)
     gradients = fsdp_unit_sizes(rank.dense, layout, 1)
     expert_gradients = fsdp_unit_sizes(rank.expert, layout, 1)
+    stacks = [unit.stacks for unit in backward_fsdp_units(rank, layout)]
     late_names = [name for name in rank.dense if name.startswith(EMBEDDINGS)]
     late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
     return CudaUnits(
@@ -94,6 +101,8 @@ def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
         head=owned.head * rank.shards,
         block=max(owned.blocks, default=0) * rank.shards,
         expert=fsdp_unit_sizes(rank.expert, layout, rank.expert_shards).largest * rank.expert_shards,
+        stacks=max(map(sum, stacks)),
+        largest_stack=max(max(sizes, default=0) for sizes in stacks),
         num_blocks=len(owned.blocks),
         all_blocks=sum(owned.blocks) * rank.shards,
         root_head_gradient=max(0, gradients.root - late),
@@ -110,7 +119,7 @@ def _cuda_buffers(
     """Return the buffers of each phase, with c bytes per element in compute and s per element in a sum.
 
     copied_out      = c (block + ahead + expert) + c expert
-    gradients_ready = c (block + ahead + expert) + c unit_gradient
+    gradients_ready = c (block + ahead + expert) + c unit_gradient + c largest_stack
     between         = c (block + ahead) + sum of experts, or without experts of the block
     sum of a unit   = s (unit + unit / ranks): sent gradients, and the received shard"""
     compute = COMPUTE_BYTES[precision]
@@ -129,7 +138,8 @@ def _cuda_buffers(
         ahead=compute * ahead,
         expert_copy=compute * units.expert,
         copied_out=compute * (gathered + units.expert),
-        gradients_ready=compute * (gathered + units.unit_gradient),
+        stack_copy=compute * (units.stacks + (0 if units.expert else units.block)) if units.stacks else 0,
+        gradients_ready=compute * (gathered + units.unit_gradient + units.largest_stack),
         between=compute * (units.block + ahead) + last_block_sum,
         block_sum=block_sum,
         head_sum=head_sum,
@@ -174,6 +184,9 @@ def cuda_buffer_peaks(
             gather_stream_bytes=buffers.ahead + buffers.expert_copy,
         )
 
+    def copies_out(fraction: float, sums: int) -> CommBufferPeak:
+        return between(fraction, buffers.root + buffers.copied_out + buffers.stack_copy + sums)
+
     def between(fraction: float, size: int) -> CommBufferPeak:
         return CommBufferPeak(
             backward_fraction=fraction, bytes=size, moment="after_block", gather_stream_bytes=buffers.ahead
@@ -196,6 +209,7 @@ def cuda_buffer_peaks(
         computes(block, buffers.block_sum),
         second_done,
         computes(1 - block, buffers.block_sum),
+        *([copies_out(FIRST_BLOCK, first_sum), copies_out(1 - block, buffers.block_sum)] if units.stacks else []),
         CommBufferPeak(backward_fraction=1.0, bytes=end_bytes, moment="after_block"),
     ]
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
+from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 
 ROOT = ""
 EMBEDDING = "embedding"
@@ -98,6 +99,16 @@ class FsdpUnit:
     def gradients(self) -> int:
         """Elements of the gradients, without padding."""
         return sum(map(num_elements, self.shapes.values()))
+
+    @property
+    def stacks(self) -> list[int]:
+        """Elements of each stack of matrices whose rows are sharded; FSDP2 copies it to and from the order of ranks."""
+        return [num_elements(shape) for shape in self.shapes.values() if data_parallel_axis(shape, self.ranks)]
+
+    @property
+    def ends_with_stack(self) -> bool:
+        """True if the last parameter is one of `stacks`."""
+        return bool(self.shapes) and data_parallel_axis(list(self.shapes.values())[-1], self.ranks) == 1
 
     @property
     def last_gradient(self) -> int:

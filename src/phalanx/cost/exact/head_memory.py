@@ -30,7 +30,7 @@ def loss_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
         return _chunked_loss_bytes(spec, shape)
     vocab = shape.max_local_count(spec.vocab_size)
     rows = min(shape.tokens, loss_chunk_rows(vocab, on_cuda=shape.on_cuda))
-    row_bytes = 7 * shape.high_precision_bytes + 2 * INDEX_BYTES + 2  # two flags
+    row_bytes = 5 * shape.high_precision_bytes + 3 * INDEX_BYTES + 2  # two flags
     return rows * vocab * shape.high_precision_bytes + shape.tokens * row_bytes
 
 

@@ -16,8 +16,8 @@ from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
 from phalanx.cost.exact.in_flight_memory import PeakInFlightBytes
-from phalanx.cost.exact.model_state import StateBytes
-from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements, num_elements
+from phalanx.cost.exact.model_state import StateBytes, zero_gradient_bytes
+from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.exact.saved_tensors import INDEX_BYTES
 from phalanx.cost.formulas.collectives import Strategy
@@ -27,6 +27,7 @@ from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes
 from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, acc
     """Return the temporary bytes of the fp32 gradients that ZeRO-1 and 2 step with, in addition to the bf16 gradients.
 
     They step in pieces (`PIECE_BYTES`), and drop the gradients of each. Offloaded gradients are cast in CPU memory, and
-    those of many micro-batches are fp32 already.
+    those of many micro-batches are fp32 already: only those are copied that are strided in ZeRO-1's full gradients.
 
     Args:
         run: Run whose precision and layout apply.
@@ -210,20 +211,25 @@ def gradient_cast_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy, acc
     """
     precision = run.training.precision
     is_zero = strategy in ("zero1", "zero2") and run.layout.offload == "none"
-    if not is_zero or precision not in BF16_PRECISIONS or accumulation > MAX_BF16_SUMS:
+    if not is_zero:
         return 0
     rows = _owned_elements(rank, strategy)
+    shapes = rank.all
+    is_cast = precision in BF16_PRECISIONS and accumulation <= MAX_BF16_SUMS
+
+    def is_copied(name: str) -> bool:
+        return is_cast or (strategy == "zero1" and has_strided_shards(shapes[name], rank.shards_of(name)))
 
     def row_bytes(bucket: list[str]) -> int:
         return STATE_BYTES[precision] * sum(rows[name] for name in bucket)
 
     buckets = zero_bucket_names(rank, run.layout, COMPUTE_BYTES[precision])
-    kept = {name: num_elements(shape) for name, shape in rank.all.items()} if strategy == "zero1" else rows
+    kept = {name: num_elements(shape) for name, shape in shapes.items()} if strategy == "zero1" else rows
     most = dropped = 0
     for piece in chunk_by_bytes(buckets[::-1], PIECE_BYTES, row_bytes):
         names = [name for bucket in piece for name in bucket]
-        most = max(most, row_bytes(names) - dropped)
-        dropped += COMPUTE_BYTES[precision] * sum(kept[name] for name in names)
+        most = max(most, row_bytes(list(filter(is_copied, names))) - dropped)
+        dropped += zero_gradient_bytes(precision, accumulation) * sum(kept[name] for name in names)
     return most
 
 
@@ -264,11 +270,10 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
 
 def _owned_elements(rank: RankTensors, strategy: Strategy) -> dict[str, int]:
     """Return the elements of each parameter that the rank trains."""
-    owned = dict[str, int]()
-    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
-        ranks = 1 if strategy == "ddp" else shards
-        owned |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
-    return owned
+    return {
+        name: max_shard_elements(shape, 1 if strategy == "ddp" else rank.shards_of(name))
+        for name, shape in {**rank.dense, **rank.expert}.items()
+    }
 
 
 def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:

@@ -43,14 +43,6 @@ def num_elements(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def max_shard_elements(shape: Shape, ranks: int) -> int:
-    """Return the elements of the first of `ranks` that shard the rows of a tensor.
-
-    All ranks have an equal number of rows. The last can have fewer, or padding if all send or store the same number.
-    """
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
-
-
 def is_muon_parameter(name: str, shape: Shape) -> bool:
     """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them.
 

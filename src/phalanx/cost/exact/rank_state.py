@@ -9,13 +9,14 @@ from phalanx.cost.exact.model_state import (
     optimizer_kind,
     sharded_state_bytes,
 )
-from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter, max_shard_elements, num_elements
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.parallel_dims import ParallelDims, effective_strategy, strategy_on_ranks
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import has_strided_shards, max_shard_elements
 
 
 def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int) -> StateBytes:
@@ -28,6 +29,7 @@ def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_
         micro_batches: Micro-batches per step.
     """
     precision = run.training.precision
+    layout = run.layout
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # On one rank, ZeRO-3 splits nothing. A parameter server has the optimizer state of its workers.
@@ -41,6 +43,10 @@ def rank_model_state(run: RunSpec, rank: RankTensors, strategy: Strategy, micro_
             states=0 if strategy == "parameter_server" else states,
             micro_batches=micro_batches,
         )
+        if strategy in ("zero1", "zero2") and precision not in BF16_PRECISIONS and layout.offload == "none":
+            # These rows are trained in a copy.
+            strided = {name: shape for name, shape in shapes.items() if has_strided_shards(shape, shards)}
+            total += StateBytes(0, 0, STATE_BYTES[precision] * owned_counts(strided, run, shards)[0])
     bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
     copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
     return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)

@@ -37,6 +37,10 @@ class RankTensors:
         shapes = self.dense | self.expert
         return {name: shapes[name] for name in self.names}
 
+    def shards_of(self, name: str) -> int:
+        """Return the number of ranks that shard the rows of a tensor."""
+        return self.expert_shards if name in self.expert else self.shards
+
     @property
     def signature(self) -> tuple[object, ...]:
         """Key that is equal for ranks of one model and layout that differ in block indices only."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
 from phalanx.cost.exact.layout_checks import check_layout
@@ -15,7 +16,6 @@ from phalanx.cost.exact.model_state import zero_gradient_bytes
 from phalanx.cost.exact.parameter_shapes import (
     Shapes,
     is_muon_parameter,
-    max_shard_elements,
     num_elements,
     parameter_shapes,
 )
@@ -28,7 +28,7 @@ from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
+from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements, rows_on_rank, tensor_sharding
 
 
 def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
@@ -214,15 +214,17 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
     """Return the traffic of Muon if ranks have rows of its matrices.
 
     Ranks send momenta, so that each matrix is complete on one rank, and receive the rows of its result
-    (`train.optim.muon`). Experts are complete matrices already.
+    (`train.optim.muon`). Experts are complete matrices already, if there are not fewer than ranks.
     """
     if run.optimizer.name != "muon" or ranks == 1:
         return []
     shape_counts = Counter(
-        shape for name, shape in shapes.items() if len(shape) == 2 and is_muon_parameter(name, shape)
+        shape
+        for name, shape in shapes.items()
+        if is_muon_parameter(name, shape) and (len(shape) == 2 or data_parallel_axis(shape, ranks))
     )
     gathered = sum(count * max_shard_elements(shape, ranks) for shape, count in shape_counts.items())
-    returned = sum(-(-count // ranks) * num_elements(shape) for shape, count in shape_counts.items())
+    returned = sum(-(-count * prod(shape[:-2]) // ranks) * prod(shape[-2:]) for shape, count in shape_counts.items())
     size = COMPUTE_BYTES["fp64" if run.training.precision == "fp64" else "bf16"] * (gathered + returned)
     purpose = "Muon's momenta, to whole matrices and back"
     return [

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import Shard
 
 from phalanx.model.transformer import HeadFunction, Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter
@@ -34,6 +35,7 @@ from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.layout import EMBEDDINGS, Layout, has_outer_fsdp_units
+from phalanx.spec.tensor_sharding import data_parallel_axis
 
 
 class FSDP(Strategy):
@@ -79,12 +81,14 @@ class FSDP(Strategy):
         reshard = layout.reshard_after_forward and layout.pp == 1
         experts = modules_owning(module, expert_parameters)
         for owner in experts:  # from the inside to the outside
-            shard(owner, mesh=expert_mesh, reshard_after_forward=reshard)
+            assert expert_mesh is not None
+            shard(owner, mesh=expert_mesh, shard_placement_fn=_placements(expert_mesh), reshard_after_forward=reshard)
+        shard = partial(shard, mesh=mesh, shard_placement_fn=_placements(mesh))
         for part in wrapped:
-            shard(part, mesh=mesh, reshard_after_forward=reshard)
+            shard(part, reshard_after_forward=reshard)
         if isinstance(module, Transformer) and has_outer_fsdp_units(layout, module.spec.tie_embeddings):
-            _shard_outside_blocks(module, partial(shard, mesh=mesh), reshard)
-        self.root = shard(module, mesh=mesh, reshard_after_forward=False)
+            _shard_outside_blocks(module, shard, reshard)
+        self.root = shard(module, reshard_after_forward=False)
         super().__init__(module, group)
         self.units = _units_in_forward_order(module)
         for unit in self.units:
@@ -234,6 +238,11 @@ class FSDP(Strategy):
         """Reshard the parameters that a forward pass without a backward pass left gathered."""
         for unit in self.units:
             unit.reshard()
+
+
+def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Return the placement of each parameter on the last axis of a mesh."""
+    return lambda parameter: Shard(data_parallel_axis(parameter.shape, mesh.size(-1)))
 
 
 def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], reshard: bool) -> None:

@@ -83,12 +83,13 @@ class ZeRO(Strategy):
         shardings = {
             name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
         }
-        master_rows = {}
-        if compute_dtype is not None or offload is not None:
-            master_rows = {
-                name: master_copy(shardings[name].rows(p), device, offload)
-                for name, p in trainable_parameters_of(named_parameters(module))
-            }
+        are_separate = compute_dtype is not None or offload is not None
+        master_rows = {
+            name: master_copy(own, device, offload)
+            for name, p in trainable_parameters_of(named_parameters(module))
+            for own in [shardings[name].rows(p)]
+            if are_separate or not own.is_contiguous()  # fused AdamW steps contiguous rows
+        }
         if compute_dtype is not None:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(compute_dtype)

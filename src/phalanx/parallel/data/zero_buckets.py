@@ -47,7 +47,14 @@ class Bucket:
             if owned.full_gradient is None:
                 owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
         sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
-        torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
+        if self.parameters[0].axis == 0:
+            torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
+        else:
+            for owned, gradient, part in zip(
+                self.parameters, self._full_gradients(), sent.split(self.sizes, dim=1), strict=True
+            ):
+                rows = owned.sharding.by_rank(gradient)
+                part.view(rows.shape).copy_(rows)
         if not keep_full:
             for owned in self.parameters:
                 owned.drop_full_gradient()
@@ -57,17 +64,20 @@ class Bucket:
         """Return the full gradients as matrices of one dtype, fp32 if a sum is fp32.
 
         Messages have the dtype of the model, so `start_reduce` rounds fp32 sums to bf16."""
-        gradients = [owned.full_gradient for owned in self.parameters if owned.full_gradient is not None]
+        gradients = self._full_gradients()
         dtype = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
         return [
             gradient.to(dtype).view(owned.matrix) for gradient, owned in zip(gradients, self.parameters, strict=True)
         ]
 
+    def _full_gradients(self) -> list[Tensor]:
+        return [owned.full_gradient for owned in self.parameters if owned.full_gradient is not None]
+
     def finish_reduce(self, keep_full: bool) -> None:
         """Wait for the reduction, and give every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
             parameters = [owned for owned in self.parameters if owned.full_gradient is not None]
-            received = [owned.full_gradient for owned in parameters if owned.full_gradient is not None]
+            received = self._full_gradients()
         else:
             parameters = self.parameters
             received = self._reduced_rows(self._reducing)
@@ -110,11 +120,12 @@ class Bucket:
         if gathered is None:
             return
         for owned, received in zip(self.parameters, gathered.split(self.sizes, dim=1), strict=True):
-            matrix = owned.parameter.detach().view(owned.matrix)
-            if matrix.numel() == received.numel():
-                matrix.view(received.shape).copy_(received)
+            full = owned.parameter.detach()
+            if full.numel() == received.numel():
+                rows = owned.sharding.by_rank(full)
+                rows.copy_(received.view(rows.shape))
             else:
-                matrix.copy_(received.reshape(-1, owned.matrix[1])[: len(matrix)])
+                full.view(owned.matrix).copy_(received.reshape(-1, owned.matrix[1])[: len(full)])
 
     def discard_gather(self) -> None:
         """Wait for the gathered rows, and drop them."""
@@ -132,7 +143,7 @@ class Bucket:
 
 
 def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
-    """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
+    """Return buckets of about `limit` bytes of one dtype and axis, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
     for owned in reversed(list(parameters)):
@@ -146,4 +157,5 @@ def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[lis
 
 
 def _fit_one_message(owned: OwnedParameter, other: OwnedParameter) -> bool:
-    return owned.sharding == other.sharding and owned.parameter.dtype == other.parameter.dtype
+    kinds = [(each.sharding, each.parameter.dtype, each.axis) for each in (owned, other)]
+    return kinds[0] == kinds[1]

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from phalanx.parallel.data.offload import CpuOffload
-from phalanx.parallel.dtensor_shards import as_dtensor
+from phalanx.parallel.dtensor_shards import as_dtensor, rows_per_rank
 from phalanx.spec.layout import MAX_BF16_SUMS
+from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
 
 
 class RowSharding:
-    """Assignment of a tensor's rows to N ranks.
+    """Assignment of a tensor's rows to N ranks; of a stack of fewer matrices than ranks, of each matrix's rows.
 
     All ranks own equally many rows (rounded up), except that the last ranks may have fewer."""
 
@@ -30,19 +31,24 @@ class RowSharding:
         """The process group of the mesh; None for a single rank."""
         return self.mesh.get_group() if self.mesh is not None else None
 
-    def rows_per_rank(self, full: Tensor) -> int:
-        """Return the number of rows per rank, with padding."""
-        return -(-len(full) // self.ranks)
+    def axis(self, full: Tensor) -> int:
+        """Return the axis of the rows."""
+        return data_parallel_axis(full.shape, self.ranks)
 
     def rows(self, full: Tensor) -> Tensor:
         """Return this rank's rows (a view)."""
-        start = self.rank * self.rows_per_rank(full)
-        end = start + self.rows_per_rank(full)
-        return full.detach()[min(start, len(full)) : min(end, len(full))]
+        axis = self.axis(full)
+        counts = rows_per_rank(full.shape[axis], self.ranks)
+        return full.detach().narrow(axis, sum(counts[: self.rank]), counts[self.rank])
+
+    def by_rank(self, full: Tensor) -> Tensor:
+        """Return a view [N, ...] of a tensor: the rows of each rank, of which all have equally many."""
+        axis = self.axis(full)
+        return full.unflatten(axis, (self.ranks, -1)).movedim(axis, 0)
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
         """Return this rank's rows as part of a tensor like `full`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], shape=full.shape)
+        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(self.axis(full))], shape=full.shape)
 
 
 class OwnedParameter:
@@ -71,14 +77,15 @@ class OwnedParameter:
         self.parameter = parameter
         self.sharding = sharding
         self.offload = offload
+        self.axis = sharding.axis(parameter)
         self.matrix = (len(parameter), parameter.shape[1:].numel())
-        self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
+        self.size = max_shard_elements(parameter.shape, sharding.ranks)
         """Number of elements per rank, with padding."""
         self.largest_numel = largest_shape.numel()
         """With this number and `largest_size`, all ranks form the same buckets and pieces.
 
         Equal pieces matter to an optimizer that communicates."""
-        self.largest_size = -(-largest_shape[0] // sharding.ranks) * largest_shape[1:].numel()
+        self.largest_size = max_shard_elements(largest_shape, sharding.ranks)
         self.is_aliased = master_rows is None
         self.rows = sharding.rows(parameter) if master_rows is None else master_rows
         self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
@@ -182,7 +189,7 @@ class OwnedParameter:
         if self.gradient is None:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
-        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True)
+        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True).contiguous()  # fused AdamW needs it
         return self.sharding.as_dtensor(scaled, self.parameter)
 
 
