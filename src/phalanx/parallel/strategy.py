@@ -319,8 +319,10 @@ class Strategy:
             "optimizer": optimizer_state_tensors(optimizers),
         }
 
-    def resizable_buffers(self) -> list[Tensor]:
-        """Return communication buffers whose storage is freed and reallocated behind persistent tensors."""
+    def resizable_buffers(self) -> list[list[Tensor]]:
+        """Return communication buffers whose storage is freed and reallocated behind persistent tensors.
+
+        The buffers of each group are freed and reallocated together."""
         return []
 
     def reshard_parameters(self) -> None:

@@ -336,7 +336,7 @@ class _RepeatedBackward:
                 if name in self.outside:
                     blocks.meter.move(self.outside[name], part_of_memory)
             if part.moves_others:
-                blocks.meter.reclassify()
+                blocks.meter.reclassify_after_collective()
 
     def run_part(self, index: int) -> Tensor:
         """Return the result of a part."""

@@ -47,6 +47,7 @@ class ModelSharding:
         """Shapes of full tensors by name."""
         self._placements: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
         replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._kv_head_mesh: DeviceMesh | None = None
         if 1 < replication < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
@@ -178,7 +179,10 @@ class ModelSharding:
         return self._group(sharding).size() // sharding.replication
 
     def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:
-        return self._mesh_for(sharding)[sharding.mesh_axis].get_group()
+        axis = sharding.mesh_axis
+        if axis not in self._groups:  # PyTorch makes a mesh for the axis, which takes time for every parameter
+            self._groups[axis] = self._mesh_for(sharding)[axis].get_group()
+        return self._groups[axis]
 
 
 def _fsdp_axes(rows: DTensor | None) -> list[MeshAxis]:
