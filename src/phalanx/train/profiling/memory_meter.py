@@ -70,6 +70,7 @@ class MemoryMeter(TorchDispatchMode):
         self.known = known
         self.known_after_collectives = known_after_collectives or known
         self._elastic = [[tensor.untyped_storage() for tensor in group] for group in elastic if group]
+        self._first_elastic = [group[0] for group in self._elastic]
         self._elastic_keys = {storage._cdata for group in self._elastic for storage in group}
         self.part_by_storage: dict[int, str] = {}
         self.bytes_by_storage: dict[int, int] = {}
@@ -89,7 +90,7 @@ class MemoryMeter(TorchDispatchMode):
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
         self._first_elastic_bytes: list[int] | None = None
-        """Bytes of the first buffer of each group."""
+        """Bytes of the first buffer of each group, when all were last counted."""
         self._changes: list[MemoryChange] = []
         """Changes that are being recorded, one inside the other."""
         self.reclassify()
@@ -161,7 +162,7 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = max(self.peak_total, self._total_bytes)
 
     def _count_elastic(self) -> None:
-        first_bytes = [group[0].nbytes() for group in self._elastic]
+        first_bytes = [*map(torch.UntypedStorage.nbytes, self._first_elastic)]
         if first_bytes != self._first_elastic_bytes:  # after each operation, so only the first of each group are read
             self._first_elastic_bytes = first_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
