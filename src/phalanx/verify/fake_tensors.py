@@ -34,7 +34,7 @@ def shape_only_tensors() -> Iterator[None]:
         # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
         stack.enter_context(mock.patch(f"{SHARDING}.detect_fake_mode", return_value=None))
         propagate_once = _without_strided_shards_once(_propagate_use_strided_shard_flag)
-        stack.enter_context(mock.patch(f"{SHARDING}.{_propagate_use_strided_shard_flag.__name__}", propagate_once))
+        stack.enter_context(mock.patch(f"{SHARDING}._propagate_use_strided_shard_flag", propagate_once))
         stack.enter_context(ShapeOnlyMode(allow_non_fake_inputs=True))
         yield
 
