@@ -26,16 +26,19 @@ SMALL = {
 WIDE = {**SMALL, "num_layers": 2, "hidden_size": 512, "vocab_size": 32_768, "max_seq_len": 256}
 """Rows and logits of a micro-batch are several chunks."""
 EIGHT_LAYERS = {**SMALL, "num_layers": 8}
-SIX_LAYERS = {**SMALL, "num_layers": 6}
+LONG = {**SMALL, "max_seq_len": 512}
+"""Activations need more memory than the optimizer's temporary tensors, so the peak is in the blocks."""
+SIX_LAYERS = {**LONG, "num_layers": 6}
+TWELVE_LAYERS = {**LONG, "num_layers": 12}
 WINDOWS = {
-    **SMALL,
-    "num_layers": 12,
+    **TWELVE_LAYERS,
     "sliding_window": 40,
     "full_attention_layers": [1, 3, 5, 7, 9, 11],
     "attention_sinks": True,
 }
 """Two kinds of blocks in turn, six of each."""
-DEEP = {**SMALL, "num_layers": 24}
+DEEP = {**LONG, "num_layers": 24}
+FOURTEEN_LAYERS = {**LONG, "num_layers": 14}
 DEEP_EXPERTS = {**SIX_LAYERS, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
 EXPERTS = {**SMALL, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}
 
@@ -94,17 +97,25 @@ BLOCK_CASES: dict[str, tuple[int, RunSpec]] = {
         2,
         repeated_run(2, 3, DEEP_EXPERTS, data_parallel="zero3", activation_checkpointing="full"),
     ),
-    "1f1b-tp": (4, repeated_run(4, 12, {**SMALL, "num_layers": 12}, pp=2, tp=2, data_parallel="zero1")),
+    "1f1b-tp": (4, repeated_run(4, 12, TWELVE_LAYERS, pp=2, tp=2, data_parallel="zero1")),
     "interleaved": (2, repeated_run(2, 12, DEEP, pp=2, schedule="interleaved", virtual_stages=2)),
     "some recomputed": (
         2,
         repeated_run(
-            2,
-            3,
-            {**SMALL, "num_layers": 14},
-            data_parallel="zero3",
-            activation_checkpointing="full",
-            recomputed_blocks=6,
+            2, 3, FOURTEEN_LAYERS, data_parallel="zero3", activation_checkpointing="full", recomputed_blocks=6
+        ),
+    ),
+    "some norms": (1, repeated_run(1, 3, FOURTEEN_LAYERS, activation_checkpointing="norms", recomputed_blocks=6)),
+    "zero1-full": (2, repeated_run(2, 3, SIX_LAYERS, data_parallel="zero1", activation_checkpointing="full")),
+    "experts-ep-zero2-full": (
+        4,
+        repeated_run(4, 3, DEEP_EXPERTS, ep=2, data_parallel="zero2", activation_checkpointing="full"),
+    ),
+    "tied-tp": (4, repeated_run(4, 3, {**SIX_LAYERS, "tie_embeddings": True}, tp=2, data_parallel="zero1")),
+    "ulysses-selective": (
+        4,
+        repeated_run(
+            4, 3, SIX_LAYERS, cp=2, cp_method="ulysses", data_parallel="zero1", activation_checkpointing="selective"
         ),
     ),
     "windows": (2, repeated_run(2, 3, WINDOWS, data_parallel="zero1")),

@@ -305,7 +305,9 @@ class Strategy:
 
     @cached_property
     def _parameter_tables(self) -> list[dict[str, nn.Parameter | None]]:
-        """Tables of the parameters of each part. A recorder of memory reads them after every collective."""
+        """Return the `_parameters` tables of the modules that have parameters, in which FSDP2 replaces entries.
+
+        A recorder of memory reads them after every collective; a search through all modules takes far longer."""
         return [part._parameters for part in self.module.modules() if part._parameters]
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
@@ -317,8 +319,10 @@ class Strategy:
             "optimizer": optimizer_state_tensors(optimizers),
         }
 
-    def resizable_buffers(self) -> list[Tensor]:
-        """Return communication buffers whose storage is freed and reallocated behind persistent tensors."""
+    def resizable_buffers(self) -> list[list[Tensor]]:
+        """Return communication buffers whose storage is freed and reallocated behind persistent tensors.
+
+        The buffers of each group are freed and reallocated together."""
         return []
 
     def reshard_parameters(self) -> None:

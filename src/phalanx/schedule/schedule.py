@@ -143,6 +143,10 @@ class Schedule:
         ranks = range(self.ranks)
         return Counter((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 
+    def messages_by_receiver(self, rank: int) -> dict[int, int]:
+        """Return the number of messages of a rank to each other rank that receives any."""
+        return {receiver: count for (sender, receiver), count in self.links.items() if sender == rank}
+
     def output_message(self, action: Action) -> Action | None:
         """Return the message of an action to another stage; None if there is none."""
         stage, kind, micro = action

@@ -4,7 +4,7 @@ They are PyTorch's fake tensors, with extensions for a full training step under 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
@@ -16,8 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import _propagate_use_strided_shard_flag
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_iter, tree_leaves
 
+SHARDING = "torch.distributed.tensor._sharding_prop"
 INTEGER_DTYPES = (torch.int32, torch.int64, torch.bool)
 MAX_REAL_ELEMENTS = 2**20
 """Maximum number of elements of a tensor that keeps its values."""
@@ -28,9 +32,29 @@ def shape_only_tensors() -> Iterator[None]:
     """Create tensors without values inside."""
     with ExitStack() as stack:
         # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
-        stack.enter_context(mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None))
+        stack.enter_context(mock.patch(f"{SHARDING}.detect_fake_mode", return_value=None))
+        propagate_once = _without_strided_shards_once(_propagate_use_strided_shard_flag)
+        stack.enter_context(mock.patch(f"{SHARDING}._propagate_use_strided_shard_flag", propagate_once))
         stack.enter_context(ShapeOnlyMode(allow_non_fake_inputs=True))
         yield
+
+
+def _without_strided_shards_once(propagate: Callable[[Any, OpSchema], None]) -> Callable[[Any, OpSchema], None]:
+    """Return a function like `propagate`, which leaves operations without strided shards as they are.
+
+    PyTorch calls it for each operand of a fused optimizer step, and it reads all operands each time."""
+    last_without: OpSchema | None = None
+
+    def propagate_once(strategy: Any, schema: OpSchema) -> None:
+        nonlocal last_without
+        if schema is last_without:
+            return
+        if any(isinstance(placement, _StridedShard) for spec in schema.args_spec for placement in spec.placements):
+            propagate(strategy, schema)
+        else:
+            last_without = schema
+
+    return propagate_once
 
 
 class ShapeOnlyMode(FakeTensorMode):
@@ -50,8 +74,10 @@ class ShapeOnlyMode(FakeTensorMode):
 
 
 def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if any(isinstance(argument, FakeTensor) for argument in args):  # as a rule; the leaves take longer
+        return False
     tensors = []
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in tree_iter((args, kwargs)):
         if isinstance(leaf, FakeTensor):
             return False
         if isinstance(leaf, Tensor):

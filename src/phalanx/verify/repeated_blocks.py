@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import finalize, ref
 
@@ -32,6 +34,8 @@ from phalanx.verify.repeated_work import RepeatedWork, Work
 
 NUM_TRACED = 2
 """Traced blocks of a kind at either end of a stage: the outer one has other neighbors."""
+MAX_DEPTH = 8
+"""Maximum depth to which attributes of blocks are compared: functions and objects may refer to each other."""
 OUTPUT_GRADIENTS = ("output gradient", "auxiliary gradient")
 
 
@@ -332,7 +336,7 @@ class _RepeatedBackward:
                 if name in self.outside:
                     blocks.meter.move(self.outside[name], part_of_memory)
             if part.moves_others:
-                blocks.meter.reclassify()
+                blocks.meter.reclassify_after_collective()
 
     def run_part(self, index: int) -> Tensor:
         """Return the result of a part."""
@@ -420,15 +424,28 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
 
 
 def _signature(block: nn.Module) -> object:
-    """Return what equal blocks have in common: their parts, with numbers, and the shapes of their tensors."""
-    numbers = [
-        {
-            name: value
-            for name, value in vars(part).items()
-            if isinstance(value, bool | int | float | str | tuple | None)
-        }
-        for part in block.modules()
-    ]
+    """Return what equal blocks have in common: their parts, with numbers and code, and the shapes of their tensors."""
+    attributes = [{name: _describe(value) for name, value in vars(part).items()} for part in block.modules()]
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
-    return repr(block), repr(numbers), repr(shapes)
+    return repr(block), repr(attributes), repr(shapes)
+
+
+def _describe(value: object, depth: int = MAX_DEPTH) -> object:
+    """Return what equal attributes have in common: numbers, and the code of functions, such as a replaced `forward`."""
+    if isinstance(value, bool | int | float | str | None | Enum | torch.dtype):
+        return value
+    parts: Sequence[object] = ()
+    if isinstance(value, tuple | list):
+        parts = value
+    elif isinstance(value, Mapping):  # of hooks, whose keys differ
+        parts = list(value.values())
+    elif isinstance(value, partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, FunctionType):
+        parts = value.__module__, value.__qualname__, [cell.cell_contents for cell in value.__closure__ or ()]
+    elif is_dataclass(value):
+        parts = [getattr(value, each.name) for each in fields(value)]
+    return type(value).__qualname__, [_describe(part, depth - 1) for part in parts] if depth else "..."

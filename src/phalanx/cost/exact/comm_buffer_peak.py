@@ -31,7 +31,7 @@ class CommBufferPeak:
     gradient_fraction: float | None = None
     """Fraction of the gradients that exist by then, if it differs: those of a head precede all blocks."""
     bytes: int
-    moment: Moment = "inside_block"
+    moment: Moment
     weight_gradient_bytes: int = 0
     """Bytes of the gradient of each weight of the block that exists inside it, and is in no other number."""
     gather_stream_bytes: int = 0

@@ -57,7 +57,9 @@ def comm_buffer_peaks(
                 ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
             end_peak = CommBufferPeak(
-                backward_fraction=1.0, bytes=STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values()))
+                backward_fraction=1.0,
+                bytes=STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())),
+                moment="inside_block",
             )
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
@@ -151,7 +153,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     return [
         CommBufferPeak(backward_fraction=0.0, bytes=unsent_bytes, moment="backward_start"),
         *(
-            CommBufferPeak(backward_fraction=fraction, bytes=unsent_bytes + copied_bytes * size)
+            CommBufferPeak(backward_fraction=fraction, bytes=unsent_bytes + copied_bytes * size, moment="inside_block")
             for fraction, size in zip(fractions, sizes, strict=True)
         ),
     ]

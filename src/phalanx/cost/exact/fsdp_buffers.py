@@ -79,7 +79,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
 
     The full gradients of the micro-batches, which are part of the persistent memory, are freed unit after unit."""
     gathered_bytes = sum(_gathered_bytes(unit, precision) for unit in units)
-    peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes)]
+    peaks = [CommBufferPeak(backward_fraction=0.0, bytes=gathered_bytes, moment="backward_start")]
     sums_bytes = 0
     freed_bytes = 0
     for unit in reversed(units):
@@ -89,7 +89,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         kept_bytes = STATE_BYTES[precision] * (unit.stacks or [0])[-1]  # the last stack, whose copy is sent
         exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
         size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
-        peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size))
+        peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
     return peaks
 
 
@@ -114,6 +114,7 @@ class _CpuBackwardPass:
                 kept until then.
         """
         self.units = units
+        self.indices = {unit.name: index for index, unit in enumerate(units)}
         self.layout = layout
         self.precision = precision
         self.is_deferred = is_deferred
@@ -122,117 +123,131 @@ class _CpuBackwardPass:
         stays_gathered = not layout.reshard_after_forward
         self.gathered = {unit.name: unit for unit in units if unit.name in (ROOT, HEAD) or stays_gathered}
         self.root_gradients = 0
-        """Bytes of the gradients of a root's final norm and head, which are the first."""
+        """Bytes of the gradients that a root keeps until all of them exist."""
         # FSDP2 keeps what the previous micro-batch has sent last until the first unit sends.
         self.in_transit = _sent_bytes(units[-1], precision) if accumulates else 0
+        """Bytes that the unit before has sent, and receives."""
         self.pending_sum = 0
-        """Part of `in_transit`: the sum of an exchange that has not ended."""
+        """Bytes of the sum of an exchange that has not ended."""
         self.sums = 0
         """Bytes of the sums of this micro-batch, except a pending one."""
         self.all_sums = sum(_sum_bytes(unit, precision) for unit in units)
         self.num_blocks = sum(map(_is_block, units))
         self.num_completed = 0
         """Number of blocks whose backward pass has ended."""
+        self.backward_fraction = 0.0
+        """Completed fraction of the blocks' backward pass (`CommBufferPeak`)."""
 
     def peaks(self) -> Iterator[CommBufferPeak]:
         """Yield the buffers at the start, when a unit is gathered, inside it, when it ends, and when it sends."""
-        yield self._peak("in_loss", at_start=True)
-        self._prefetch(0 if self.units[0].name != HEAD else 1)
-        yield self._peak("in_head", at_start=True)
-        if self.units[-1].name == ROOT:
-            self.root_gradients = self._compute_bytes(_early_gradients(self.units[-1]))
-            if not self.num_blocks:
-                yield from self._blocks_of_root()
+        yield from self._run_loss_and_head()
         started = set[str]()
-        for index, unit in enumerate(self.units):
-            for position in range(len(self.units) - 1, index - 1, -1):  # a block starts before its experts
-                starting = self.units[position]
-                if starting.name in (unit.name, unit.parent) and starting.name not in started:
-                    started.add(starting.name)
-                    if starting.name.startswith("blocks."):
-                        yield from self._start(position)
+        for unit in self.units:
+            for name in (unit.parent, unit.name):  # a block starts before its experts
+                if name is not None and name.startswith("blocks.") and name not in started:
+                    started.add(name)
+                    yield from self._gather(self.units[self.indices[name]])
+                    yield from self._run(self.units[self.indices[name]])
             yield from self._end(unit)
+            yield from self._send(unit)
 
-    def _compute_bytes(self, count: int) -> int:
-        return COMPUTE_BYTES[self.precision] * count
+    def _run_loss_and_head(self) -> Iterator[CommBufferPeak]:
+        """Yield the buffers in the loss and in the head, and in the blocks of a root that is the only unit."""
+        yield self._peak("in_loss")
+        self._prefetch(0 if self.units[0].name != HEAD else 1)
+        yield self._peak("in_head")
+        self.backward_fraction = FIRST_BLOCK
+        root = self.units[-1]
+        if root.name == ROOT:
+            self.root_gradients = self._compute_bytes(_early_gradients(root))
+            if not self.num_blocks:
+                yield from self._run_blocks_of_root(root)
 
-    def _blocks_of_root(self) -> Iterator[CommBufferPeak]:
-        """Yield the buffers inside each block of a root that is the only unit, whose gradients it keeps."""
-        counts = Counter[str]()
-        for name, shape in self.units[-1].shapes.items():
+    def _run_blocks_of_root(self, root: FsdpUnit) -> Iterator[CommBufferPeak]:
+        elements = Counter[str]()
+        for name, shape in root.shapes.items():
             if name.startswith("blocks."):
-                counts[".".join(name.split(".")[:2])] += num_elements(shape)
-        self.num_blocks = len(counts)
-        for count in reversed(counts.values()):
+                elements[".".join(name.split(".")[:2])] += num_elements(shape)
+        self.num_blocks = len(elements)
+        for count in reversed(elements.values()):
             yield self._peak_inside("inside_block")
             self.root_gradients += self._compute_bytes(count)
-            self.num_completed += 1
+            self._complete_block()
 
-    def _start(self, index: int) -> Iterator[CommBufferPeak]:
-        unit = self.units[index]
+    def _gather(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
+        """Gather a unit before its backward pass, and then the next ones."""
         if self.layout.reshard_after_forward:
             self.gathered[unit.name] = unit
             copied_bytes = _gathered_bytes(unit, self.precision) if unit.ranks > 1 else 0
             copied_bytes += self._compute_bytes(sum(unit.stacks))
             yield self._peak("after_block", copied_bytes)  # out of the buffer of the gather
-        self._prefetch(index + 1)
-        if not self._has_experts(unit):
-            yield self._peak_inside("inside_mlp" if unit.parent is not None else "inside_block")
-
-    def _has_experts(self, unit: FsdpUnit) -> bool:
-        """Return whether another unit is inside this one."""
-        return any(other.parent == unit.name for other in self.units)
-
-    def _peak_inside(self, moment: Moment) -> CommBufferPeak:
-        return self._peak(moment, weight_gradient_bytes=self._compute_bytes(1))
+        self._prefetch(self.indices[unit.name] + 1)
 
     def _prefetch(self, index: int) -> None:
         """Gather the units from this one on, except the last, whose backward pass needs no parameters."""
         ahead = self.units[index : min(index + self.layout.fsdp_prefetch, len(self.units) - 1)]
         self.gathered |= {unit.name: unit for unit in ahead if unit.ranks > 1}  # a single rank has nothing to gather
 
+    def _run(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
+        """Yield the buffers inside a unit. Its experts, if they are another unit, run before the rest of it."""
+        if not self._has_experts(unit):
+            yield self._peak_inside("inside_block" if unit.parent is None else "inside_mlp")
+
     def _end(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
-        """Yield the buffers when all gradients of a unit exist, and when they are sent."""
-        is_inside = unit.parent is not None and not _is_block(unit)
-        moment: Moment = "after_experts" if is_inside else "after_block"
-        if _is_block(unit) and self._has_experts(unit):
-            yield self._peak_inside("inside_attention")
-        self.num_completed += _is_block(unit)
+        """Yield the buffers when all gradients of a unit exist."""
+        if _is_block(unit):
+            if self._has_experts(unit):
+                yield self._peak_inside("inside_attention")
+            self._complete_block()
         if unit.name == ROOT:
             self.root_gradients = 0
+        if unit is self.units[-1]:
+            self.backward_fraction = 1.0
         copied = max(unit.stacks, default=0)  # one after the other
-        yield self._peak(moment, self._compute_bytes(unit.gradients + copied), at_end=unit is self.units[-1])
+        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients + copied))
+
+    def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
+        """Free the parameters of a unit and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
         self.sums += self.pending_sum
-        self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
         self.pending_sum = _sum_bytes(unit, self.precision)
-        yield self._peak(moment, _last_gradient_bytes(unit, self.precision), at_end=unit is self.units[-1])
-        if is_inside:
+        self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
+        moment = self._moment_after(unit)
+        yield self._peak(moment, _last_gradient_bytes(unit, self.precision))
+        if moment == "after_experts":
             yield self._peak("in_dispatch")
         if not self.is_deferred or unit.ranks == 1:
-            self.in_transit = _sent_bytes(unit, self.precision)
             self.sums += self.pending_sum
             self.pending_sum = 0
+            self.in_transit = _sent_bytes(unit, self.precision)
 
-    def _peak(
-        self,
-        moment: Moment,
-        size: int = 0,
-        *,
-        weight_gradient_bytes: int = 0,
-        at_start: bool = False,
-        at_end: bool = False,
-    ) -> CommBufferPeak:
+    def _complete_block(self) -> None:
+        self.num_completed += 1
+        self.backward_fraction = self.num_completed / self.num_blocks
+
+    def _has_experts(self, unit: FsdpUnit) -> bool:
+        """Return whether another unit is inside this one."""
+        return any(other.parent == unit.name for other in self.units)
+
+    def _moment_after(self, unit: FsdpUnit) -> Moment:
+        return "after_block" if unit.parent is None or _is_block(unit) else "after_experts"
+
+    def _compute_bytes(self, count: int) -> int:
+        return COMPUTE_BYTES[self.precision] * count
+
+    def _peak_inside(self, moment: Moment) -> CommBufferPeak:
+        """Return the peak inside a block, where each weight may have a gradient in addition to the buffers."""
+        return replace(self._peak(moment), weight_gradient_bytes=self._compute_bytes(1))
+
+    def _peak(self, moment: Moment, size: int = 0) -> CommBufferPeak:
         """Return a peak with `size` bytes in addition to gathered parameters, exchanges and a root's gradients."""
-        done = max(FIRST_BLOCK, self.num_completed / max(1, self.num_blocks))
         gathered_bytes = sum(_gathered_bytes(unit, self.precision) for unit in self.gathered.values())
         sums_bytes = self.sums if self.keeps_sums_apart else 0
         return CommBufferPeak(
-            backward_fraction=0.0 if at_start else 1.0 if at_end else done,
+            backward_fraction=self.backward_fraction,
             gradient_fraction=self.sums / self.all_sums,
             bytes=gathered_bytes + self.in_transit + self.pending_sum + self.root_gradients + sums_bytes + size,
             moment=moment,
-            weight_gradient_bytes=weight_gradient_bytes,
         )
 
 

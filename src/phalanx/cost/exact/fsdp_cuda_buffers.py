@@ -180,6 +180,7 @@ def cuda_buffer_peaks(
         return CommBufferPeak(
             backward_fraction=fraction,
             bytes=size,
+            moment="inside_block",
             gather_stream_bytes=buffers.ahead + buffers.expert_copy,
         )
 

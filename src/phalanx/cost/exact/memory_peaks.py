@@ -93,12 +93,21 @@ def split_persistent_memory(
         gradients=gradients,
         accumulated_gradients=before_bytes,
         pipeline_gradients=summed_bytes,
-        weight_gradient=COMPUTE_BYTES[run.training.precision]
-        if strategy not in ("zero2", "zero3", "hsdp") and not run.cluster.uses_cuda
-        else 0,
+        weight_gradient=weight_gradients(run, strategy).own,
         optimizer_workspace=optimizer_step_bytes(run, rank, strategy)
         + gradient_cast_bytes(run, rank, strategy, accumulation=accumulation),
     )
+
+
+def weight_gradients(run: RunSpec, strategy: Strategy) -> WeightGradients:
+    """Return the bytes of a number of the gradients of weights inside a block.
+
+    A unit of FSDP sends them together; other strategies add each to a sum at once. ZeRO-2 without a pipeline has them
+    in the buffer of the next bucket. On CUDA they are not counted."""
+    size = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[run.training.precision]
+    if strategy in ("zero3", "hsdp"):
+        return WeightGradients(block=size)
+    return WeightGradients(own=0 if strategy == "zero2" and run.layout.pp == 1 else size)
 
 
 def _input_bytes(run: RunSpec, batch_plan: BatchPlan) -> int:

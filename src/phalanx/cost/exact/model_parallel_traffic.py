@@ -63,7 +63,7 @@ def _forward_shape(run: RunSpec, world_size: int) -> ForwardShape:
 
 def _stage_messages(run: RunSpec, shape: ForwardShape, schedule: Schedule, pp_rank: int) -> Traffic:
     """Return the messages of a pipeline rank to other ranks: outputs of its stages, and gradients of their inputs."""
-    num_sends = sum(count for (sender, _), count in schedule.links.items() if sender == pp_rank)
+    num_sends = sum(schedule.messages_by_receiver(pp_rank).values())
     message_bytes = shape.residual_tokens * run.model.hidden_size * shape.residual_bytes
     return Traffic(
         operation="send",

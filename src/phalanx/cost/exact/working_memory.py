@@ -8,11 +8,10 @@ from functools import partial
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.activation_memory import StageBlocks, activation_bytes, pipeline_stages
-from phalanx.cost.exact.block_moments import WeightGradients
 from phalanx.cost.exact.comm_buffer_peak import CommBufferPeak
 from phalanx.cost.exact.comm_buffers import cuda_exchange_bytes, pipeline_buffer_bytes
 from phalanx.cost.exact.in_flight_memory import GradientSums, PeakInFlightBytes, peak_in_flight_bytes
-from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks
+from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, pipeline_memory_peaks, weight_gradients
 from phalanx.cost.exact.model_state import zero_gradient_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.pipeline_split import layers_per_stage
@@ -155,12 +154,10 @@ def _gradient_sums(
     """Return how the sums of gradients of a pipeline rank grow: by stage, and in ZeRO from bf16 to fp32."""
     precision = run.training.precision
     final_bytes = zero_gradient_bytes(precision, batch_plan.gradient_accumulation_steps)
-    weight_bytes = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[precision]
-    is_fsdp = strategy in ("zero3", "hsdp")
     return GradientSums(
         shares=shares,
         narrow=COMPUTE_BYTES[precision] / final_bytes if strategy in ("zero1", "zero2") else 1.0,
-        weight_gradients=WeightGradients(own=0 if is_fsdp else weight_bytes, block=weight_bytes if is_fsdp else 0),
+        weight_gradients=weight_gradients(run, strategy),
     )
 
 

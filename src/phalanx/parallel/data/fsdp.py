@@ -228,11 +228,14 @@ class FSDP(Strategy):
             return resident
         return {"offloaded": [tensor for part in resident.values() for tensor in part]}
 
-    def resizable_buffers(self) -> list[Tensor]:
-        """Return the all-gather buffers of FSDP2."""
+    def resizable_buffers(self) -> list[list[Tensor]]:
+        """Return the all-gather buffers of FSDP2, by unit."""
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
-        parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-        return [buffer for parameter in parameters for buffer in getattr(parameter, "all_gather_outputs", [])]
+        return [
+            [buffer for parameter in group.fsdp_params for buffer in getattr(parameter, "all_gather_outputs", [])]
+            for group in groups
+            if group is not None
+        ]
 
     def reshard_parameters(self) -> None:
         """Reshard the parameters that a forward pass without a backward pass left gathered."""

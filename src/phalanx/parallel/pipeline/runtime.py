@@ -287,7 +287,7 @@ class PipelineStrategy(Strategy):
             resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
         return resident
 
-    def resizable_buffers(self) -> list[Tensor]:
+    def resizable_buffers(self) -> list[list[Tensor]]:
         """Return the resizable buffers of the data-parallel strategy."""
         return self.data_parallel.resizable_buffers()
 

@@ -45,8 +45,10 @@ class ModelSharding:
         self.mesh = mesh
         self.shapes: dict[str, torch.Size] = {}
         """Shapes of full tensors by name."""
-        self._placements: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
+        self._placements: dict[object, tuple[DeviceMesh, list[Placement]]] = {}
+        """Meshes and placements of DTensors, by sharding and by the mesh and placements of rows."""
         replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
+        self._groups: dict[str, dist.ProcessGroup] = {}
         self._kv_head_mesh: DeviceMesh | None = None
         if 1 < replication < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
@@ -131,9 +133,9 @@ class ModelSharding:
             name: Name of the parameter.
             rows: The shard as FSDP or ZeRO splits it further; None if they do not.
         """
-        key = name, None if rows is None else rows.device_mesh
+        sharding = self.sharding_of(name)
+        key = sharding, None if rows is None else (rows.device_mesh, rows.placements)
         if key not in self._placements:
-            sharding = self.sharding_of(name)
             outer = self._sharding_axes(sharding)
             inner = _fsdp_axes(rows)
             mesh = self._combine_meshes(sharding, outer, inner)
@@ -178,7 +180,10 @@ class ModelSharding:
         return self._group(sharding).size() // sharding.replication
 
     def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:
-        return self._mesh_for(sharding)[sharding.mesh_axis].get_group()
+        axis = sharding.mesh_axis
+        if axis not in self._groups:  # PyTorch makes a mesh for the axis, which takes time for every parameter
+            self._groups[axis] = self._mesh_for(sharding)[axis].get_group()
+        return self._groups[axis]
 
 
 def _fsdp_axes(rows: DTensor | None) -> list[MeshAxis]:

@@ -6,7 +6,6 @@ that the count assumes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -209,9 +208,9 @@ def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -
     """Return the transfers to ranks of other stages with the same shard, by the messages of the schedule."""
     schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
     if row.group_kind == "ends":
-        messages = Counter(set(schedule.end_ranks) - {stage})
+        messages = dict.fromkeys(set(schedule.end_ranks) - {stage}, 1)
     else:
-        messages = Counter({to: count for (sender, to), count in schedule.links.items() if sender == stage})
+        messages = schedule.messages_by_receiver(stage)
     counts = messages.values()
     sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
     return (

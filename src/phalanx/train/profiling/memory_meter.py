@@ -48,26 +48,30 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(
         self,
         known: Callable[[], Mapping[str, Iterable[Tensor]]],
-        elastic: Sequence[Tensor] = (),
+        elastic: Sequence[Sequence[Tensor]] = (),
         history: list[tuple[float, Mapping[str, int]]] | None = None,
         other_memory: Collection[str] = (),
+        known_after_collectives: Callable[[], Mapping[str, Iterable[Tensor]]] | None = None,
     ) -> None:
         """Create the meter.
 
         Args:
             known: Returns tensors by part.
             elastic: Communication buffers whose storage is resized without PyTorch operations, such as FSDP2's gathered
-                parameters.
+                parameters. Those of a group are resized together.
             history: List to which the bytes by part are appended after each change, with the time by
                 time.perf_counter().
             other_memory: Parts that are not in this device's memory.
+            known_after_collectives: Returns those of `known` that a collective may create; by default all.
         """
         super().__init__()
         self.history = history
         self.other_memory = other_memory
-        self.get_tensors_by_part = known
-        self.elastic_storages = [tensor.untyped_storage() for tensor in elastic]
-        self._elastic_keys = {storage._cdata for storage in self.elastic_storages}
+        self.known = known
+        self.known_after_collectives = known_after_collectives or known
+        self._elastic = [[tensor.untyped_storage() for tensor in group] for group in elastic if group]
+        self._first_elastic = [group[0] for group in self._elastic]
+        self._elastic_keys = {storage._cdata for group in self._elastic for storage in group}
         self.part_by_storage: dict[int, str] = {}
         self.bytes_by_storage: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
@@ -81,10 +85,12 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = 0
         """Peak bytes of all parts of this device together."""
         self._known = defaultdict[str, dict[int, weakref.ref[Tensor]]](dict)
-        """Tensors that `known` has named before, by part and id."""
+        """Tensors that `known` has named since the last `reclassify`, by part and id."""
         self.part_of_new = "activations"
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
+        self._first_elastic_bytes: list[int] | None = None
+        """Bytes of the first buffer of each group, when all were last counted."""
         self._changes: list[MemoryChange] = []
         """Changes that are being recorded, one inside the other."""
         self.reclassify()
@@ -95,12 +101,20 @@ class MemoryMeter(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._track(leaf, "communication" if communicates else self.part_of_new, moves=communicates)
-        self.reclassify() if communicates else self._update_peaks()  # the result of a collective may be a gradient
+        self.reclassify_after_collective() if communicates else self._update_peaks()
         return out
 
     def reclassify(self) -> None:
         """Update the part of each known tensor."""
-        for part, tensors in self.get_tensors_by_part().items():
+        self._known.clear()  # a tensor's storage may have been replaced
+        self._classify(self.known())
+
+    def reclassify_after_collective(self) -> None:
+        """Update the part of each new tensor that a collective may create: its result may be a gradient."""
+        self._classify(self.known_after_collectives())
+
+    def _classify(self, tensors_by_part: Mapping[str, Iterable[Tensor]]) -> None:
+        for part, tensors in tensors_by_part.items():
             known = self._known[part]
             for tensor in tensors:
                 before = known.get(id(tensor))
@@ -139,15 +153,21 @@ class MemoryMeter(TorchDispatchMode):
                 change.moves.append((self.numbers[key], moved))
 
     def _update_peaks(self) -> None:
-        elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic_storages))
-        self.bytes_by_part["communication"] += elastic - self._elastic_bytes
-        self._elastic_bytes = elastic
+        self._count_elastic()
         if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
             self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
         for part, size_bytes in self.bytes_by_part.items():
             self.peaks[part] = max(self.peaks[part], size_bytes)
         self.peak_working = max(self.peak_working, self._working_bytes)
         self.peak_total = max(self.peak_total, self._total_bytes)
+
+    def _count_elastic(self) -> None:
+        first_bytes = [*map(torch.UntypedStorage.nbytes, self._first_elastic)]
+        if first_bytes != self._first_elastic_bytes:  # after each operation, so only the first of each group are read
+            self._first_elastic_bytes = first_bytes
+            size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
+            self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
+            self._elastic_bytes = size_bytes
 
     @property
     def _working_bytes(self) -> int:
@@ -168,17 +188,20 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_working = start[1]
         self.peak_total = start[2]
         change = MemoryChange()
+        num_outer = len(self._changes)
         self._changes.append(change)
-        yield change
-        self._changes.pop()
-        self._update_peaks()
-        change.peaks = _difference(self.peaks, start[0])
-        change.peak_working = self.peak_working - start[1]
-        change.peak_total = self.peak_total - start[2]
-        change.net = _difference(self.bytes_by_part, start[0])
-        self.peaks |= before[0]
-        self.peak_working = max(self.peak_working, before[1])
-        self.peak_total = max(self.peak_total, before[2])
+        try:
+            yield change
+        finally:
+            del self._changes[num_outer:]  # with those inside that an error left
+            self._update_peaks()
+            change.peaks = _difference(self.peaks, start[0])
+            change.peak_working = self.peak_working - start[1]
+            change.peak_total = self.peak_total - start[2]
+            change.net = _difference(self.bytes_by_part, start[0])
+            self.peaks |= before[0]
+            self.peak_working = max(self.peak_working, before[1])
+            self.peak_total = max(self.peak_total, before[2])
 
     def repeat_change(self, change: MemoryChange) -> None:
         """Count a recorded change again, without its tensors."""

@@ -169,6 +169,7 @@ class StepRecorders:
             strategy.resizable_buffers(),
             history,
             other_memory=() if learner.device.type == "cpu" else ("offloaded",),
+            known_after_collectives=lambda: strategy.resident_tensors(()),  # no collective creates optimizer state
         )
         self.collectives = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
         self.flops = FlopCounter()
