@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from phalanx.model.sampling import generate
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.spec.run import RunSpec
-from phalanx.train.resumable import ResumableLearner
+
+if TYPE_CHECKING:
+    from phalanx.train.trainer import Trainer
 
 SAMPLE_TOKENS = 160
 
@@ -33,24 +37,24 @@ def sample_message(step: int, sample: str) -> str:
     return f"sample after step {step}:\n  " + sample.replace("\n", "\n  ")
 
 
-def generate_sample(learner: ResumableLearner) -> str:
+def generate_sample(trainer: Trainer) -> str:
     """Return the model's continuation of the run's prompt.
 
     All ranks must call it, because the model may be sharded over them."""
-    run = learner.run
+    run = trainer.run
     if not has_whole_logits(run):
-        return f"(none: phalanx generate {learner.directory} --prompt {run.evaluation.prompt!r})"
-    last_rank = learner.mesh.dims.world_size - 1  # it always runs the model; the first rank, which prints, may not
-    if not learner.strategy.runs_model:
+        return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
+    last_rank = trainer.mesh.dims.world_size - 1  # it always runs the model; the first rank, which prints, may not
+    if not trainer.strategy.runs_model:
         return broadcast_object("", src=last_rank)
-    tokenizer = learner.corpus.tokenizer
-    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(learner.device)
-    generator = torch.Generator(learner.device).manual_seed(run.training.seed)
-    learner.strategy.drain_pending_updates()
-    learner.module.eval()
-    with torch.no_grad(), autocast_context(learner.strategy, run.training.precision, learner.device):
+    tokenizer = trainer.corpus.tokenizer
+    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
+    generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
+    trainer.strategy.drain_pending_updates()
+    trainer.module.eval()
+    with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
         tokens = generate(
-            learner.strategy.model,
+            trainer.strategy.model,
             prompt,
             SAMPLE_TOKENS,
             temperature=0.7,
@@ -60,6 +64,6 @@ def generate_sample(learner: ResumableLearner) -> str:
             context=run.training.seq_len,
             vocab=tokenizer.vocab,
         )
-    learner.module.train()
-    learner.strategy.reshard_parameters()
+    trainer.module.train()
+    trainer.strategy.reshard_parameters()
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -1,35 +1,75 @@
-"""The training loop: steps and the hooks of callbacks."""
+"""The training loop of one rank: steps, their records, callbacks, checkpoints, and the agreement of ranks to stop."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
+from phalanx.parallel.comm.device_memory import peak_memory_bytes
+from phalanx.parallel.comm.host_copy import PendingCopies
+from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
-from phalanx.runs.checkpoints import step_name, step_of
+from phalanx.parallel.mesh import build_mesh
+from phalanx.runs.checkpoints import (
+    CHECKPOINTS_DIR,
+    check_manifest,
+    check_not_all_damaged,
+    implementations,
+    read_manifest,
+    step_name,
+    step_of,
+)
+from phalanx.runs.create import read_run_directory, rewrite_run_file
 from phalanx.runs.metrics import MetricsRecord
-from phalanx.runs.step_records import PauseRecord
+from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
-from phalanx.train.callbacks.callback import Callback
+from phalanx.train.callbacks.callback import Callback, call_callback
+from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
+from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
+from phalanx.train.checkpoint.state import (
+    checkpoint_tensors,
+    load_checkpoint,
+    restore_rng_state,
+    restore_tensors,
+    rng_state,
+    set_rng_state,
+)
 from phalanx.train.evaluator import evaluate
+from phalanx.train.expert_counts import expert_metrics, hottest_expert
+from phalanx.train.guards.divergence import count_rollbacks, steps_to_skip
+from phalanx.train.learner import Learner
 from phalanx.train.loggers import Logger
+from phalanx.train.optim.optimizers import (
+    LearningRateRescaling,
+    build_lr_function,
+    can_skip_on_device,
+    learning_rate_factor,
+    skip_if,
+)
+from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.step_metrics import ReadRecord
-from phalanx.train.step_runner import StepRunner
+from phalanx.train.step_metrics import LaunchedResults, ReadRecord, UtilizationMeter, time_metrics
+from phalanx.train.step_sums import StepSums
+from phalanx.train.time_budget import with_decided_steps
 from phalanx.train.training_data import TrainingData
 
 
-class Trainer(StepRunner):
-    """A run on this rank: the loop around its steps, with the hooks of callbacks.
+class Trainer(Learner):
+    """A run on this rank: a learner with its data and its progress, and the loop around its steps.
 
     torch.distributed must be initialized if there are several ranks."""
 
@@ -42,17 +82,73 @@ class Trainer(StepRunner):
         peak_flops: float | None = None,
         trained_experts: TrainedExperts | None = None,
     ) -> None:
-        super().__init__(run, corpus, directory, device, peak_flops=peak_flops, trained_experts=trained_experts)
-        self.evaluation: MetricsRecord = {}
-        """Record of the last evaluation."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
+        self.corpus = corpus
+        self.directory = directory
+        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
+        self.utilization = UtilizationMeter(run, world_size, device, peak_flops=peak_flops)
+        self.lr_function = build_lr_function(run.optimizer)
+        scale = self.batch.learning_rate_scale
+        self.rescaling = LearningRateRescaling(scale, scale, 0, steps=0)
+        # Progress, which checkpoints restore.
+        self.step = 0
+        """Number of optimizer updates."""
+        self.resumed_at_step = 0
+        """The step after which this start of the run resumed."""
+        self.tokens = 0
+        """Number of tokens computed in training, over all ranks."""
+        self.targets = 0
+        """Number of targets trained on: of the tokens without those whose target is ignored."""
+        self.skipped = 0
+        """Number of steps whose gradient was not finite."""
+        # Checkpoints.
+        self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
+        self.in_memory_checkpointer = self._open_in_memory_checkpointer()
         self.unreported_checkpoint: Path | None = None
         """Directory of the checkpoint that is being saved."""
+        self.has_pending_saves = False
+        """True if a rank was still saving when it sent the sums of the last step."""
+        # The loop.
+        self.callbacks: Mapping[str, Callback] = {}
+        """Callbacks by name, in the order in which their hooks run."""
+        self.callback_states: dict[str, dict[str, Any]] = {}
+        """States of callbacks in the restored checkpoint."""
+        self.progress = ProgressDisplay(0, None, quiet=True)
+        self.evaluation: MetricsRecord = {}
+        """Record of the last evaluation."""
         self.launched: deque[ReadRecord] = deque()
         """Steps whose records are not read yet."""
-        self.profiles_next_step = False
-        """True if the next step is profiled, before which all records are read."""
+        self.step_record: StepRecord | None = None
+        """This rank's record of the last step."""
         self.rank_log: Logger | None = None
         """Log of this rank's records, while it trains."""
+        self.profiles_next_step = False
+        """True if the next step is profiled, before which all records are read."""
+        self.allows_late_reads = device.type == "cuda"
+        """True if the record of a step may be read while a GPU runs the next, where the optimizers permit it."""
+        # The end of the run.
+        self.stop_requested = False
+        """Set by a signal on this rank, at any time."""
+        self.finish_reason: str | None = None
+        """Reason why this rank requests the end of the run."""
+        self.stop_after_step: int | None = None
+        """The step after which all ranks save and stop, because a rank received a stop request."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0."""
+        return self.mesh.rank == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """True after the last step of the run."""
+        return self.step >= self.run.training.steps
+
+    @property
+    def should_stop(self) -> bool:
+        """True if all ranks have agreed to save and stop now."""
+        return self.stop_after_step is not None and self.step >= self.stop_after_step
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -64,17 +160,15 @@ class Trainer(StepRunner):
     ) -> MetricsRecord:
         """Train to the last step or until a stop request, and return the last evaluation.
 
-        Args:
-            callbacks: Callbacks by name, in the order in which their hooks run.
-            progress: Display of the progress.
-            step: Replacement of `launch_step`.
-        """
+        `step` replaces `launch_step`, such as to profile it."""
         self.callbacks = callbacks
         self.progress = progress
         step = step or self.launch_step
         batches = prefetch(self.loader, self.step, self.run.training.steps)
         try:
-            self._load_callback_states()
+            for name, state in self.callback_states.items():
+                if name in callbacks:
+                    call_callback(name, callbacks[name].load_state_dict, state)
             self.call_hook("on_train_start")
             while not (self.is_complete or self.should_stop):
                 self.launched.append(step(batches))
@@ -95,7 +189,7 @@ class Trainer(StepRunner):
         if self.profiles_next_step or not self.reads_late:
             return True
         readers = {name: each for name, each in self.callbacks.items() if each.reads_weights}
-        return any(self._call(name, each.is_due, self) for name, each in readers.items())
+        return any(call_callback(name, each.is_due, self) for name, each in readers.items())
 
     def read_launched(self, keep: int) -> None:
         """Read the records of launched steps, and call `on_step_end`, until `keep` steps are left.
@@ -105,22 +199,16 @@ class Trainer(StepRunner):
             record = self.launched.popleft()()
             self._report_checkpoint_before(record["step"])
             for name, callback in self.callbacks.items():
-                if not callback.reads_weights or (not self.launched and self._call(name, callback.is_due, self)):
+                if not callback.reads_weights or (not self.launched and call_callback(name, callback.is_due, self)):
                     if callback.reads_weights:
                         self.strategy.wait_for_weights()
-                    self._call(name, callback.on_step_end, self, record)
+                    call_callback(name, callback.on_step_end, self, record)
 
     def call_hook(self, hook: str, *arguments: Any) -> None:
         """Call a hook of all callbacks; raises CallbackError if one of the user's fails."""
         self.strategy.wait_for_weights()
         for name, callback in self.callbacks.items():
-            self._call(name, getattr(callback, hook), self, *arguments)
-
-    def _load_callback_states(self) -> None:
-        """Restore the states of callbacks in the checkpoint."""
-        for name, state in self.callback_states.items():
-            if name in self.callbacks:
-                self._call(name, self.callbacks[name].load_state_dict, state)
+            call_callback(name, getattr(callback, hook), self, *arguments)
 
     def _report_exception(self, error: BaseException) -> None:
         """Call `on_exception` of all callbacks. Errors in them are printed: they must not hide the first one."""
@@ -131,23 +219,189 @@ class Trainer(StepRunner):
                 text = f"{name}: on_exception raised {type(second).__name__}: {second}"
                 print(f"phalanx: rank {self.mesh.rank}: {text}", file=sys.stderr)
 
+    def evaluate(self) -> MetricsRecord:
+        """Return the loss on the held-out text, and the expert counts of the last interval."""
+        return evaluate(self)
+
+    @contextmanager
+    def record_pause(self, pause: str) -> Iterator[None]:
+        """Record the time of work between steps, under the name `pause`."""
+        started_at = time.perf_counter()
+        yield
+        if self.rank_log is not None:
+            seconds = time.perf_counter() - started_at
+            record: PauseRecord = {"step": self.step, "pause": pause, "start": started_at, "seconds": seconds}
+            self.rank_log.write(dict(record))
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Iterator[Batch]) -> MetricsRecord:
+        """Run one optimizer update, and return its record."""
+        return self.launch_step(batches)()
+
+    def launch_step(self, batches: Iterator[Batch]) -> ReadRecord:
+        """Launch one optimizer update, and return the function that reads its record.
+
+        The phases are forward and backward passes, their sum over ranks, and the update. With `reads_late` the host
+        does not wait for a GPU here: fused AdamW skips a gradient that is not finite by itself."""
+        phases = StepPhaseTimer(self.strategy)
+        micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
+        phases.end("data")
+        rank_sums = self.forward_backward(micros)
+        self._set_requests(rank_sums)
+        phases.end("passes")
+        reduced = self.reduce(rank_sums)
+        on_host = PendingCopies(reduced.sums, reduced.norm)  # all values of a step in one copy
+        if self.reads_late:
+            skip_if(self.optimizers, ~reduced.norm.isfinite())
+            is_finite = True
+        else:
+            is_finite = math.isfinite(on_host.wait()[1])  # the norm is equal on all ranks, so all decide alike
+        phases.end("reduce")
+        if self.experts.layers:
+            self.experts.add(
+                StepSums.unpack(reduced.sums, self.experts.load_shape).expert_loads,
+                self.routers,
+                self.strategy.router_count_multiplicity,
+                update_biases=is_finite and bool(self.strategy.trainable_parameters),  # a worker receives its biases
+            )
+        if is_finite:
+            steps = self.run.training.steps
+            ratio = learning_rate_factor(self.run.optimizer, self.step, steps, lr_function=self.lr_function)
+            self.update(ratio * self.rescaling.factor_at(self.step))
+        else:
+            self.strategy.zero_grad()
+        phases.end("optimizer")
+        phases.finish()
+        self.step += 1
+        results = LaunchedResults(
+            step=self.step,
+            reduced=reduced,
+            on_host=on_host,
+            phases=phases,
+            expert_rows=None if self.strategy.pop_expert_rows is None else self.strategy.pop_expert_rows(),
+            learning_rate=self.optimizers[-1].param_groups[0]["lr"] if self.optimizers else None,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+        )
+        return partial(self._read_step, results)
+
+    @property
+    def reads_late(self) -> bool:
+        """True if the record of a step is read while a GPU runs the next."""
+        return self.allows_late_reads and self.can_read_late
+
+    @property
+    def can_read_late(self) -> bool:
+        """True if a step can run without reading its results: whether the gradient is finite."""
+        moe = self.run.model.moe
+        routers_need_it = moe is not None and moe.bias_update_rate > 0
+        return (
+            can_skip_on_device(self.optimizers)
+            and self.run.layout.offload == "none"
+            and self.run.layout.data_parallel != "parameter_server"
+            and not routers_need_it
+        )
+
+    def _read_step(self, results: LaunchedResults) -> MetricsRecord:
+        """Return the record of a launched step, and count its tokens, skipped steps and requests to stop."""
+        host_sums, norm = results.on_host.wait()
+        sums = StepSums.unpack(host_sums, self.experts.load_shape)
+        targets = int(sums.tokens)
+        tokens = self.batch.global_batch_size * self.run.training.seq_len
+        self.tokens += tokens
+        self.targets += targets
+        self.skipped += not math.isfinite(float(norm))
+        self.has_pending_saves = bool(sums.pending_saves)
+        record: MetricsRecord = {
+            "step": results.step - results.reduced.steps_behind,
+            "loss": float(sums.loss) / targets if targets else math.nan,
+            "grad_norm": float(norm),
+        }
+        self._agree_to_stop(record["step"], sums)
+        if results.reduced.staleness is not None and self.run.layout.max_staleness is not None:
+            record["staleness"] = results.reduced.staleness
+        self.step_record = results.phases.to_step_record(results.step, results.peak_memory_bytes)
+        if self.run.model.moe and self.experts.layers:
+            hottest = hottest_expert(sums.expert_loads, self.experts.layers)
+            self.step_record["hot_expert"] = hottest
+            record |= expert_metrics(sums, hottest, has_capacity=self.run.model.moe.capacity_factor is not None)
+        if results.expert_rows is not None:
+            self.step_record["expert_rows"] = results.expert_rows
+        seconds = sum(self.step_record["seconds"].values())
+        record |= {
+            "ranks": self.mesh.dims.world_size,
+            "resumed_at_step": self.resumed_at_step,
+            "tokens": self.tokens,
+            "targets": self.targets,
+            "tokens_per_second": tokens / seconds,
+            "targets_per_second": targets / seconds,
+            "step_seconds": seconds,
+            **time_metrics(self.step_record, self.strategy),
+            **self.utilization.metrics(tokens / seconds),
+        }
+        if results.learning_rate is not None:
+            record["learning_rate"] = results.learning_rate
+        return record | {"peak_memory_bytes": results.peak_memory_bytes, "skipped_steps": self.skipped}
+
+    # -- the end of the run ------------------------------------------------------------------------------------------
+
     def finish(self, reason: str) -> None:
         """Request that the run ends soon, as if a step were its last: the next one, or on a GPU up to two later.
 
-        One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps.
-
-        Args:
-            reason: The reason, which rank 0 prints if it is one of the ranks.
-        """
+        One rank is enough. The run evaluates and saves as at its end, and records the reduced number of steps. Rank 0
+        prints the reason if it is one of the ranks."""
         if self.finish_reason is None and not self.is_complete:
             self.progress.log(f"step {self.step}: finishing the run after the next step: {reason}")
         self.finish_reason = reason
 
-    # -- evaluation and saving ---------------------------------------------------------------------------------------
+    def _set_requests(self, rank_sums: StepSums) -> None:
+        """Set the requests of this rank in the sums of a step, which all ranks read."""
+        rank_sums.stop_requests.fill_(self.stop_requested)
+        rank_sums.finish_requests.fill_(self.finish_reason is not None)
+        rank_sums.pending_saves.fill_(not self.checkpointer.is_complete)
+        if not self.strategy.runs_model:  # a parameter server, which announces the step to its workers
+            rank_sums.stop_step.fill_(self.stop_after_step or 0)
 
-    def evaluate(self) -> MetricsRecord:
-        """Return the loss on the held-out text, and the expert counts of the last interval."""
-        return evaluate(self, self.micro_batches)
+    def _agree_to_stop(self, step: int, sums: StepSums) -> None:
+        """Decide after which step all ranks stop, from the sums over ranks in `step`, which all ranks read alike."""
+        if self.stop_after_step is not None:
+            return
+        is_stopping = bool(sums.stop_requests)
+        is_finishing = bool(sums.finish_requests)
+        max_staleness = self.run.layout.max_staleness
+        if max_staleness is None:
+            if is_stopping or is_finishing:
+                self.stop_after_step = max(step, self.step)  # a later step may have been launched
+        elif self.strategy.runs_model:
+            self.stop_after_step = int(sums.stop_step) or None
+        elif is_stopping or is_finishing:
+            # Workers may miss a step. Servers miss none, and announce a later step that no rank can have passed by then.
+            self.stop_after_step = step + 1 + max_staleness
+        if self.stop_after_step is not None and is_finishing and not is_stopping:
+            self.set_last_step(min(self.stop_after_step, self.run.training.steps))
+
+    def set_last_step(self, step: int) -> None:
+        """Set the number of steps of the run, at the same step on all ranks; rank 0 records it in the run directory."""
+        self.run = with_decided_steps(self.run, step)
+        self.progress.set_steps(step)
+        if self.is_main:
+            recorded, _ = read_run_directory(self.directory, trust=True)  # it is only written
+            rewrite_run_file(self.directory, with_decided_steps(recorded, step))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Start a checkpoint of this step."""
+        self.strategy.drain_pending_updates()
+        tensors = checkpoint_tensors(self.strategy, self.optimizers)
+        self.checkpointer.save(self.step, tensors, self._manifest(), on_disk=self.run.layout.offload == "nvme")
+
+    def save_in_memory(self) -> None:
+        """Copy this step's state into memory that outlives this rank."""
+        if self.in_memory_checkpointer is not None:
+            self.strategy.drain_pending_updates()
+            manifest = {**self._manifest(), "step": self.step, "random": rng_state()}
+            self.in_memory_checkpointer.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
 
     def start_checkpoint(self) -> None:
         """Start a checkpoint of this step. The previous one is complete then, and reported first."""
@@ -175,20 +429,95 @@ class Trainer(StepRunner):
             self.unreported_checkpoint = None
             self.call_hook("on_checkpoint_saved", directory)
 
-    @contextmanager
-    def record_pause(self, pause: str) -> Iterator[None]:
-        """Record the time of work between steps.
+    def _manifest(self) -> MetricsRecord:
+        """Return the state of a run besides its tensors."""
+        states = {name: call_callback(name, each.state_dict) for name, each in self.callbacks.items()}
+        return {
+            "tokens": self.tokens,
+            "targets": self.targets,
+            "skipped": self.skipped,
+            "loader": self.loader.state(self.step),
+            "rescaling": asdict(self.rescaling),
+            "model": self.run.model.model_dump(mode="json"),
+            "optimizer": self.run.optimizer.name,
+            "implementations": implementations(self.run),
+            "expert_tokens": self.experts.intervals.long().tolist(),
+            # Copies as JSON: a thread writes them while callbacks change their own.
+            "callbacks": {
+                name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state
+            },
+        }
 
-        Args:
-            pause: Name of the work.
+    def resume(self) -> tuple[int, dict[str, str]]:
+        """Continue from the newest intact checkpoint, on disk or in memory, if there is one.
+
+        Returns:
+            The number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
+
+        Raises:
+            UserError: the checkpoint has another model or other data, or all checkpoints are damaged.
         """
-        started_at = time.perf_counter()
-        yield
-        if self.rank_log is not None:
-            record: PauseRecord = {
-                "step": self.step,
-                "pause": pause,
-                "start": started_at,
-                "seconds": time.perf_counter() - started_at,
-            }
-            self.rank_log.write(dict(record))
+        directory = self.checkpointer.directory
+        checkpoint = None
+        damaged: dict[str, str] = {}
+        in_memory = self.in_memory_checkpointer.load_latest() if self.in_memory_checkpointer is not None else None
+        if in_memory is None or in_memory.step < latest_step(directory):
+            checkpoint, damaged = latest_valid_checkpoint(directory)
+        if in_memory is not None and in_memory.step >= (step_of(checkpoint) if checkpoint else 0):
+            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, optimizers=self.optimizers)
+            set_rng_state(in_memory.manifest["random"])
+            self._restore_progress(in_memory.manifest)
+            return self.mesh.dims.world_size, damaged
+        if checkpoint is None:
+            check_not_all_damaged(directory)
+            self._skip_bad_steps()
+            return 0, damaged
+        manifest = read_manifest(checkpoint)
+        check_manifest(self.run, manifest)
+        load_checkpoint(checkpoint, self.strategy, self.optimizers)
+        restore_rng_state(checkpoint, self.mesh.rank)
+        self._restore_progress(manifest)
+        self._skip_bad_steps()
+        return int(manifest["world_size"]), damaged
+
+    def _restore_progress(self, manifest: MetricsRecord) -> None:
+        self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
+        if self.experts.layers and "expert_tokens" in manifest:
+            self.experts.load_state(manifest["expert_tokens"])
+        self.callback_states = manifest.get("callbacks", {})
+        self.step = self.resumed_at_step = manifest["step"]
+        self.tokens = manifest["tokens"]
+        self.targets = manifest.get("targets", self.tokens)  # earlier versions counted targets alone
+        self.skipped = manifest["skipped"]
+        rescaling = LearningRateRescaling(**manifest["rescaling"])
+        if rescaling.after != self.batch.learning_rate_scale:  # the number of ranks has changed
+            warmup = self.run.optimizer.warmup_within(self.run.training.steps)
+            rescaling = LearningRateRescaling(
+                rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, steps=warmup
+            )
+        self.rescaling = rescaling
+
+    def _skip_bad_steps(self) -> None:
+        """Skip text that led to divergence before."""
+        steps = broadcast_from_rank0(partial(steps_to_skip, self.directory, self.step))
+        if steps:
+            self.loader.skip_steps(steps)
+
+    def _open_in_memory_checkpointer(self) -> InMemoryCheckpointer | None:
+        """Return the copies in memory of this run, if it has some; those from before the last rollback are not its own."""
+        if not self.run.recovery.in_memory_checkpoint_every:
+            return None
+        num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, self.directory))
+        identity = {"ranks": self.mesh.dims.world_size, "back": num_rollbacks, **in_memory_identity(self.run)}
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        return InMemoryCheckpointer(identity, group, self.device)
+
+
+def in_memory_identity(run: RunSpec) -> dict[str, Any]:
+    """Return the settings that a copy in memory must share with the run.
+
+    They exclude the length of the run, which may be decided during the run (`training.seconds`)."""
+    identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+    for table, field in (("training", "steps"), ("training", "seconds"), ("optimizer", "warmup_steps")):
+        del identity[table][field]
+    return identity

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -61,52 +61,30 @@ class ReducedRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """The options of a rank's command; `run_rank` describes them."""
+    """The options of a rank's command."""
 
-    overrides: list[str]
-    resume: bool
-    measure: bool
-    window: range | None
-    reduced: ReducedRanks | None
-    device: str | None
-    force: bool
-    trust: bool
+    overrides: tuple[str, ...] = ()
+    """Changes of a run file's fields, as "section.field=value"."""
+    resume: bool = False
+    """Continue from the newest checkpoint."""
+    measure: bool = False
+    """Measure the memory and the traffic of one step."""
+    window: range | None = None
+    """Steps to profile."""
+    reduced: ReducedRanks | None = None
+    """Layout of fewer ranks than the run's."""
+    device: str | None = None
+    """Device type chosen by a launcher."""
+    force: bool = False
+    """Start even if a run file plans more memory than is available."""
+    trust: bool = False
+    """Import the components that a run directory names."""
 
 
-def run_rank(
-    source: Path,
-    overrides: list[str],
-    resume: bool,
-    measure: bool = False,
-    window: range | None = None,
-    reduced: ReducedRanks | None = None,
-    device: str | None = None,
-    force: bool = False,
-    trust: bool = False,
-) -> int:
+def run_rank(source: Path, options: RankOptions) -> int:
     """Train on this rank, and return the exit code.
 
-    Args:
-        source: A run directory, or a run file from which rank 0 creates one.
-        overrides: Changes of a run file's fields.
-        resume: Continue from the newest checkpoint.
-        measure: Measure the memory and the traffic of one step.
-        window: Steps to profile.
-        reduced: Layout of fewer ranks than the run's.
-        device: Device type chosen by a launcher.
-        force: Start even if a run file plans more memory than is available.
-        trust: Import the components that a run directory names.
-    """
-    options = RankOptions(
-        overrides=overrides,
-        resume=resume,
-        measure=measure,
-        window=window,
-        reduced=reduced,
-        device=device,
-        force=force,
-        trust=trust,
-    )
+    `source` is a run directory, or a run file from which rank 0 creates one."""
     session = RankSession(source, options)
     try:
         with handling_signals(session.on_signal):
@@ -169,10 +147,10 @@ class RankSession:
     def _load_run(self) -> RunSpec:
         """Return the run of the run directory or file, before the ranks meet."""
         if not self.is_prepared:
-            return load_run(self.directory, self.options.overrides, trust=self.options.trust or None)
+            return load_run(self.directory, list(self.options.overrides), trust=self.options.trust or None)
         if self.options.overrides:
             problem = "has no effect on a run directory"
-            raise UserError("--set", self.options.overrides, problem, fix="use the run file instead")
+            raise UserError("--set", list(self.options.overrides), problem, fix="use the run file instead")
         remove_dumps(self.directory, env_rank())
         return read_run_directory(self.directory, self.options.trust)[0]
 
@@ -220,7 +198,8 @@ class RankSession:
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
         options = self.options
-        resume = options.resume or self.is_prepared
+        if self.is_prepared:
+            options = replace(options, resume=True)
         spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
         allowed = run.recovery.max_rollbacks
         rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, self.directory))
@@ -233,19 +212,12 @@ class RankSession:
                 trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
                 detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
                 try:
-                    return train_session(
-                        trainer,
-                        resume,
-                        detector,
-                        measure=options.measure,
-                        window=options.window,
-                        order_guard=order_guard,
-                    )
+                    return train_session(trainer, options, spike_detector=detector, order_guard=order_guard)
                 except DivergenceError as error:
                     if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
                         raise
                     rollbacks_left -= 1
-                    resume = True
+                    options = replace(options, resume=True)
                     _roll_back(trainer, error)
                     run = trainer.run  # its number of steps may be decided
                     del trainer  # before another one allocates memory

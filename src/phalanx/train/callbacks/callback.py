@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.runs.errors import CallbackError, DivergenceError
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.errors import UserError
@@ -75,6 +76,22 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`."""
+
+
+def call_callback(name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of the callback `name`.
+
+    Raises:
+        CallbackError: A callback of the user raised an error, other than one that Phalanx handles.
+    """
+    try:
+        return method(*arguments)
+    except (UserError, DivergenceError):
+        raise
+    except Exception as error:
+        if not name.startswith("callbacks."):
+            raise
+        raise CallbackError(f"{name}: {method.__name__} raised {type(error).__name__}: {error}") from error
 
 
 def build_callbacks(specs: Mapping[str, ComponentSpec]) -> dict[str, Callback]:
