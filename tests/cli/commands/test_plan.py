@@ -416,17 +416,19 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
     out = tmp_path / "planned.toml"
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
     said = (
-        "not set, and not written, because the defaults are for small runs: data.train (stdlib), training.steps "
-        "(1000), optimizer.warmup_steps (50), checkpoint.every (500). Set them before you train."
+        "not set: data.train (stdlib), data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 128256), "
+        "training.steps (1000), optimizer.warmup_steps (50), checkpoint.every (500). These defaults are for small "
+        "runs; set the fields before you train."
     )
     assert said in " ".join(errors.split())
     assert f"# {said}" in out.read_text()
     written = tomllib.loads(out.read_text())
-    unset = (("data", "train"), ("training", "steps"), ("optimizer", "warmup_steps"), ("checkpoint", "every"))
-    assert [name for table, name in unset if name in written[table]] == []
-    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70")
+    unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
+    unset |= {"optimizer": ("warmup_steps",), "checkpoint": ("every",)}
+    assert [name for table, names in unset.items() for name in names if name in written[table]] == []
+    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *given, "--out", out)
-    assert "are for small runs: data.train (stdlib), optimizer.warmup_steps (50). Set" in " ".join(errors.split())
+    assert "not set: data.train (stdlib), optimizer.warmup_steps (50). These" in " ".join(errors.split())
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
     small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)

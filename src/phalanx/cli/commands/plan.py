@@ -157,8 +157,8 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
-    omitted, omitted_note = unset_choices_of_large_model(run)
-    notes = [note for note in (learning_rate_note(run), omitted_note) if note]
+    omitted, unset_note = unset_choices_of_large_model(run)
+    notes = [note for note in (learning_rate_note(run), unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
     write_file("--out", file, f"{''.join(comments)}{described}")
