@@ -7,13 +7,16 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli.commands.plan import _why_not_best
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.main import app
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
@@ -311,6 +314,8 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
         ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not of the form KEY=VALUE"),
+        (("--why-not", "1"), r"is the number of a row(.|\n)*such as \"tp=4,.*by number: --diff 1 2$"),
+        (("--why-not", "3*"), "by number: --diff 3 1$"),
         (("--out", "."), "cannot be written: it is a directory"),
         (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
         (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
@@ -421,6 +426,7 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
         "runs; set the fields before you train."
     )
     assert said in " ".join(errors.split())
+    assert f"start it with phalanx train {out} --rendezvous FIRST_NODE:29500 on each node, or phalanx launch" in errors
     assert f"# {said}" in out.read_text()
     written = tomllib.loads(out.read_text())
     unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
@@ -432,7 +438,9 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
     small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)
-    assert "small runs" not in cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
+    errors = cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
+    assert "small runs" not in errors
+    assert errors.splitlines()[0].endswith(f"; start it with phalanx train {out}")
 
 
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
@@ -625,6 +633,19 @@ def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
     monkeypatch.chdir(run.parent)
     with pytest.raises(UserError, match=problem):
         plan_output(run, *H100, *options)
+
+
+def test_plan_table_fits_in_100_columns_and_has_one_line_a_row_in_a_pipe(run, monkeypatch):
+    command = ("plan", run, *H100, "--top", 3)
+    rows = cli_runner.command_output(*command, width=100).partition("layout ")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, rows)) <= 100
+    assert any(row.startswith("    ") for row in rows)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with redirect_stdout(StringIO()) as piped:
+        app([str(word) for word in command], standalone_mode=False)
+    layouts = [option["candidate"] for option in plan_json(run, *H100, "--top", 3)["layouts"]]
+    lines = [line for line in piped.getvalue().splitlines() if re.match(r"\d[* ] ", line)]
+    assert [layout in line for layout, line in zip(layouts, lines, strict=True)] == [True] * 3
 
 
 def test_plan_why_not_and_diff_accept_pasted_rows_of_its_table(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from phalanx.cli.commands.plan_checks import (
     check_export,
+    check_layout_text,
     check_number,
     check_options,
     check_picture,
@@ -102,6 +104,8 @@ def plan(
         check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
     if explain is not None:
         check_number("--explain", explain)
+    if why_not is not None:
+        check_layout_text("--why-not", why_not)
     for option, file in {"--out": out, "--picture": picture, "--html": html}.items():
         if file is not None:
             check_writable(option, file)
@@ -122,7 +126,12 @@ def plan(
             all_schedules=all_,
             top=top,
         )
-        serve_page(arguments, port) if html is None else write_page(arguments, html)
+        if html is None:
+            serve_page(arguments, port)
+            return
+        exploration = write_page(arguments, html)
+        if out is not None:
+            _write(exploration.run, exploration.plan.best, out)
         return
     described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
     if export is not None:
@@ -152,6 +161,7 @@ def plan(
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """Write the run with a layout, ready to train."""
     from phalanx.cli.common.output_file import write_file
+    from phalanx.launch.jobs.job import PORT
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
     from phalanx.spec.learning_rate import learning_rate_note
@@ -162,10 +172,13 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
     write_file("--out", file, f"{''.join(comments)}{described}")
-    nodes = run.cluster.nodes
-    nproc = run.cluster.nproc_per_node
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
-    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
+    name = shlex.quote(str(file))
+    start = f"phalanx train {name}"
+    if run.cluster.nodes > 1:
+        start += (
+            f" --rendezvous FIRST_NODE:{PORT} on each node, or phalanx launch {name} --to slurm|kubernetes|skypilot"
+        )
+    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}); start it with {start}", file=sys.stderr)
     for note in notes:
         print(note, file=sys.stderr)
 

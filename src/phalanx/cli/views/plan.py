@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from rich.table import Column, Table
@@ -40,7 +41,10 @@ from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
-WIDTH = 120
+WIDTH = 100
+"""Minimum width of tables."""
+UNBROKEN_WIDTH = 1000
+"""Width in which no row is broken."""
 BATCH_TRAINERS = (
     "each row's own trainer, from `schedule` and `facts`; never Phalanx, whose runs `phalanx plan RUN.toml` predicts"
 )
@@ -304,5 +308,8 @@ def _print_line(console: Terminal, text: str, style: str | None = None) -> None:
 
 
 def _console() -> Terminal:
+    """Return a console of the width of the terminal, or of rows on one line each for grep and other programs."""
     console = Terminal()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Terminal(width=UNBROKEN_WIDTH)
     return console if console.width >= WIDTH else Terminal(width=WIDTH)
