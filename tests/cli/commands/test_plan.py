@@ -16,10 +16,11 @@ import pytest
 
 from phalanx.cli.commands.plan import _why_not_best
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.commands.plan_nodes import parse_node_counts
 from phalanx.cli.main import app
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
-from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.plan.search.explain import PART_DESCRIPTIONS, plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
@@ -663,6 +664,48 @@ def test_parse_layout_accepts_boolean_and_float_options(run):
     assert (
         parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
     )
+
+
+def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
+    small = ("--machine", "h100", "--nproc", 2, "--set", "model.num_layers=4")
+    counts = plan_json(run, *small, "--nodes", "1:2")["node_counts"]
+    assert [(count["nodes"], count["devices"]) for count in counts] == [(1, 2), (2, 4)]
+    alone = plan_json(run, *small, "--nodes", 2)
+    assert counts[1]["best"]["candidate"] == alone["taken"]
+    assert counts[1]["best"]["step_seconds"] == alone["layouts"][0]["step_seconds"]
+    table = plan_output(run, *small, "--nodes", "1:2")
+    for count in counts:
+        best = count["best"]
+        row = rf"^{count['nodes']} +{re.escape(best['candidate'])} +{count['devices']} .* {best['step_seconds']:.3f} "
+        assert re.search(row, table, re.MULTILINE)
+    with pytest.raises(UserError, match=r"--nodes = '1:2': is a range, which cannot be combined with --out"):
+        plan_output(run, "--nodes", "1:2", "--out", "planned.toml")
+
+
+def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
+    module = "phalanx.plan.search.explain.plan_or_raise"
+
+    def plan_where_two_ranks_fit(run, ranks, **options):
+        if ranks != 2:
+            raise UserError("layout", None, "no layout of 9 fits")
+        return plan_or_raise(run, ranks, **options)
+
+    monkeypatch.setattr(module, plan_where_two_ranks_fit)
+    small = ("--machine", "h100", "--nproc", 1, "--set", "model.num_layers=4")
+    counts = plan_json(run, *small, "--nodes", "1:3")["node_counts"]
+    assert [bool(count["best"]) for count in counts] == [False, True, False]
+    assert counts[0]["problem"] == "layout: no layout of 9 fits"
+    assert "layout: no layout of 9 fits" in plan_output(run, *small, "--nodes", "1:3")
+    with pytest.raises(UserError, match="no layout of 9 fits"):
+        plan_output(run, *small, "--nodes", "3:4")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [(None, [None]), ("4", [4]), ("2:4", [2, 3, 4]), ("3:40", [3, 6, 12, 24, 40]), ("8:64", [8, 16, 32, 64])],
+)
+def test_parse_node_counts_returns_all_numbers_or_doublings(text, counts):
+    assert parse_node_counts(text, ["--nodes"]) == counts
 
 
 def test_plan_rejects_more_nodes_than_any_cluster_has(tmp_path):

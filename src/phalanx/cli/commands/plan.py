@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.commands.plan_batch import predict_file
 from phalanx.cli.commands.plan_checks import (
     check_export,
     check_layout_text,
@@ -19,6 +21,7 @@ from phalanx.cli.commands.plan_checks import (
     given_options,
 )
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.common.options import Json, Machine, Overrides
 from phalanx.cli.common.progress import search_progress
 
@@ -36,7 +39,13 @@ def plan(
         Path | None, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="[RUN.toml]")
     ] = None,
     machine: Machine = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of nodes; default: cluster.nodes. A range shows the best layout of each number.",
+            metavar="N|MIN:MAX",
+        ),
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)] = None,
     topology: Annotated[
         Path | None,
@@ -92,6 +101,8 @@ def plan(
 
         phalanx plan run.toml --machine a100 --nodes 8 --export megatron
 
+        phalanx plan run.toml --machine h100 --nodes 8:64
+
         phalanx plan run.toml --machine h100 --nodes 16 --web
 
         phalanx plan run.toml --machine h100 --nodes 16 --html plan.html
@@ -110,16 +121,21 @@ def plan(
         if file is not None:
             check_writable(option, file)
     if batch is not None:
-        _predict(batch, json_)
+        predict_file(batch, json_)
         return
     assert run is not None
+    num_nodes, *more_counts = parse_node_counts(nodes, given_options(context))
+    load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
+    if more_counts:
+        show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
+        return
     if web or html is not None:
         from phalanx.cli.commands.plan_explorer import PlanArguments, serve_page, write_page
 
         arguments = PlanArguments(
             run=run,
             machine=machine,
-            nodes=nodes,
+            nodes=num_nodes,
             nproc=nproc,
             overrides=tuple(set_ or ()),
             topology=topology,
@@ -133,7 +149,7 @@ def plan(
         if out is not None:
             _write(exploration.run, exploration.plan.best, out)
         return
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = load(num_nodes)
     if export is not None:
         check_export(described, export)
     if diff is not None:
@@ -192,23 +208,6 @@ def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool
         if trainer is not None:
             return search_exportable(run, world_size, trainer, keep=num_layouts, report=report)  # type: ignore[arg-type]
         return plan_or_raise(run, world_size, num_layouts, report=report, group_schedules=not all_schedules)
-
-
-def _predict(file: Path, as_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
-    from phalanx.plan.tables.csv_rows import read_rows
-    from phalanx.plan.tables.predict import predict_rows
-
-    predictions = predict_rows(read_rows(file))
-    if as_json:
-        for row in predictions:
-            print(json.dumps(asdict(row)))
-    else:
-        from phalanx.cli.views.plan import print_predictions
-
-        print_predictions(predictions)
 
 
 def _print_json(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:
