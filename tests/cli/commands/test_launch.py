@@ -350,6 +350,10 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
         f"layout: not set; by default (ddp) each rank holds the whole model. Choose one with `phalanx plan {run_file}"
         in errors
     )
+    chosen = {"data.train": "books.txt", "data.tokenizer": "llama.json", "training.steps": 9, "checkpoint.every": 9}
+    chosen["optimizer.warmup_steps"] = 1
+    errors = command_stderr(*launch, *(word for item in chosen.items() for word in ("--set", "{}={}".format(*item))))
+    assert [line.split(":")[1] for line in errors.splitlines()] == [" layout", " memory"]
     automatic = ("--set", "layout=auto", "--set", "cluster.preset=h100", "--set", "data.train=books.txt")
     errors = command_stderr(*launch, *automatic, "--set", "data.tokenizer=llama.json")
     assert "data." not in errors

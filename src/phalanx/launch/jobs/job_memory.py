@@ -10,6 +10,7 @@ from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, describe_fit, rank
 from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_gib, plural
+from phalanx.spec.learning_rate import is_small_model
 from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
@@ -21,13 +22,13 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
         UserError: The ranks do not fit, by the count of `phalanx memory`, and `job.force` is not set.
     """
     run = job.run
-    omitted, unset_note = unset_choices_of_large_model(run)
+    _, unset_note = unset_choices_of_large_model(run)
     if unset_note is not None:
         yield unset_note
     if run.auto_layout:
         yield 'layout = "auto": the layout is chosen at the start, for the memory of the GPUs'
         return
-    if omitted and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
+    if not is_small_model(run.model) and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
         problem = f"not set; by default ({run.layout.data_parallel}) each rank holds the whole model"
         yield f"layout: {problem}. Choose one with {_command(job, 'plan', '--out', 'FILE')}"
     if run.cluster.memory_bytes is None:
