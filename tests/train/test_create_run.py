@@ -47,6 +47,17 @@ def train_and_save(train: list[str], **data: Any) -> Path:
     return directory
 
 
+def test_new_run_of_large_model_names_choices_that_are_not_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    model = {**DENSE, "vocab_size": 100_000, "hidden_size": 256}
+    data = {"train": ["texts"], "cache": "cache"}
+    run = run_from_table({"model": model, "data": data, "training": {"steps": 4, "seq_len": 16, "tokens_per_step": 64}})
+    check_and_prepare(run, 1, resume=False)
+    unset = "data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 100000), checkpoint.every (500)."
+    assert f"phalanx: not set: {unset}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("root", [".", "..", "inner/.."])
 def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypatch, root):
     (tmp_path / "work" / "inner").mkdir(parents=True)

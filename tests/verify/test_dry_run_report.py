@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.verify.dry_run_report import DryRunReport, PlanMismatchError, dry_run
@@ -41,6 +47,28 @@ def test_report_names_what_disagrees() -> None:
     with pytest.raises(PlanMismatchError, match=r"1 of 2 checks disagree: rank 3: step  is 9, planned 8"):
         report.raise_on_mismatch()
     assert "differ" in report._repr_html_()
+
+
+def test_dryrun_command_prints_each_traced_rank_on_stderr_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npreset = "tiny"\n')
+    module = "phalanx.verify.dry_run_report"
+
+    def trace_nothing(run: Any, world_size: int, ranks: list[int], **options: Any) -> list[dict[str, Any]]:
+        return [{"rank": rank, "peak_bytes": 1, "tracing": {}} for rank in ranks]
+
+    monkeypatch.setattr(f"{module}.trace_ranks", trace_nothing)
+    checks_by_rank = {0: make_report(agrees=True), 7: make_report(agrees=False)}
+    monkeypatch.setattr(f"{module}.compare_with_plan", lambda *given: checks_by_rank[given[-1]["rank"]].checks)
+    command = ["dryrun", str(tmp_path / "run.toml"), "--world", "8", "--ranks", "0,7", "--json"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.stderr.splitlines() == [
+        "tracing 2 ranks, 2 at a time",
+        "rank 0: agrees (1 of 2)",
+        "rank 7: differs from the plan (2 of 2)",
+    ]
+    assert [rank["agrees"] for rank in json.loads(done.stdout)["ranks"]] == [True, False]
 
 
 @pytest.mark.parametrize("ranks", [[], [2], [-1, 0]], ids=str)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from phalanx.spec.errors import UserError, UserErrorGroup
+from phalanx.spec.formatting import number_fix
 from phalanx.spec.local_paths import check_local_path, check_text_source
 
 S = TypeVar("S", bound="Spec")
@@ -127,8 +128,8 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         )
     return {
         "missing": f"set {name}",
-        "int_type": f"write a whole number, such as {name} = {_example_integer(value)}",
-        "float_type": f"write a number, such as {name} = 0.1",
+        "int_type": number_fix(f"{name} =", value) or f"write a whole number, such as {name} = 4",
+        "float_type": number_fix(f"{name} =", value) or f"write a number, such as {name} = 0.1",
         "string_type": f'write text in quotes, such as {name} = "..."',
         "bool_type": f"write {name} = true or {name} = false",
         "list_type": f"write a list in brackets: {name} = [{json.dumps(value, default=str)}]",
@@ -143,12 +144,6 @@ def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, A
         "finite_number": "write a finite number",
         "string_pattern_mismatch": "use letters, digits, dots, dashes and underscores",
     }.get(error_type, "")
-
-
-def _example_integer(value: object) -> int:
-    """Return the integer that a text such as "4M" or "2e6" may mean, else 4."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([kKmMgG]?)", str(value))
-    return round(float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match[2].lower()]) if match else 4
 
 
 def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:

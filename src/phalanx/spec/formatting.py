@@ -27,6 +27,23 @@ def printable(text: str) -> str:
     return _CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
+def number_fix(name: str, value: object) -> str:
+    """Return the fix for a number with a unit, such as "4M": what it may mean, in powers of 1024 and 1000.
+
+    The result is empty for any other value.
+
+    Args:
+        name: Name before the number, such as "seq_len =" or "--tokens".
+        value: Value that is not a number.
+    """
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([kmgbt])(?:i?b)?", str(value).lower())
+    if match is None:
+        return ""
+    power = {"k": 1, "m": 2, "g": 3, "b": 3, "t": 4}[match[2]]
+    binary, decimal = (round(float(match[1]) * base**power) for base in (1024, 1000))
+    return f"write the number without a unit: {name} {binary} ({match[1]} x 2^{10 * power}), or {name} {decimal}"
+
+
 def format_digits(value: float) -> str:
     """Format a number with three digits, trailing zeros included: "12.0"."""
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"

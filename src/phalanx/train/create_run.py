@@ -37,6 +37,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.learning_rate import learning_rate_note
 from phalanx.spec.run import RunSpec
+from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
@@ -139,12 +140,16 @@ def check_and_prepare(
         UserError: the run cannot work.
     """
     preflight(run, world_size, resume)
+    saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
+    if (
+        not saved and (line := unset_choices_of_large_model(run)[1]) is not None
+    ):  # the text of a small run takes minutes
+        print(f"phalanx: {line}", file=sys.stderr)
     with offer_recorded_tokens(run, resume):
         prepared = prepare(run.data, progress)  # with the user's own paths, which its errors quote
     if (line := describe_unchecked_pairs(run.data)) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     run = with_absolute_paths(run)
-    saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
     _check_tokens(run, prepared, sequences, manifest=latest_manifest(saved) if saved else None)
     if not saved:

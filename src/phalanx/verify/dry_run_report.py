@@ -103,7 +103,7 @@ def dry_run(
     *,
     max_workers: int = 2,
     full: bool = False,
-    on_rank_traced: Callable[[], None] | None = None,
+    on_rank_traced: Callable[[int, bool], None] | None = None,
 ) -> DryRunReport:
     """Trace a training step of some ranks without hardware, and compare it with the plan.
 
@@ -118,7 +118,7 @@ def dry_run(
         ranks: The ranks to trace. By default the first and the last rank of every axis.
         max_workers: The number of ranks that are traced at a time, each on one core.
         full: Run all micro-batches and blocks, also equal ones.
-        on_rank_traced: Called after each traced rank.
+        on_rank_traced: Called after each traced rank, with the rank and whether it agrees with the plan.
 
     Returns:
         The comparisons, by rank.
@@ -139,7 +139,8 @@ def dry_run(
     require(valid, "ranks", traced_ranks, problem="is not a list of valid ranks", fix=allowed)
     results = []
     for traced in trace_ranks(run, world_size, traced_ranks, max_workers=max_workers, full=full):
-        results.append((traced, compare_with_plan(run, world_size, traced)))
+        checks = compare_with_plan(run, world_size, traced)
+        results.append((traced, checks))
         if on_rank_traced is not None:
-            on_rank_traced()
+            on_rank_traced(traced["rank"], all(check.agrees for check in checks))
     return DryRunReport(world_size, results)

@@ -69,7 +69,10 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     assert re.fullmatch(
         r"llama3-8b on 8 x h100: the fullest rank holds 205\.1 GiB of the 7\d\.\d GiB available: does not fit", lines[0]
     )
-    order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
+    order = (
+        "each change alone: those that make it fit, then those that do not suffice; by step time, then those that cost "
+        "more than time"
+    )
     assert lines.index(order) < lines.index("in sequence, until it fits")
     assert lines[lines.index(order) + 2].startswith("ZeRO-3")
     assert "no effect: smaller micro-batch: a micro-batch is one sequence" in text

@@ -21,7 +21,7 @@ from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.jobs.slurm import parse_time_limit
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot
-from tests.helpers.cli_runner import command_output
+from tests.helpers.cli_runner import command_json, command_output, command_stderr
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -310,6 +310,54 @@ def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path
     )
     for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
         assert f" {shlex.join(check.args[1:])}" in launch_output(run_file, to, "--nodes", "2", *options)
+
+
+def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("tiny", "llama3-70b").replace("pp = 2", "") + "[cluster]\npreset = 'h100'\n")
+    count = ("--ranks", 16, "--set", "cluster.nodes=2")
+    [own] = [row for row in command_json("memory", run_file, *count)["layouts"] if row["own"]]
+    assert own["p_oom"] > 0.99
+    planned = f"{own['memory']['device'] / 2**30:.1f} GiB"
+    fitting = ("--set", "layout.data_parallel=zero3", "--set", "layout.tp=8")
+    for to, options in (("slurm", ()), ("kubernetes", IMAGE), ("skypilot", ("--accelerator", "H100", *IMAGE))):
+        with pytest.raises(UserError) as caught:
+            launch_output(run_file, to, "--nodes", "2", *options)
+        assert (caught.value.field, caught.value.value) == ("planned memory", planned)
+        assert caught.value.problem == "with 2 nodes of 8 ranks: does not fit in the 80.0 GiB of a GPU (h100)"
+        assert f"phalanx advise oom {run_file} --nodes 2 --nproc 8" in caught.value.fix
+        forced = launch_output(run_file, to, "--nodes", "2", "--force", *options)
+        assert forced.count("--force") == 3  # in the header, the check of the run file, and the start
+        assert "--force" not in launch_output(run_file, to, "--nodes", "2", *fitting, *options)
+    errors = command_stderr("launch", run_file, "--to", "slurm", "--nproc", 8, "--nodes", "2:4", *fitting)
+    assert re.search(r"memory: with 2 nodes of 8 ranks, [\d.]+ GiB on the fullest rank; may not fit \(P\(OOM", errors)
+    assert re.search(r"memory: with 4 nodes of 8 ranks, [\d.]+ GiB on the fullest rank; fits in the 80", errors)
+    with pytest.raises(UserError, match=r"with 1 node of 8 ranks: does not fit"):
+        launch_output(run_file, "slurm", "--nodes", "1:2", *fitting)
+
+
+def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
+    launch = ("launch", run_file, "--to", "slurm", "--nproc", 8)
+    assert command_stderr(*launch).splitlines() == [
+        "phalanx: memory: not checked, because that of a GPU is unknown; set cluster.preset or cluster.memory_bytes"
+    ]
+    run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", ""))
+    errors = command_stderr(*launch)
+    assert (
+        "not set: data.train (stdlib), data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 128256), tr"
+        in errors
+    )
+    assert (
+        f"layout: not set; by default (ddp) each rank holds the whole model. Choose one with `phalanx plan {run_file}"
+        in errors
+    )
+    chosen = {"data.train": "books.txt", "data.tokenizer": "llama.json", "training.steps": 9, "checkpoint.every": 9}
+    chosen["optimizer.warmup_steps"] = 1
+    errors = command_stderr(*launch, *(word for item in chosen.items() for word in ("--set", "{}={}".format(*item))))
+    assert [line.split(":")[1] for line in errors.splitlines()] == [" layout", " memory"]
+    automatic = ("--set", "layout=auto", "--set", "cluster.preset=h100", "--set", "data.train=books.txt")
+    errors = command_stderr(*launch, *automatic, "--set", "data.tokenizer=llama.json")
+    assert "data." not in errors
+    assert 'layout = "auto": the layout is chosen at the start' in errors
 
 
 def expand_kubernetes_variables(word: str) -> str:

@@ -7,16 +7,20 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli.commands.plan import _why_not_best
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.commands.plan_nodes import parse_node_counts
+from phalanx.cli.main import app
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
-from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.plan.search.explain import PART_DESCRIPTIONS, plan_or_raise
 from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
@@ -311,6 +315,8 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
         ),
         (("--why-not", "tp=3"), r"layout\.tp = 3"),
         (("--why-not", "tp:3"), "is not of the form KEY=VALUE"),
+        (("--why-not", "1"), r"is the number of a row(.|\n)*such as \"tp=4,.*by number: --diff 1 2$"),
+        (("--why-not", "3*"), "by number: --diff 3 1$"),
         (("--out", "."), "cannot be written: it is a directory"),
         (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
         (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
@@ -416,21 +422,26 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
     out = tmp_path / "planned.toml"
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
     said = (
-        "not set, and not written, because the defaults are for small runs: data.train (stdlib), training.steps "
-        "(1000), optimizer.warmup_steps (50), checkpoint.every (500). Set them before you train."
+        "not set: data.train (stdlib), data.tokenizer (bpe), data.tokenizer_vocab (2048; the model has 128256), "
+        "training.steps (1000), optimizer.warmup_steps (50), checkpoint.every (500). These defaults are for small "
+        "runs; set the fields before you train."
     )
     assert said in " ".join(errors.split())
+    assert f"start it with phalanx train {out} --rendezvous FIRST_NODE:29500 on each node, or phalanx launch" in errors
     assert f"# {said}" in out.read_text()
     written = tomllib.loads(out.read_text())
-    unset = (("data", "train"), ("training", "steps"), ("optimizer", "warmup_steps"), ("checkpoint", "every"))
-    assert [name for table, name in unset if name in written[table]] == []
-    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70")
+    unset = {"data": ("train", "tokenizer", "tokenizer_vocab"), "training": ("steps",)}
+    unset |= {"optimizer": ("warmup_steps",), "checkpoint": ("every",)}
+    assert [name for table, names in unset.items() for name in names if name in written[table]] == []
+    given = ("--set", "training.steps=9000", "--set", "checkpoint.every=70", "--set", "data.tokenizer=llama.json")
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, *given, "--out", out)
-    assert "are for small runs: data.train (stdlib), optimizer.warmup_steps (50). Set" in " ".join(errors.split())
+    assert "not set: data.train (stdlib), optimizer.warmup_steps (50). These" in " ".join(errors.split())
     planned = load_run(out)
     assert (planned.training.steps, planned.checkpoint.every) == (9000, 70)
     small = ("--set", "model.preset=tiny", "--machine", "cpu", "--nproc", 2)
-    assert "small runs" not in cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
+    errors = cli_runner.command_stderr("plan", run, *small, "--top", 1, "--out", out)
+    assert "small runs" not in errors
+    assert errors.splitlines()[0].endswith(f"; start it with phalanx train {out}")
 
 
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
@@ -625,6 +636,19 @@ def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
         plan_output(run, *H100, *options)
 
 
+def test_plan_table_fits_in_100_columns_and_has_one_line_a_row_in_a_pipe(run, monkeypatch):
+    command = ("plan", run, *H100, "--top", 3)
+    rows = cli_runner.command_output(*command, width=100).partition("layout ")[2].partition("\n\n")[0].splitlines()
+    assert max(map(len, rows)) <= 100
+    assert any(row.startswith("    ") for row in rows)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with redirect_stdout(StringIO()) as piped:
+        app([str(word) for word in command], standalone_mode=False)
+    layouts = [option["candidate"] for option in plan_json(run, *H100, "--top", 3)["layouts"]]
+    lines = [line for line in piped.getvalue().splitlines() if re.match(r"\d[* ] ", line)]
+    assert [layout in line for layout, line in zip(layouts, lines, strict=True)] == [True] * 3
+
+
 def test_plan_why_not_and_diff_accept_pasted_rows_of_its_table(run):
     text = plan_output(run, *H100, "--top", 3, width=100)
     rows = re.findall(r"^(\d\*? .*\n(?: {4}.*\n)*)", text, re.MULTILINE)
@@ -640,6 +664,48 @@ def test_parse_layout_accepts_boolean_and_float_options(run):
     assert (
         parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
     )
+
+
+def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
+    small = ("--machine", "h100", "--nproc", 2, "--set", "model.num_layers=4")
+    counts = plan_json(run, *small, "--nodes", "1:2")["node_counts"]
+    assert [(count["nodes"], count["devices"]) for count in counts] == [(1, 2), (2, 4)]
+    alone = plan_json(run, *small, "--nodes", 2)
+    assert counts[1]["best"]["candidate"] == alone["taken"]
+    assert counts[1]["best"]["step_seconds"] == alone["layouts"][0]["step_seconds"]
+    table = plan_output(run, *small, "--nodes", "1:2")
+    for count in counts:
+        best = count["best"]
+        row = rf"^{count['nodes']} +{re.escape(best['candidate'])} +{count['devices']} .* {best['step_seconds']:.3f} "
+        assert re.search(row, table, re.MULTILINE)
+    with pytest.raises(UserError, match=r"--nodes = '1:2': is a range, which cannot be combined with --out"):
+        plan_output(run, "--nodes", "1:2", "--out", "planned.toml")
+
+
+def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
+    module = "phalanx.plan.search.explain.plan_or_raise"
+
+    def plan_where_two_ranks_fit(run, ranks, **options):
+        if ranks != 2:
+            raise UserError("layout", None, "no layout of 9 fits")
+        return plan_or_raise(run, ranks, **options)
+
+    monkeypatch.setattr(module, plan_where_two_ranks_fit)
+    small = ("--machine", "h100", "--nproc", 1, "--set", "model.num_layers=4")
+    counts = plan_json(run, *small, "--nodes", "1:3")["node_counts"]
+    assert [bool(count["best"]) for count in counts] == [False, True, False]
+    assert counts[0]["problem"] == "layout: no layout of 9 fits"
+    assert "layout: no layout of 9 fits" in plan_output(run, *small, "--nodes", "1:3")
+    with pytest.raises(UserError, match="no layout of 9 fits"):
+        plan_output(run, *small, "--nodes", "3:4")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [(None, [None]), ("4", [4]), ("2:4", [2, 3, 4]), ("3:40", [3, 6, 12, 24, 40]), ("8:64", [8, 16, 32, 64])],
+)
+def test_parse_node_counts_returns_all_numbers_or_doublings(text, counts):
+    assert parse_node_counts(text, ["--nodes"]) == counts
 
 
 def test_plan_rejects_more_nodes_than_any_cluster_has(tmp_path):

@@ -62,11 +62,13 @@ def arguments_for(file: Path) -> PlanArguments:
 def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch):
     monkeypatch.setattr(plan_explorer, "NUM_FIRST_CHOICES", 10)
     file = run_file.parent / "plan.html"
-    command_output("plan", run_file, "--machine", "h100", "--html", file)
+    out = run_file.parent / "planned.toml"
+    command_output("plan", run_file, "--machine", "h100", "--html", file, "--out", out)
     facts = parse_embedded_json(file.read_text(), "facts")
     plan = command_json("plan", run_file, "--machine", "h100")
     ranked = [facts["counted"][str(index)] for index in facts["ranked"]]
     assert [one["step_seconds"] for one in ranked[:10]] == [one["step_seconds"] for one in plan["layouts"]]
+    assert load_run(out).layout.model_dump(exclude_defaults=True) == plan["layouts"][0]["layout"]
     assert facts["setup"]["summary"][-1].startswith(f"{plan['considered']:,} layouts")
     assert set(facts["details"]) == {str(index) for index in (*facts["ranked"], *facts["front"])}
 

@@ -21,6 +21,11 @@ from tests.helpers import cli_runner
     [
         (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: see `phalanx plan --help`"),
         (("plan", "--explain", 0), "--explain = '0': must be greater than or equal to 1"),
+        (
+            ("plan", "--tokens", "15T"),
+            r"--tokens = '15T': must be a valid number\n  fix: write the number without a unit: "
+            r"--tokens 16492674416640 \(15 x 2\^40\), or --tokens 15000000000000$",
+        ),
         (("plan", "--tokens", "many"), "--tokens = 'many': must be a valid number"),
         (("plan", "--explain"), "--explain: requires an argument\n  fix: see --help"),
         (("plan", "run.toml", "--diff", 1), "--diff: requires 2 arguments"),

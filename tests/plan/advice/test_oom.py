@@ -13,6 +13,7 @@ from phalanx.cost.estimate.constants import memory_constants
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.model_state import model_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.advice.oom import (
     RemedyEffect,
@@ -264,6 +265,15 @@ def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
     assert effect.new_footprint
     freed_gaps = now.unused - effect.new_footprint.memory.unused
     assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations + freed_gaps, rel=5e-3)
+
+
+def test_pipeline_remedy_names_unequal_layers_of_its_ranks() -> None:
+    run = make_llama3_8b_run()
+    run = run.model_copy(update={"model": run.model.model_copy(update={"num_layers": 30})})
+    pipeline = effects_by_name(evaluate_single_remedies(run))["pipeline"]
+    assert pipeline.run is not None
+    assert [len(layers) for layers in layers_per_rank(pipeline.run)] == [4, 4, 4, 4, 4, 4, 4, 2]
+    assert pipeline.cost == "stages wait for each other; ranks have 2 to 4 layers"
 
 
 def test_remedy_applies_smallest_sufficient_change():

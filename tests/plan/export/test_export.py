@@ -269,6 +269,14 @@ EXPORT_CASES: list[tuple[str, RunSpec]] = [
 ]
 
 
+@pytest.mark.parametrize("run", [run for trainer, run in EXPORT_CASES if trainer == "torchtitan"])
+def test_torchtitan_export_imports_only_what_it_uses(run: RunSpec) -> None:
+    nodes = list(ast.walk(ast.parse(export(run, WORLD_SIZE, "torchtitan").text)))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [alias.asname or alias.name for node in imports for alias in node.names]
+    assert [name for name in names if name not in {node.id for node in nodes if isinstance(node, ast.Name)}] == []
+
+
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD_SIZE, trainer)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from itertools import count
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,7 @@ from phalanx.cli.common.options import Json, Machine, Overrides, RunFile, Trust
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -114,18 +117,23 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
 
 
 @contextmanager
-def _tracing_progress(ranks: int, jobs: int) -> Iterator[Any]:
-    """Show a progress bar of traced ranks on a terminal."""
-    import sys
+def _tracing_progress(ranks: int, jobs: int) -> Iterator[Callable[[int, bool], None]]:
+    """Show a progress bar of traced ranks on a terminal, or print a line for each to any other stderr."""
+    if not sys.stderr.isatty():
+        print(f"tracing {plural(ranks, 'rank')}, {min(jobs, ranks)} at a time", file=sys.stderr)
+        finished = count(1)
 
+        def print_rank(rank: int, agrees: bool) -> None:
+            verdict = "agrees" if agrees else "differs from the plan"
+            print(f"rank {rank}: {verdict} ({next(finished)} of {ranks})", file=sys.stderr)
+
+        yield print_rank
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from phalanx.spec.terminal import Terminal
 
     columns = TextColumn("tracing ranks, {task.fields[jobs]} at a time"), BarColumn(), MofNCompleteColumn()
-    hidden = not sys.stderr.isatty()
-    with Progress(
-        *columns, TimeElapsedColumn(), console=Terminal(stderr=True), transient=True, disable=hidden
-    ) as progress:
+    with Progress(*columns, TimeElapsedColumn(), console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=ranks, jobs=min(jobs, ranks))
-        yield lambda: progress.advance(task)
+        yield lambda _rank, _agrees: progress.advance(task)

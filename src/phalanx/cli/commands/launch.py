@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 from phalanx.cli.common.options import Overrides, RunFile
 from phalanx.cli.common.output_file import write_file
 from phalanx.launch.jobs.job import ClusterJob, check_job, parse_nodes, ranks_per_node, shell_join
+from phalanx.launch.jobs.job_memory import job_notes
 from phalanx.launch.jobs.kubernetes import kubernetes
 from phalanx.launch.jobs.skypilot import skypilot
 from phalanx.launch.jobs.slurm import slurm
@@ -44,6 +46,9 @@ def launch(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
     ] = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the job even if the planned memory exceeds that of the cards.")
+    ] = False,
     cpus: Annotated[
         int | None, typer.Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
     ] = None,
@@ -100,7 +105,9 @@ def launch(
     job = ClusterJob(
         run=described,
         file=run,
-        command=_command(run, options, override_args, check=check),
+        command=_command(
+            run, options, override_args, flags=[*([] if check else ["--no-check"]), *(["--force"] if force else [])]
+        ),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc=ranks_per_node(described, nproc),
@@ -108,8 +115,11 @@ def launch(
         check=check,
         cpus=cpus,
         memory=memory,
+        force=force,
     )
     check_job(job)
+    for note in job_notes(job):
+        print(f"phalanx: {note}", file=sys.stderr)
     _write(write(job, **target_options), out)
 
 
@@ -122,13 +132,14 @@ def _check_target_options(to: str, options: Mapping[str, str]) -> None:
             raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
 
 
-def _command(run: Path, options: Mapping[str, str | int | None], override_args: Sequence[str], check: bool) -> str:
+def _command(
+    run: Path, options: Mapping[str, str | int | None], override_args: Sequence[str], flags: Sequence[str]
+) -> str:
     """Return the command that requested the job file, in one line."""
     option_args = [
         argument for name, value in options.items() if value is not None for argument in (f"--{name}", str(value))
     ]
-    check_args = [] if check else ["--no-check"]
-    command = shell_join(["phalanx", "launch", str(run), *option_args, *override_args, *check_args])
+    command = shell_join(["phalanx", "launch", str(run), *option_args, *override_args, *flags])
     return " ".join(command.splitlines())
 
 

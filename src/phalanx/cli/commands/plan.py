@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from phalanx.cli.commands.plan_batch import predict_file
 from phalanx.cli.commands.plan_checks import (
     check_export,
+    check_layout_text,
     check_number,
     check_options,
     check_picture,
@@ -17,6 +21,7 @@ from phalanx.cli.commands.plan_checks import (
     given_options,
 )
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.common.options import Json, Machine, Overrides
 from phalanx.cli.common.progress import search_progress
 
@@ -34,7 +39,13 @@ def plan(
         Path | None, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="[RUN.toml]")
     ] = None,
     machine: Machine = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of nodes; default: cluster.nodes. A range shows the best layout of each number.",
+            metavar="N|MIN:MAX",
+        ),
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)] = None,
     topology: Annotated[
         Path | None,
@@ -90,6 +101,8 @@ def plan(
 
         phalanx plan run.toml --machine a100 --nodes 8 --export megatron
 
+        phalanx plan run.toml --machine h100 --nodes 8:64
+
         phalanx plan run.toml --machine h100 --nodes 16 --web
 
         phalanx plan run.toml --machine h100 --nodes 16 --html plan.html
@@ -102,29 +115,41 @@ def plan(
         check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
     if explain is not None:
         check_number("--explain", explain)
+    if why_not is not None:
+        check_layout_text("--why-not", why_not)
     for option, file in {"--out": out, "--picture": picture, "--html": html}.items():
         if file is not None:
             check_writable(option, file)
     if batch is not None:
-        _predict(batch, json_)
+        predict_file(batch, json_)
         return
     assert run is not None
+    num_nodes, *more_counts = parse_node_counts(nodes, given_options(context))
+    load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
+    if more_counts:
+        show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
+        return
     if web or html is not None:
         from phalanx.cli.commands.plan_explorer import PlanArguments, serve_page, write_page
 
         arguments = PlanArguments(
             run=run,
             machine=machine,
-            nodes=nodes,
+            nodes=num_nodes,
             nproc=nproc,
             overrides=tuple(set_ or ()),
             topology=topology,
             all_schedules=all_,
             top=top,
         )
-        serve_page(arguments, port) if html is None else write_page(arguments, html)
+        if html is None:
+            serve_page(arguments, port)
+            return
+        exploration = write_page(arguments, html)
+        if out is not None:
+            _write(exploration.run, exploration.plan.best, out)
         return
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = load(num_nodes)
     if export is not None:
         check_export(described, export)
     if diff is not None:
@@ -152,20 +177,24 @@ def plan(
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """Write the run with a layout, ready to train."""
     from phalanx.cli.common.output_file import write_file
+    from phalanx.launch.jobs.job import PORT
     from phalanx.spec.files.write import to_toml
     from phalanx.spec.formatting import WRITTEN_BY
     from phalanx.spec.learning_rate import learning_rate_note
     from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
-    omitted, omitted_note = unset_choices_of_large_model(run)
-    notes = [note for note in (learning_rate_note(run), omitted_note) if note]
+    omitted, unset_note = unset_choices_of_large_model(run)
+    notes = [note for note in (learning_rate_note(run), unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
     write_file("--out", file, f"{''.join(comments)}{described}")
-    nodes = run.cluster.nodes
-    nproc = run.cluster.nproc_per_node
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
-    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
+    name = shlex.quote(str(file))
+    start = f"phalanx train {name}"
+    if run.cluster.nodes > 1:
+        start += (
+            f" --rendezvous FIRST_NODE:{PORT} on each node, or phalanx launch {name} --to slurm|kubernetes|skypilot"
+        )
+    print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}); start it with {start}", file=sys.stderr)
     for note in notes:
         print(note, file=sys.stderr)
 
@@ -179,23 +208,6 @@ def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool
         if trainer is not None:
             return search_exportable(run, world_size, trainer, keep=num_layouts, report=report)  # type: ignore[arg-type]
         return plan_or_raise(run, world_size, num_layouts, report=report, group_schedules=not all_schedules)
-
-
-def _predict(file: Path, as_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
-    from phalanx.plan.tables.csv_rows import read_rows
-    from phalanx.plan.tables.predict import predict_rows
-
-    predictions = predict_rows(read_rows(file))
-    if as_json:
-        for row in predictions:
-            print(json.dumps(asdict(row)))
-    else:
-        from phalanx.cli.views.plan import print_predictions
-
-        print_predictions(predictions)
 
 
 def _print_json(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:

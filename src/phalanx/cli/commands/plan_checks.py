@@ -57,12 +57,26 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
         )
     if out is not None and run is not None and out.resolve() == run.resolve():
         raise UserError("--out", str(out), "is the run file itself", fix="choose another file")
-    without_layout = [view for view in views if view in ("--diff", "--web", "--html")]
+    without_layout = [view for view in views if view in ("--diff", "--web")]
     if out is not None and without_layout:
         fix = f"remove --out or {without_layout[0]}"
         raise UserError("--out", str(out), f"cannot be combined with {without_layout[0]}", fix=fix)
     if "--port" in given and "--web" not in given:
         raise UserError("--port", None, "requires --web", fix="add --web, or remove --port")
+
+
+def check_layout_text(option: str, text: str) -> None:
+    """Raise UserError for the number of a row where a layout is required."""
+    number = text.strip().rstrip("*")
+    if number.isdecimal():
+        other = 1 if number != "1" else 2
+        raise UserError(
+            option,
+            text,
+            "is the number of a row, but the option takes the layout that you expected to be the best",
+            fix='write its fields, such as "tp=4,pp=8,data_parallel=zero1", or paste the text of a row; to compare '
+            f"rows by number: --diff {number} {other}",
+        )
 
 
 def check_export(run: RunSpec, trainer: str) -> None:

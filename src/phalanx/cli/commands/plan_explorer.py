@@ -160,13 +160,14 @@ def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
     return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
 
 
-def write_page(arguments: PlanArguments, file: Path) -> None:
-    """Write the explorer as one file."""
+def write_page(arguments: PlanArguments, file: Path) -> Exploration:
+    """Write the explorer as one file, and return what it shows."""
     exploration, facts = explore_arguments(arguments)
     with search_progress(exploration.world_size) as report:
         details = packed_details(exploration, report)
     write_file("--html", file, page(facts | {"details": details, "web": False}))
     print(f"wrote {file}", file=sys.stderr)
+    return exploration
 
 
 def serve_page(arguments: PlanArguments, port: int) -> None:

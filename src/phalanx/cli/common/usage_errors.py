@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import number_fix
 from phalanx.spec.local_paths import URL, check_local_path
 
 UsageError: Any = typer.BadParameter.__base__
@@ -76,7 +77,8 @@ def to_user_error(error: Any) -> UserError:
             usage = error.ctx.get_usage().partition(" ")[2].strip()
             option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
             return UserError(name, None, "is missing", fix=f"write: {usage}{option}")
-        return UserError(name, _offending_value(error), _describe_problem(error.message), fix=hint)
+        value = _offending_value(error)
+        return UserError(name, value, _describe_problem(error.message), fix=number_fix(name, value) or hint)
     requested = error.message.partition("'")[2].partition("'")[0]
     known = getattr(error.ctx.command, "commands", None)
     if known and requested:

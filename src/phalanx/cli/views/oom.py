@@ -28,15 +28,13 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     """Print the run's memory, the effect of each remedy, the steps until it fits, and the required ones."""
     console = Terminal(width=max(Terminal().width, WIDTH))
     _print_head(console, run, diagnosis)
-    order = (
-        "" if diagnosis.current_footprint.fits else ": those that make it fit, then those that help but do not suffice"
-    )
-    console.print(f"\neach change alone, cheapest first{order}", style="bold")
+    groups = "" if diagnosis.current_footprint.fits else "those that make it fit, then those that do not suffice; "
+    console.print(f"\neach change alone: {groups}by step time, then those that cost more than time", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
     unhelpful: dict[str, list[str]] = {}
     for effect in diagnosis.single_remedies:
         if effect.helps:
-            _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.remedy.cost)
+            _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.cost)
         else:
             unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
@@ -174,7 +172,7 @@ def _effect_to_json(effect: RemedyEffect) -> dict[str, Any]:
     return {
         "remedy": effect.remedy.name,
         "source": effect.remedy.source,
-        "costs": effect.remedy.cost,
+        "costs": effect.cost,
         "settings": list(effect.settings),
         "freed": dict(effect.freed),
         "freed_bytes": effect.freed_bytes,

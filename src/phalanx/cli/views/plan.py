@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from rich.table import Column, Table
@@ -40,7 +41,10 @@ from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
 from phalanx.spec.terminal import Terminal
 
-WIDTH = 120
+WIDTH = 100
+"""Minimum width of tables."""
+UNBROKEN_WIDTH = 1000
+"""Width in which no row is broken."""
 BATCH_TRAINERS = (
     "each row's own trainer, from `schedule` and `facts`; never Phalanx, whose runs `phalanx plan RUN.toml` predicts"
 )
@@ -56,13 +60,13 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         top: Number of layouts to print.
         tokens: Tokens of a full training; None for those of the run.
     """
-    console = _console()
+    console = plan_console()
     _print_head(console, run, world_size, plan=plan)
-    table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
+    table = plan_table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.layouts[:top], 1):
         marker = "*" if option in front else " "
-        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(run.cluster, option))
+        table.add_row(f"{number}{marker}", str(option.candidate), *format_figures(run.cluster, option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
@@ -97,7 +101,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         plan: Result of the search.
         index: Index of the layout in `plan.layouts`.
     """
-    console = _console()
+    console = plan_console()
     option = plan.layouts[index]
     _print_head(console, run, world_size, plan=plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
@@ -109,7 +113,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     for note in slow_link_warnings(run, option.candidate):
         console.print(note, style="yellow", highlight=False)
     console.print()
-    table = _table("time", "seconds", "share", "")
+    table = plan_table("time", "seconds", "share", "")
     for part, seconds in option.parts.items():
         share = seconds / option.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
@@ -137,7 +141,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
 
 def _print_memory_parts(console: Terminal, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
     """Print the estimated parts of the first and last stage, and what the tensor count adds to their sum."""
-    table = _table("memory, GiB", *option.stages, "")
+    table = plan_table("memory, GiB", *option.stages, "")
     stages = option.stages.items()
     totals = option.stage_bytes.values()
     rows = {part: [parts[part] for _, parts in stages] for part in option.stages["last"]}
@@ -185,7 +189,7 @@ def print_comparison(
         names: Headings of the two.
         notes: Lines on layouts that are not evaluated as they were written.
     """
-    console = _console()
+    console = plan_console()
     _print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
     named = list(zip(names, (first, second), strict=True))
     for name, option in named:
@@ -195,7 +199,7 @@ def print_comparison(
     console.print()
     (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
-    table = _table("", *names, f"{slow} - {fast}")
+    table = plan_table("", *names, f"{slow} - {fast}")
     for row in _comparison_rows(run.cluster, first, second, sign=sign):
         table.add_row(*row)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
@@ -234,9 +238,9 @@ def _comparison_row(label: str, first: float, second: float, sign: int, unit: st
 
 def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
     """Print a table of predictions."""
-    console = _console()
+    console = plan_console()
     _print_line(console, BATCH_TRAINERS)
-    table = _table("row", "trainer", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
+    table = plan_table("row", "trainer", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
     for row in predictions:
         if isinstance(row, PredictionFailure):
             table.add_row(row.id, "", "-", "", "", "", "", "", row.reason)
@@ -276,7 +280,8 @@ def calibration_note(cluster: ClusterSpec) -> str:
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
 
 
-def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
+def format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
+    """Return the cells of a layout's predicted time and memory."""
     host_bytes = node_host_bytes(cluster, option.host_bytes)
     return [
         f"{option.step_seconds:.3f}",
@@ -290,7 +295,8 @@ def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
     ]
 
 
-def _table(*headers: str) -> Table:
+def plan_table(*headers: str) -> Table:
+    """Return a table whose first two columns are text; only the second is broken into lines."""
     columns = [
         Column(header, justify="left" if index < 2 else "right", no_wrap=index != 1)
         for index, header in enumerate(headers)
@@ -303,6 +309,9 @@ def _print_line(console: Terminal, text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
-def _console() -> Terminal:
+def plan_console() -> Terminal:
+    """Return a console of the width of the terminal, or of rows on one line each for grep and other programs."""
     console = Terminal()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Terminal(width=UNBROKEN_WIDTH)
     return console if console.width >= WIDTH else Terminal(width=WIDTH)

@@ -46,6 +46,8 @@ class ClusterJob:
     """Cores per node; None uses all."""
     memory: int | None = None
     """Memory per node in GiB; None uses all."""
+    force: bool = False
+    """Start even if the planned memory exceeds that of the cards."""
 
     @property
     def gpus(self) -> int:
@@ -69,7 +71,7 @@ class ClusterJob:
     @property
     def train_args(self) -> list[str]:
         """Arguments of `phalanx train` that do not depend on the number of nodes."""
-        return ["--nproc", str(self.nproc), "--resume", *self.overrides]
+        return ["--nproc", str(self.nproc), "--resume", *self._force_args, *self.overrides]
 
     @property
     def check_args(self) -> list[str]:
@@ -80,6 +82,15 @@ class ClusterJob:
         """
         nodes = [] if self.max_nodes == self.run.cluster.nodes else ["--set", f"cluster.nodes={self.max_nodes}"]
         return ["--nproc", str(self.nproc), *self.overrides, *nodes]
+
+    @property
+    def config_args(self) -> list[str]:
+        """Arguments with which `phalanx train` checks the run, after `check_args`."""
+        return ["--print-config", "--resume", *self._force_args]
+
+    @property
+    def _force_args(self) -> list[str]:
+        return ["--force"] if self.force else []
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
         """Return variables by name, with their values and reasons.

@@ -99,7 +99,7 @@ CHECK_CONTAINER = """\
             - -c
             - |
               # An error in the run file is not a fault of the node: exit with 2.
-              phalanx train "$@" --print-config --resume > /dev/null || exit
+              phalanx train "$@" {config} > /dev/null || exit
               phalanx doctor "$@" --quick
               [ $? -ne 2 ] || {{ echo "phalanx: exclude this node with: kubectl cordon $NODE_NAME" >&2; exit 1; }}
             - doctor
@@ -170,7 +170,9 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         saving=SAVING_SECONDS,
         volume=json.dumps(volume),
         shared_memory=SHARED_MEMORY,
-        check=CHECK_CONTAINER.format(words=_format_args(run, *job.check_args), same=container_fields)
+        check=CHECK_CONTAINER.format(
+            config=" ".join(job.config_args), words=_format_args(run, *job.check_args), same=container_fields
+        )
         if job.check
         else "",
         command=_format_args("phalanx", "train", run, *rendezvous_args, *job.train_args),

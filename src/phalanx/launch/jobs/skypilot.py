@@ -38,7 +38,7 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 
 CHECK_SCRIPT = """\
 # An error in the run file is not a fault of the node: exit with 2.
-phalanx train {run} {checking} --print-config --resume > /dev/null || exit
+phalanx train {run} {checking} {config} > /dev/null || exit
 # phalanx doctor exits with 2 for a node that must be repaired.
 phalanx doctor {run} --quick {checking}
 [ $? -ne 2 ] || {{ echo "phalanx: this node failed phalanx doctor (see above)" >&2; exit 1; }}
@@ -85,7 +85,11 @@ def skypilot(
     options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
     script = [
         f"cd {WORK}\n",
-        *([CHECK_SCRIPT.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
+        *(
+            [CHECK_SCRIPT.format(run=RUN_FILE, checking=shell_join(job.check_args), config=shell_join(job.config_args))]
+            if job.check
+            else []
+        ),
         *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
         " ".join(part for part in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if part) + "\n",
     ]

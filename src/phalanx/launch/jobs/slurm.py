@@ -38,7 +38,7 @@ if [ ! -r "$run" ]; then
     exit 2
 fi
 # An error in the run file is not a fault of the nodes: exit with 2.
-phalanx train "$run" OPTIONS --print-config --resume > /dev/null || { code=$?; [ $code -eq 1 ] || exit $code; }
+phalanx train "$run" OPTIONS CONFIG > /dev/null || { code=$?; [ $code -eq 1 ] || exit $code; }
 
 # Healthy nodes: `phalanx doctor` finishes within MINUTES minutes and does not exit with 2, the code for a failed check.
 mapfile -t healthy < <("${srun_all[@]}" --time=MINUTES --nodes="${#allocated[@]}" --ntasks="${#allocated[@]}" \\
@@ -136,7 +136,9 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             *exports,
             CORES_SCRIPT,
             SRUN_SCRIPT,
-            CHECK_SCRIPT.replace("OPTIONS", shell_join(job.check_args)) if job.check else NO_CHECK_SCRIPT,
+            CHECK_SCRIPT.replace("CONFIG", shell_join(job.config_args)).replace("OPTIONS", shell_join(job.check_args))
+            if job.check
+            else NO_CHECK_SCRIPT,
             *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
             TRAIN_SCRIPT.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
             EXIT_SCRIPT,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
+from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import RankMemory, worker_memories
-from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, with_layout
+from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, increase_pp, with_layout
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probability, safe_capacity_bytes
@@ -62,6 +63,14 @@ class RemedyEffect:
     """Freed bytes of the peak total, on the fullest rank."""
     new_footprint: RunFootprint | None
     problem: str = ""
+
+    @property
+    def cost(self) -> str:
+        """Cost of the change; for a pipeline whose ranks have different numbers of layers, also these."""
+        counts = [len(layers) for layers in layers_per_rank(self.run)] if self.run else []
+        if self.remedy.changes is not increase_pp or len(set(counts)) < 2:
+            return self.remedy.cost
+        return f"{self.remedy.cost}; ranks have {min(counts)} to {max(counts)} layers"
 
     @property
     def helps(self) -> bool:

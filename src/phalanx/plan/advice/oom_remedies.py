@@ -110,7 +110,7 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
     return changes
 
 
-def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
+def increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Yield larger pipelines, with the rank order that the planner chooses."""
     for changed in _increase_degree("pp")(run):
         tp = changed.layout.tp
@@ -254,7 +254,7 @@ REMEDIES = (
         name="pipeline",
         cost="stages wait for each other",
         source=GPIPE,
-        changes=_increase_pp,
+        changes=increase_pp,
         no_change_reason=NO_LARGER_DEGREE_REASON,
     ),
     Remedy(

@@ -6,6 +6,7 @@ which no longer reads TOML.
 
 from __future__ import annotations
 
+import ast
 from textwrap import indent
 
 from phalanx.plan.export.common import (
@@ -79,7 +80,20 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
     ]
     body = indent(f"return {_trainer_config(job)!r}", "    ")
     source = f"{IMPORTS}{model_source(job)}\n\ndef run() -> Trainer.Config:\n    spec = model_spec()\n{body}\n"
-    return ExportedConfig(source, notes)
+    return ExportedConfig(_without_unused_imports(source), notes)
+
+
+def _without_unused_imports(source: str) -> str:
+    """Return Python source whose `from` imports, one on a line, have only names that the source uses."""
+    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    lines = []
+    for line in source.splitlines():
+        module, is_import, names = line.partition(" import ")
+        if not (is_import and module.startswith("from ")):
+            lines.append(line)
+        elif kept := [name for name in names.split(", ") if name in used]:
+            lines.append(f"{module} import {', '.join(kept)}")
+    return "\n".join([*lines, ""])
 
 
 def _check(job: ExportJob) -> None:

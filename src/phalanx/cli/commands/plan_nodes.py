@@ -1,0 +1,83 @@
+"""`phalanx plan --nodes MIN:MAX`: the best layout on each number of nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from phalanx.cli.common.progress import search_progress
+from phalanx.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from phalanx.cli.views.plan_nodes import NodeCount
+    from phalanx.spec.run import RunSpec
+
+    LoadRun = Callable[[int | None], tuple[RunSpec, int]]
+    """Return the run on a number of nodes, and its number of ranks."""
+
+MAX_NODE_COUNTS = 16
+"""Maximum number of node counts that are all planned; of more, the minimum, its doublings and the maximum."""
+RANGE_OPTIONS = ("--nodes", "--machine", "--nproc", "--topology", "--set", "--json")
+
+
+def parse_node_counts(text: str | None, given: Sequence[str]) -> list[int | None]:
+    """Return the numbers of nodes to plan for; [None] if the option is not given.
+
+    Args:
+        text: Value of --nodes: "4" or "2:4".
+        given: Options of the command line.
+
+    Raises:
+        UserError: The value has another format, or a range is combined with an option for one number of nodes.
+    """
+    if text is None:
+        return [None]
+    from phalanx.launch.jobs.job import parse_nodes
+
+    first, last = parse_nodes(text)
+    other = next((option for option in given if option not in RANGE_OPTIONS), None)
+    if first < last and other is not None:
+        fix = f"remove {other}, or give one number of nodes"
+        raise UserError("--nodes", text, f"is a range, which cannot be combined with {other}", fix=fix)
+    if last - first < MAX_NODE_COUNTS:
+        return list(range(first, last + 1))
+    doublings = [first << power for power in range(last.bit_length()) if first << power < last]
+    return [*doublings, last]
+
+
+def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool) -> None:
+    """Print the best layout on each number of nodes. Raises UserError if none fits on any.
+
+    Args:
+        load: Returns the run on a number of nodes.
+        counts: Numbers of nodes.
+        as_json: Print JSON.
+    """
+    from phalanx.cli.views.plan_nodes import node_counts_to_json, print_node_counts
+
+    planned = list(_plan_node_counts(load, counts))
+    run, _ = load(counts[0])
+    if as_json:
+        print(json.dumps(node_counts_to_json(run, planned), indent=2))
+    else:
+        print_node_counts(run, planned)
+
+
+def _plan_node_counts(load: LoadRun, counts: Sequence[int | None]) -> Iterator[NodeCount]:
+    from phalanx.cli.views.plan_nodes import NodeCount
+    from phalanx.plan.search.explain import plan_or_raise
+
+    error = None
+    fits = False
+    for nodes in counts:
+        run, ranks = load(nodes)
+        try:
+            with search_progress(ranks) as report:
+                yield NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best)
+            fits = True
+        except UserError as caught:
+            error = caught
+            yield NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field}: {caught.problem}")
+    if error is not None and not fits:
+        raise error

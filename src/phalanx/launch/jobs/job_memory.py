@@ -1,0 +1,73 @@
+"""Planned memory of a job's ranks, compared with the memory of their cards before the job file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.cost.exact.rank_memory import worker_memories
+from phalanx.launch.jobs.job import ClusterJob, shell_join
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, describe_fit, ranks_oom_probability
+from phalanx.plan.search.recomputation import choose_recomputation
+from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_gib, plural
+from phalanx.spec.learning_rate import is_small_model
+from phalanx.spec.run import RunSpec
+from phalanx.spec.small_run_defaults import unset_choices_of_large_model
+
+
+def job_notes(job: ClusterJob) -> Iterator[str]:
+    """Yield notes on a job before it is written: choices that are not set, and whether its ranks fit in memory.
+
+    Raises:
+        UserError: The ranks do not fit, by the count of `phalanx memory`, and `job.force` is not set.
+    """
+    run = job.run
+    _, unset_note = unset_choices_of_large_model(run)
+    if unset_note is not None:
+        yield unset_note
+    if run.auto_layout:
+        yield 'layout = "auto": the layout is chosen at the start, for the memory of the GPUs'
+        return
+    if not is_small_model(run.model) and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
+        problem = f"not set; by default ({run.layout.data_parallel}) each rank holds the whole model"
+        yield f"layout: {problem}. Choose one with {_command(job, 'plan', '--out', 'FILE')}"
+    if run.cluster.memory_bytes is None:
+        yield "memory: not checked, because that of a GPU is unknown; set cluster.preset or cluster.memory_bytes"
+        return
+    for nodes in sorted({job.min_nodes, job.max_nodes}):
+        yield _memory_note(job, nodes)
+
+
+def _memory_note(job: ClusterJob, nodes: int) -> str:
+    """Return a line on the memory of the fullest rank. Raises UserError if it does not fit."""
+    run = _with_recomputation(job, nodes)
+    memories = worker_memories(run, run.cluster.ranks)
+    p_oom = ranks_oom_probability(run.cluster, memories)
+    planned = format_gib(max(memory.device for memory in memories))
+    size = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
+    device = "GPU" if run.cluster.uses_cuda else "rank"
+    available = f"{format_gib(run.cluster.rank_memory_bytes or 0)} of a {device}"
+    available += f" ({run.cluster.preset})" if run.cluster.preset else ""
+    if p_oom < MAX_OOM_PROBABILITY or job.force:
+        return f"memory: with {size}, {planned} on the fullest rank; {describe_fit(p_oom)} in the {available}"
+    fix = (
+        f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} the layouts that fit; "
+        "or add --force"
+    )
+    raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix=fix)
+
+
+def _with_recomputation(job: ClusterJob, nodes: int) -> RunSpec:
+    """Return the run on `nodes` nodes, with its recomputation chosen if that is "auto"."""
+    cluster = job.run.cluster.model_copy(update={"nodes": nodes, "nproc_per_node": job.nproc})
+    run = job.run.model_copy(update={"cluster": cluster})
+    if not run.layout.auto_checkpointing:
+        return run
+    return run.model_copy(update={"layout": choose_recomputation(run, cluster.ranks).layout})
+
+
+def _command(job: ClusterJob, name: str, *options: str) -> str:
+    """Return a command for the run of a job, with the machines and the overrides of the job."""
+    sizes = ["--nodes", str(job.min_nodes), "--nproc", str(job.nproc)]
+    machine = [] if job.run.cluster.preset else ["--machine", "MACHINE"]
+    return f"`phalanx {name} {shell_join([str(job.file), *machine, *sizes, *job.overrides, *options])}`"
