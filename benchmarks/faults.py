@@ -45,6 +45,7 @@ from phalanx.testing.fault_injection import fill_disk, flip_bit, memory_limited,
 from phalanx.testing.network_namespaces import star_network
 from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.train.create_run import create_run
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 from tests.helpers.faulty_rank import ALL_RANK_FAULTS
@@ -282,7 +283,7 @@ RANKS = {"wrong": call_wrongly, "nan": spoil}
 def rank(fault: str, directory: Path) -> None:
     """Train with a fault."""
     RANKS[fault](directory)
-    exit_rank(run_rank(directory, [], resume=True))
+    exit_rank(run_rank(directory, RankOptions(resume=True)))
 
 
 def page(found: Sequence[Broken]) -> str:

@@ -35,9 +35,9 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
     for parent in ast.walk(tree):
         if isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for child in parent.body:
-                if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                    if isinstance(child.value.value, str) and child.value.value.strip():
-                        yield child.value
+                text = child.value if isinstance(child, ast.Expr) else None
+                if isinstance(text, ast.Constant) and isinstance(text.value, str) and text.value.strip():
+                    yield text
 
 
 def is_unrelated_assignment(node: ast.AST) -> bool:

@@ -26,7 +26,7 @@ from phalanx.data.packing import Batch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
-from phalanx.train.step_runner import ReadRecord
+from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 

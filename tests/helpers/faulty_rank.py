@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx.launch.process import exit_rank
 from phalanx.train.checkpoint import checkpointer
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 
@@ -142,7 +143,7 @@ def main(fault: str, directory: str) -> None:
     Trainer.launch_step = faulty  # type: ignore[method-assign]
     if fault == "told early":
         signal_during_resume()
-    exit_rank(run_rank(Path(directory), [], resume=False))
+    exit_rank(run_rank(Path(directory), RankOptions(resume=False)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from phalanx.spec.files.write import to_toml
 from phalanx.swarm import join
 from phalanx.train import worker
 from phalanx.train.create_run import create_run
+from phalanx.train.rank_options import RankOptions
 from tests.helpers.cli_runner import command_output
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
@@ -90,8 +91,8 @@ ATTEMPTS: dict[str, Callable[[Path], object]] = {
     "train --print-config": lambda run: command_output("train", run, "--resume", "--print-config"),
     "dryrun": lambda run: command_output("dryrun", run / "run.toml", "--world", 1),
     "launch": lambda run: command_output("launch", run / "run.toml", "--to", "slurm", "--nproc", 1),
-    "a rank": lambda run: worker.run_rank(run, [], resume=True, device="cpu"),
-    "a rank, file": lambda run: worker.run_rank(run / "run.toml", [], resume=True, device="cpu", force=True),
+    "a rank": lambda run: worker.run_rank(run, RankOptions(resume=True, device="cpu")),
+    "a rank, file": lambda run: worker.run_rank(run / "run.toml", RankOptions(resume=True, device="cpu", force=True)),
     "load_model": phalanx.load_model,
     "dry_run": lambda run: phalanx.dry_run(phalanx.load_run(run / "run.toml"), 1),
     "dry_run of a record": lambda run: phalanx.dry_run(phalanx.read_run(run).run, 1),  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from phalanx.runs.create import claim_run_directory, is_run_directory
 from phalanx.spec.files.template import run_file_template
 from phalanx.testing.fault_injection import NotAllowed, small_disk
 from phalanx.train.create_run import create_run
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.worker import run_rank
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
@@ -265,7 +266,7 @@ def test_train_refuses_disk_that_is_mounted_read_only(
 
 def test_torchrun_rank_leaves_no_failure_in_folder_that_phalanx_did_not_make(places: Path) -> None:
     before = contents(places)
-    assert run_rank(places / "mine", [], resume=False, device="cpu") == 2
+    assert run_rank(places / "mine", RankOptions(resume=False, device="cpu")) == 2
     assert contents(places) == before
 
 

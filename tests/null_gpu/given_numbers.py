@@ -9,7 +9,7 @@ from torch import Tensor
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.model import host_counts
 from phalanx.parallel.comm.host_copy import PendingCopies
-from phalanx.train import evaluator, step_runner
+from phalanx.train import evaluator, trainer
 from phalanx.train.callbacks import rank_records
 from phalanx.train.profiling import clock_sync, step_profiler
 
@@ -37,7 +37,7 @@ def give_numbers() -> None:
     """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     host_counts.read_counts = balanced_counts
-    step_runner.PendingCopies = GivenStepSums
+    trainer.PendingCopies = GivenStepSums
     sum_over_ranks = evaluator._sum_over_ranks
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
     for module in (rank_records, step_profiler):

@@ -15,8 +15,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import run_python
-from phalanx.train.resumable import in_memory_identity
 from phalanx.train.time_budget import DECISION_STEPS, LATEST_DECISION_SHARE, steps_in_time, with_decided_steps
+from phalanx.train.trainer import in_memory_identity
 
 RUN = """
 name = "timed"

@@ -11,6 +11,7 @@ from phalanx.launch import process
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.train import create_run, worker
+from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import DENSE, small_run
 
 
@@ -23,7 +24,7 @@ def test_rank_that_creates_fp8_run_rejects_gpu_without_float8_products(
     run_file.write_text(to_toml(run))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process, "query_gpus", lambda _: [8.0])
-    assert worker.run_rank(run_file, [], resume=False, device="cpu", force=True) == 2
+    assert worker.run_rank(run_file, RankOptions(resume=False, device="cpu", force=True)) == 2
     assert "requires compute capability 9.0 or above, and a GPU of this machine has 8.0" in capsys.readouterr().err
 
 
@@ -42,5 +43,5 @@ def test_rank_chooses_recomputation_once_for_ranks_of_its_machine(
 
     monkeypatch.setattr(create_run, "resolve_recomputation", record)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert worker.run_rank(run_file, [], resume=False) == 0
+    assert worker.run_rank(run_file, RankOptions(resume=False)) == 0
     assert local_ranks == [3]

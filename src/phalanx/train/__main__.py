@@ -10,8 +10,9 @@ from phalanx.launch.process import exit_rank
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.train.rank_options import RankOptions, ReducedRanks
 from phalanx.train.standby import run_standby_rank, wait_for_standby_ranks
-from phalanx.train.worker import ReducedRanks, run_rank
+from phalanx.train.worker import run_rank
 
 
 def main() -> None:
@@ -40,19 +41,17 @@ def main() -> None:
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
         exit_rank(run_standby_rank(arguments.run))
     reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
-    measure = arguments.profile_memory
-    device = arguments.device
-    exit_code = run_rank(
-        arguments.run,
-        arguments.set,
-        arguments.resume,
-        measure=measure,
+    options = RankOptions(
+        overrides=tuple(arguments.set),
+        resume=arguments.resume,
+        measure=arguments.profile_memory,
         window=window,
         reduced=reduced,
-        device=device,
+        device=arguments.device,
         force=arguments.force,
         trust=arguments.trust,
     )
+    exit_code = run_rank(arguments.run, options)
     if exit_code == 0 and arguments.ranks is not None:
         wait_for_standby_ranks(arguments.ranks)
     exit_rank(exit_code)

@@ -6,7 +6,6 @@ import hashlib
 import math
 import time
 from functools import partial
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,6 @@ from phalanx.runs.metrics import MetricsRecord
 
 if TYPE_CHECKING:
     from phalanx.train.trainer import Trainer
-
 
 
 @torch.no_grad()

@@ -17,35 +17,22 @@ from phalanx.train.messages import end_message, start_message
 from phalanx.train.profiling.memory_report import write_comparison
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step
 from phalanx.train.progress import ProgressDisplay
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.sample import generate_sample
 from phalanx.train.step_metrics import ReadRecord
 from phalanx.train.trainer import Trainer
 
 
 def train_session(
-    trainer: Trainer,
-    resume: bool,
-    spike_detector: LossSpikeDetector,
-    *,
-    measure: bool,
-    window: range | None,
-    order_guard: OrderGuard,
+    trainer: Trainer, options: RankOptions, spike_detector: LossSpikeDetector, order_guard: OrderGuard
 ) -> None:
-    """Train from the newest checkpoint or the beginning, with logs and events, and print the results.
-
-    Args:
-        trainer: The trainer.
-        resume: Continue from the newest checkpoint.
-        spike_detector: Detector of loss spikes.
-        measure: Measure the memory and the traffic of one step.
-        window: Steps to profile.
-        order_guard: Guard of the order of collectives.
-    """
+    """Train from the newest checkpoint or the beginning, with logs and events, and print the results."""
+    window = options.window
     writers = build_record_writers(trainer.run)
     user_callbacks = build_callbacks(trainer.run.callbacks)
     callbacks = standard_callbacks(trainer, writers, user_callbacks, spike_detector=spike_detector)
-    resumed, damaged = trainer.resume() if resume else (0, {})
-    steps_to_profile = profiled_steps(trainer, measure, window)
+    resumed, damaged = trainer.resume() if options.resume else (0, {})
+    steps_to_profile = profiled_steps(trainer, options.measure, window)
     _record_start(trainer)
     steps = trainer.run.training.steps if trainer.run.training.has_decided_steps else None
     with ProgressDisplay(trainer.step, steps, quiet=not trainer.is_main) as progress:
@@ -58,7 +45,7 @@ def train_session(
         evaluation = trainer.train(callbacks, progress, step)
         if steps_to_profile and trainer.step < steps_to_profile[0]:
             progress.log(f"no step was profiled: the last step was {trainer.step}")
-    _record_end(trainer, evaluation, measure)
+    _record_end(trainer, evaluation, options.measure)
 
 
 def _record_start(trainer: Trainer) -> None:

@@ -375,7 +375,7 @@ class Trainer(Learner):
         elif self.strategy.runs_model:
             self.stop_after_step = int(sums.stop_step) or None
         elif is_stopping or is_finishing:
-            # Workers may miss a step. Servers miss none, and announce a later step that no rank can have passed by then.
+            # Workers may miss a step. Servers miss none, and announce a later one that no rank can have passed by then.
             self.stop_after_step = step + 1 + max_staleness
         if self.stop_after_step is not None and is_finishing and not is_stopping:
             self.set_last_step(min(self.stop_after_step, self.run.training.steps))
@@ -504,7 +504,7 @@ class Trainer(Learner):
             self.loader.skip_steps(steps)
 
     def _open_in_memory_checkpointer(self) -> InMemoryCheckpointer | None:
-        """Return the copies in memory of this run, if it has some; those from before the last rollback are not its own."""
+        """Return the copies in memory of this run, if it has some; those from before a rollback are not its own."""
         if not self.run.recovery.in_memory_checkpoint_every:
             return None
         num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, self.directory))

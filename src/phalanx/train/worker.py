@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.files.load import load_run, write_effective_layout
-from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_and_prepare, check_machine_memory, decide_choices, decide_recomputation
@@ -46,39 +45,10 @@ from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
 from phalanx.train.profiling.memory_report import remove_measured
 from phalanx.train.profiling.peak_flops import rank_peak_flops
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.session import train_session
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData, open_training_data
-
-
-@dataclass(frozen=True)
-class ReducedRanks:
-    """Fewer ranks than a run was configured for, and their layout."""
-
-    layout: Layout
-    ranks: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """The options of a rank's command."""
-
-    overrides: tuple[str, ...] = ()
-    """Changes of a run file's fields, as "section.field=value"."""
-    resume: bool = False
-    """Continue from the newest checkpoint."""
-    measure: bool = False
-    """Measure the memory and the traffic of one step."""
-    window: range | None = None
-    """Steps to profile."""
-    reduced: ReducedRanks | None = None
-    """Layout of fewer ranks than the run's."""
-    device: str | None = None
-    """Device type chosen by a launcher."""
-    force: bool = False
-    """Start even if a run file plans more memory than is available."""
-    trust: bool = False
-    """Import the components that a run directory names."""
 
 
 def run_rank(source: Path, options: RankOptions) -> int:

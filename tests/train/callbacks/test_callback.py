@@ -18,6 +18,7 @@ from phalanx.testing import rank_pool
 from phalanx.train import worker
 from phalanx.train.callbacks.callback import Callback, build_callbacks
 from phalanx.train.create_run import create_run
+from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import make_trainer, small_run, train_to_end
 
 HERE = f"{__name__}:"
@@ -129,7 +130,7 @@ def test_callback_that_raises_ends_run_with_its_name(
         "bad": {"class": HERE + "FailAt", "step": 2},
     }
     directory = create_run(small_run(text, tmp_path, {"callbacks": callbacks}), 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True, trust=True) == 1
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 1
     assert "callbacks.bad: on_step_end raised ZeroDivisionError: by design" in capsys.readouterr().err
     assert (tmp_path / "rank-0").read_text().splitlines()[-1] == "exception CallbackError 2"
     failures = [json.loads(file.read_text()) for file in (directory / "failures").glob("*.json")]
@@ -167,7 +168,7 @@ def test_callback_of_user_may_have_name_of_a_standard_callback(name: str, text: 
     callbacks = {name: {"class": HERE + "RecordHooks", "folder": str(tmp_path)}}
     changes = {"training.steps": 2, "evaluation": {"tokens": 64}, "callbacks": callbacks}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True, trust=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
     lines = (tmp_path / "rank-0").read_text().splitlines()
     assert lines[:4] == ["start 0", "step 1", "step 2", "evaluation 2"]
     assert lines[-1] == "end 2"
@@ -180,7 +181,7 @@ def test_finish_after_last_step_is_not_announced(
 ) -> None:
     callbacks = {"finish": {"class": HERE + "FinishAt", "step": 2, "rank": 0}}
     run = small_run(text, tmp_path, {"training.steps": 2, "evaluation": {"tokens": 64}, "callbacks": callbacks})
-    assert worker.run_rank(create_run(run, 1, resume=False), [], resume=True, trust=True) == 0
+    assert worker.run_rank(create_run(run, 1, resume=False), RankOptions(resume=True, trust=True)) == 0
     assert "finishing the run" not in "".join(capsys.readouterr())
 
 
@@ -255,8 +256,8 @@ def test_run_that_finished_early_exits_with_0_and_is_complete(text: Path, tmp_pa
     callbacks = {"finish": {"class": HERE + "FinishAt", "step": 2, "rank": 0}}
     run = small_run(text, tmp_path, {"training.steps": 50, "evaluation": {"tokens": 64}, "callbacks": callbacks})
     directory = create_run(run, 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True, trust=True) == 0
-    assert worker.run_rank(directory, [], resume=True, trust=True) == 0, "nothing is left to do"
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True, trust=True)) == 0, "nothing is left to do"
     records = read_metrics(directory)
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
     assert [record["step"] for record in records if "held_out_loss" in record] == [3]

@@ -16,6 +16,7 @@ from phalanx.train import worker
 from phalanx.train.callbacks.opentelemetry import OpenTelemetry
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import numbers
+from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import small_run
 
 
@@ -46,7 +47,7 @@ def test_collector_receives_last_numbers_of_metrics_file(text: Path, tmp_path: P
     callback = {"class": "phalanx.train.callbacks.opentelemetry:OpenTelemetry", "endpoint": endpoint}
     changes = {"training.steps": 3, "evaluation": {"tokens": 64}, "callbacks": {"otel": callback}}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     server.shutdown()
     (resource,) = requests[-1].resource_metrics
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}

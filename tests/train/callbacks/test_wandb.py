@@ -16,6 +16,7 @@ from phalanx.spec.errors import UserError
 from phalanx.train import worker
 from phalanx.train.callbacks.wandb import Wandb, wandb_id
 from phalanx.train.create_run import create_run
+from phalanx.train.rank_options import RankOptions
 from tests.helpers.small_runs import small_run
 
 NEEDS_WANDB = "wandb is not installed: pip install 'phalanx[wandb]'"
@@ -60,9 +61,9 @@ def test_wandb_receives_records_of_metrics_file_across_restart(text: Path, tmp_p
     pytest.importorskip("wandb", reason=NEEDS_WANDB)
     changes = {"training.steps": 3, "evaluation": {"every": 2, "tokens": 64}, "metrics": {"wandb": "phalanx-test"}}
     directory = create_run(small_run(text, tmp_path, changes), 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     directory = create_run(small_run(text, tmp_path, {**changes, "training.steps": 5}), 1, resume=True)
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     files = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
     assert {file.stem for file in files} == {f"run-{wandb_id(directory)}"}
     received: dict[tuple[int, str], object] = {}
@@ -79,7 +80,7 @@ def test_wandb_refuses_invalid_project(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason=NEEDS_WANDB)
     run = small_run(text, tmp_path, {"training.steps": 1, "metrics": {"wandb": "phalanx/test"}})
     directory = create_run(run, 1, resume=False)
-    assert worker.run_rank(directory, [], resume=True) == 2  # W&B allows no slash in a project
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 2  # W&B allows no slash in a project
 
 
 @pytest.mark.parametrize("is_namespace_package", [False, True])

@@ -22,6 +22,7 @@ from phalanx.train.guards.divergence import (
     steps_to_skip,
 )
 from phalanx.train.learner import MicroBatch
+from phalanx.train.rank_options import RankOptions
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run, train_until
 from tests.helpers.training_processes import recorded_losses
@@ -65,7 +66,7 @@ def test_loss_spike_rolls_back_and_skips_the_offending_steps(
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory, wrong = create_run(run, 1, resume=False), (SPIKE_STEP - 1) * 8
     replace_targets(monkeypatch, range(wrong, wrong + 8), inverted_targets)
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     (back,) = [event for event in read_events(directory) if event["what"] == "rolled_back"]
     assert (back["after"], back["to"]) == (SPIKE_STEP, 12)
     assert "times the recent median" in back["reason"]
@@ -92,7 +93,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
         return sums
 
     monkeypatch.setattr(Trainer, "forward_backward", infinite)
-    assert worker.run_rank(directory, [], resume=True) == 1
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 1
     back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
     assert back == [(5, 0), (2, 0)]
     assert count_rollbacks(directory) == 2
@@ -133,7 +134,7 @@ def test_rollback_goes_further_back_when_checkpoint_has_nonfinite_weights(
     training = run.training.model_copy(update={"max_nonfinite_steps": 5})
     directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
     scale_weights_once(monkeypatch, 5, float("nan"))
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     assert recorded_rollbacks(directory) == expected_rollbacks
     assert all(torch.isfinite(torch.tensor(recorded_losses(directory)[-1])))
 
@@ -143,7 +144,7 @@ def test_rollback_quarantines_checkpoint_that_spikes_again(run: RunSpec, monkeyp
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory = create_run(run, 1, resume=False)
     scale_weights_once(monkeypatch, 12, 30.0)
-    assert worker.run_rank(directory, [], resume=True) == 0
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 0
     assert recorded_rollbacks(directory) == [(13, 12), (13, 6)]
     losses = [loss for loss, _ in recorded_losses(directory)]
     assert losses[-1] < losses[0]
@@ -154,7 +155,7 @@ def test_rollback_fails_when_no_older_checkpoint_exists(run: RunSpec, monkeypatc
     training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
     scale_weights_once(monkeypatch, CHECKPOINT_EVERY, float("nan"))
-    assert worker.run_rank(directory, [], resume=True) == 1
+    assert worker.run_rank(directory, RankOptions(resume=True)) == 1
     assert recorded_rollbacks(directory) == [(8, 6)]
 
 

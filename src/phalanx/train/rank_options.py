@@ -1,0 +1,37 @@
+"""The options of a rank's command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class ReducedRanks:
+    """Fewer ranks than a run was configured for, and their layout."""
+
+    layout: Layout
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The options of a rank's command."""
+
+    overrides: tuple[str, ...] = ()
+    """Changes of a run file's fields, as "section.field=value"."""
+    resume: bool = False
+    """Continue from the newest checkpoint."""
+    measure: bool = False
+    """Measure the memory and the traffic of one step."""
+    window: range | None = None
+    """Steps to profile."""
+    reduced: ReducedRanks | None = None
+    """Layout of fewer ranks than the run's."""
+    device: str | None = None
+    """Device type chosen by a launcher."""
+    force: bool = False
+    """Start even if a run file plans more memory than is available."""
+    trust: bool = False
+    """Import the components that a run directory names."""
