@@ -105,16 +105,16 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
 
 def scale_weights_once(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
     """Have the first update that ends this step ruin all weights."""
-    update, done = Trainer._update_or_skip, []
+    update, done = Trainer.update, []
 
-    def ruined(self: Trainer, finite: bool) -> None:
-        update(self, finite)
+    def ruined(self: Trainer, ratio: float) -> None:
+        update(self, ratio)
         if self.step == step - 1 and not done:
             done.append(step)
             for parameter in self.module.parameters():
                 parameter.data.mul_(factor)
 
-    monkeypatch.setattr(Trainer, "_update_or_skip", ruined)
+    monkeypatch.setattr(Trainer, "update", ruined)
 
 
 def recorded_rollbacks(directory: Path) -> list[tuple[int, int]]:
