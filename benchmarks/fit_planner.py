@@ -64,7 +64,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
     names, low, high = _bounded(MemoryConstants)
     jobs = job_table([row.job.choices[0] for row in known])
     out = np.array([row.out_of_memory for row in known])
-    labelled = out | np.array([row.ran_beside_failures for row in known])
+    labeled = out | np.array([row.ran_beside_failures for row in known])
     measured = np.array([row.memory_gib is not None for row in known])
     truth = np.array([row.memory_gib or 1.0 for row in known]) * GIB
     weights = _weights([row for row, has in zip(known, measured, strict=True) if has])
@@ -73,8 +73,8 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
         c = _constants(MemoryConstants, x)
         held = estimate_memory(c, jobs)
         error = np.log(held.allocated / truth)[measured] * weights
-        excess = np.log(reserved_bytes(c, held) / jobs.memory_bytes)[labelled] / c.spread
-        unlikely = -norm.logcdf(np.where(out[labelled], excess, -excess))
+        excess = np.log(reserved_bytes(c, held) / jobs.memory_bytes)[labeled] / c.spread
+        unlikely = -norm.logcdf(np.where(out[labeled], excess, -excess))
         return np.concatenate([2 * error, 0.25 * np.sqrt(np.minimum(unlikely, 8)), 0.1 * (x - middle) / (high - low)])
 
     middle = (low + high) / 2

@@ -95,8 +95,8 @@ def held_rows(known: list[Known]) -> list[Held]:
     return [Held(row, p, float(n)) for row, p, n in zip(known, predictions, naive, strict=True)]
 
 
-def _typical(utilisation: NDArray[np.float64], groups: NDArray[np.str_], which: NDArray[np.bool_]) -> float:
-    return float(np.median([np.median(utilisation[which & (groups == group)]) for group in set(groups[which])]))
+def _typical(utilization: NDArray[np.float64], groups: NDArray[np.str_], which: NDArray[np.bool_]) -> float:
+    return float(np.median([np.median(utilization[which & (groups == group)]) for group in set(groups[which])]))
 
 
 def errors(held: list[Held], value: Callable[[Held], float]) -> NDArray[np.float64]:

@@ -163,7 +163,7 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
         "up": statistics.median(sum(line["sent_bytes"] for line in lines) for lines in rounds.values()),
         "down": statistics.median(sum(line["received_bytes"] for line in lines) for lines in rounds.values()) - whole,
         "carried": statistics.median(wire.values()),
-        "utilisation": sum(line["train_seconds"] for line in later) / sum(line["seconds"] for line in later),
+        "utilization": sum(line["train_seconds"] for line in later) / sum(line["seconds"] for line in later),
         "held": max(line["held_bytes"] for lines in rounds.values() for line in lines),
         "step_seconds": sum(line["train_seconds"] for line in later) / sum(line["steps"] for line in later),
     }
@@ -199,7 +199,7 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
     return {
         "up": each.up * rounds,
         "down": each.down * rounds,
-        "utilisation": time_of.utilisation,
+        "utilization": time_of.utilization,
         "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in EXPERT_SPLIT_METHODS else "fp32"),
     }
 
@@ -276,8 +276,8 @@ def _times(rows: Sequence[Row]) -> list[str]:
         return ["", "", ""]
     return [
         f"{statistics.median(row['seconds'] for row in rows):.0f}",
-        f"{statistics.median(row['utilisation'] for row in rows):.1%}",
-        f"{statistics.median(row['predicted']['utilisation'] for row in rows):.1%}",
+        f"{statistics.median(row['utilization'] for row in rows):.1%}",
+        f"{statistics.median(row['predicted']['utilization'] for row in rows):.1%}",
     ]
 
 
@@ -310,7 +310,7 @@ def page() -> str:
         sent = {name: rows[0]["up"] + rows[0]["down"] for name, rows in (("spes", spes), ("int8", int8))}
         whole = diloco[0]["up"] + diloco[0]["down"]
         loss = beyond(int8, spes)
-        slow = [row["utilisation"] for row in overlap if row["mbit"] == SPEEDS[0]]
+        slow = [row["utilization"] for row in overlap if row["mbit"] == SPEEDS[0]]
         gap = beyond(spes, alone)
         lines += [
             f"- spes sends {1 - sent['spes'] / whole:.1%} less than diloco (target 33 %; formula for this model "

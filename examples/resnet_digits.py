@@ -63,7 +63,7 @@ for step, batch in enumerate(batches[: options.steps], start=1):
         print(f"step {step:3}: training loss {result.loss:.4f}", flush=True)
 
 strategy.drain_pending_updates()
-# BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: the first that
+# BatchNorm normalizes each rank's share by itself, so its running statistics differ from rank to rank: the first that
 # computes speaks for its own. All evaluate, for with zero3 no rank has all the parameters.
 strategy.model.eval()
 if strategy.runs_model:

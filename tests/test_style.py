@@ -22,8 +22,8 @@ DIALECT = re.compile(
 )
 """Words for which the field has a term."""
 BRITISH = re.compile(
-    r"\b(behaviour|colour|neighbour|favour|labell|modell|cancell|centre|catalogue|analyse|artefact|grey\b|"
-    r"(initial|optim|serial|normal|organ|recogn|minim|maxim|synchron|util|summar|general)is(e|ed|es|ing|ation)\b)",
+    r"\b(behaviour|colour|neighbour|favour|labell|modell|centre|catalogue|analyse|artefact|grey\b|"
+    r"(initial|optim|serial|normal|organ|recogn|minim|maxim|util|summar|general)is(e|ed|es|ing|ation)\b)",
     re.IGNORECASE,
 )
 Finding = tuple[str, int, str]

@@ -77,7 +77,7 @@ def benchmark_rank(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str
 
 
 def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -> None:
-    """Two copies of two tensor-parallel ranks: both groups of a kind are measured beside each other."""
+    """Two copies of two tensor-parallel ranks: both groups of a kind are measured at the same time."""
     run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(4, FEW_HEADS, tp=2)[1])
     (found, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
     ways = {(way["operation"], way["among"]): way for way in found["collectives"]}

@@ -1,4 +1,4 @@
-"""Why a run stood still, from hand-made words of its ranks, and from programs into which a fault was planted."""
+"""Why a run hung, from hand-made reports of its ranks, and from programs into which a fault was planted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_diagnose_hang_names_rank_with_faulty_collective(
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.lists(OPS, min_size=1, max_size=12), st.data())
 def test_diagnose_hang_names_rank_stuck_outside_collectives(sizes: ParallelDims, drawn: Any, data: Any) -> None:
-    """One rank stands still outside of collectives; whoever waits for it, or for those that do, is not blamed."""
+    """One rank hangs outside of collectives; whoever waits for it, or for those that do, is not blamed."""
     program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
     program.append(Op("all", "all_reduce", 1, 99))
     rank, place = data.draw(st.integers(0, sizes.world_size - 1)), data.draw(st.integers(0, len(program) - 1))

@@ -48,7 +48,7 @@ def process_exits(pid: int) -> bool:
 def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None:
     """It ignores SIGTERM, and its child holds its stdout."""
     pids = tmp_path / "pids"
-    program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo begun; wait"
+    program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo started; wait"
     begun = time.monotonic()
     answer = run_command(["sh", "-c", program], 2)
     assert time.monotonic() - begun < 60
@@ -58,7 +58,7 @@ def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None
 
 def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, for real: an nvidia-smi that never answers, a check that hangs by itself, in a file that never
-    ends; and beside them faults of the environment."""
+    ends; and faults of the environment."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nsleep 1000\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What is usual on healthy machines is no finding; and what cannot be seen is said to be so, and taken for well by
+"""What is usual on healthy machines is not a finding; and what cannot be seen is said to be so, and taken for well by
 nobody."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GPU_QUERIES = ("identity", "state", "ecc", "remapped", "names")
 
 
 def limit_visible_gpus(count: int) -> SnapshotEdit:
-    """As a process sees the machine that was given so many of its GPUs."""
+    """The machine as a process with this many of its GPUs sees it."""
     return combine_edits(
         *(limit_gpu_rows(query, count) for query in GPU_QUERIES),
         replace_text("commands/torch.txt", '"gpus": 8', f'"gpus": {count}'),

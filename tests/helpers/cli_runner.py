@@ -16,7 +16,7 @@ def command_output(*words: object, width: int = 120, exit_code: int = 0) -> str:
 
 
 def command_stderr(*words: object) -> str:
-    """What it prints on stderr, beside its answer."""
+    """Its output on stderr."""
     return _invoke(words, 120, 0).stderr
 
 

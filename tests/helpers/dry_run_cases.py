@@ -1,4 +1,4 @@
-"""Layouts, and small models, that dry runs and benchmarks of ranks are held against."""
+"""Layouts and small models of dry runs and of benchmarks of ranks."""
 
 from __future__ import annotations
 

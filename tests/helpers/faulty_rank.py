@@ -99,7 +99,7 @@ def flip_parameter_bit(trainer: Trainer) -> None:
 
 
 def signal_during_resume() -> None:
-    """A rank is told to stop while it reads where the run is."""
+    """A rank receives a stop signal while it reads the run's directory."""
     resume = Trainer.resume
 
     def told(self: Trainer) -> Any:
@@ -141,7 +141,7 @@ def main(fault: str, directory: str) -> None:
         return step(self, batches)
 
     Trainer.launch_step = faulty  # type: ignore[method-assign]
-    if fault == "told early":
+    if fault == "signaled early":
         signal_during_resume()
     exit_rank(run_rank(Path(directory), RankOptions(resume=False)))
 

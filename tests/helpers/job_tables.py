@@ -1,10 +1,11 @@
 """Jobs for tests: one row of columns with every value named."""
 
+from phalanx.plan.tables.trainer_behavior import trainer_behavior
+
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.job_columns import model_columns, stage_columns
 from phalanx.plan.tables.machine_columns import machine_columns
-from phalanx.plan.tables.trainer_behaviour import trainer_behaviour
 from phalanx.spec.files.load import load_machine, load_model_spec
 
 
@@ -18,7 +19,7 @@ def make_job_row(
     usual = {
         **model_columns(load_model_spec(model), sequence),
         **machine_columns(load_machine(machine), int(ranks)),
-        **trainer_behaviour("", "bf16", 1, 0),
+        **trainer_behavior("", "bf16", 1, 0),
         **degrees,
         "ranks": ranks,
         "virtual_stages": 1,

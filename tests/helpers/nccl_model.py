@@ -3,7 +3,7 @@ calls are noted, and this decides whether they come to an end.
 
 Of NCCL: messages of two ranks in one group run one after the other, in the order of the calls, a send with the matching
 receive; each begins when the work that was queued before it is done. Of CUDA: a kernel that is launched for the first
-time is loaded, for which the host waits until all that its GPU has begun is done (CUDA C++ Programming Guide, "Lazy
+time is loaded, for which the host waits until its GPU has finished all started work (CUDA C++ Programming Guide, "Lazy
 Loading"): also for a receive whose message is not sent yet."""
 
 from __future__ import annotations

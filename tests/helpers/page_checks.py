@@ -3,7 +3,7 @@
 FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
   [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
   !element.closest('script, style, .bartext, .heatmap-label')).map(element => {
-  const light = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
+  const light = (color) => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number).map(v => v / 255)
     .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
   const paperOf = (node) => { const paint = getComputedStyle(node).backgroundColor;
     return paint === 'rgba(0, 0, 0, 0)' && node.parentElement ? paperOf(node.parentElement) : paint; };

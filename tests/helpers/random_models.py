@@ -33,7 +33,7 @@ def random_weight(name: str, shape: torch.Size) -> Tensor:
 
 
 def build_model(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """A model from its spec, or from what differs from SMALL_MODEL; fp64 unless told."""
+    """A model from its spec, or from what differs from SMALL_MODEL; fp64 by default."""
     with torch.device("meta"):
         model = Transformer(spec or ModelSpec(**SMALL_MODEL | changes)).to(dtype)
     materialize(model, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What every layout is held against: the losses and gradient norms of a short run of the real trainer."""
+"""What every layout is compared with: the losses and gradient norms of a short run of the real trainer."""
 
 from __future__ import annotations
 

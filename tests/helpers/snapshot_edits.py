@@ -11,7 +11,7 @@ SnapshotEdit = Callable[[Path], None]
 
 
 def replace_text(path: str, old: str, new: str, count: int = 1) -> SnapshotEdit:
-    """Replace a text in a file, so many times, which must be there."""
+    """Replace a text, which must occur this many times, in a file."""
 
     def plant(root: Path) -> None:
         text = (root / path).read_text()

@@ -22,7 +22,7 @@ class Rule:
     tests: str
     """The beginning of their ids, below tests/."""
     stands_for_them: str
-    """The id of a test of `make test`; "covering": so many of these that each value of a parameter is in one."""
+    """The id of a test of `make test`; "covering": enough of these that each value of a parameter is in one."""
 
 
 def read_rules() -> list[Rule]:

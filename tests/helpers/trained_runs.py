@@ -49,7 +49,7 @@ def train_run(name: str, ranks: int, changes: dict[str, Any], *options: str) -> 
 
 
 def write_run_file(name: str, changes: dict[str, Any]) -> Path:
-    """A run of eight steps; its directory will be beside it."""
+    """A run file of eight steps, in the folder of its future run directory."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-report-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     short = {"name": name, "training.steps": 8, "training.precision": "bf16", "evaluation.every": 4, **changes}

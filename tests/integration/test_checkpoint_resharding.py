@@ -32,7 +32,7 @@ LEGS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def train_leg(run: RunSpec, until: int, again: Path) -> list[tuple[float, float]]:
-    """Return from the newest checkpoint, if there is one, and save it anew as this layout holds it; then train on."""
+    """Return from the newest checkpoint, if there is one, and save it in this layout; then continue training."""
     under_way = make_trainer(run)
     if under_way.resume()[0]:
         there, under_way.checkpointer.directory = under_way.checkpointer.directory, again

@@ -62,8 +62,8 @@ def test_sequence_parallel_layer_runs_6_all_gathers_and_4_reduce_scatters(text: 
 
 
 def test_gathered_heads_add_one_all_gather_and_one_reduce_scatter(text: Path, tmp_path: Path) -> None:
-    """The layout for heads that ranks cannot divide: beside the two pairs, queries and keys are gathered forward, and
-    their gradients summed to where they belong backward; values stay where they are."""
+    """The layout for heads that ranks cannot divide: in addition to the two pairs, queries and keys are gathered
+    forward, and their gradients summed to where they belong backward; values stay where they are."""
     model = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
     changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.tp_attention": "gathered"}
     expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}

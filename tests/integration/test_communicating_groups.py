@@ -1,4 +1,4 @@
-"""Who talks to whom in a run, against the groups that a placement spreads its bytes over."""
+"""Which ranks communicate in a run, against the groups that a placement spreads its bytes over."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk
     others.unlink()
     begun = len(events_of_kind(directory, "started"))
     with training_run(TEXT, small_disk_path, changes, 2, "--resume") as process:
-        wait_until(lambda: len(events_of_kind(directory, "started")) > begun, "it goes on")
+        wait_until(lambda: len(events_of_kind(directory, "started")) > begun, "it continues")
         stop_gracefully(process)
     learned = recorded_losses(directory)
     assert learned == single_process_losses(tmp_path, changes, len(learned))
@@ -114,7 +114,7 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
             wait_until(lambda at=number: len(events_of_kind(directory, "started")) > at, "it trains again")  # type: ignore[misc]
             assert events_of_kind(directory, "started")[-1]["step"] == step_of(before)
             assert newest.with_name(f"{newest.name}.damaged").exists()
-        wait_until(has_reached_step(directory, step_of(before) + 5), "it goes on")
+        wait_until(has_reached_step(directory, step_of(before) + 5), "it continues")
         said = stop_gracefully(process)
     assert said.count("is damaged and was quarantined") == len(events_of_kind(directory, "checkpoint_quarantined")) == 3
     learned = recorded_losses(directory)
@@ -130,7 +130,7 @@ def num_checkpoints_after(directory: Path, step: int) -> int:
 
 
 def test_rank_stalled_below_collective_timeout_is_not_restarted(tmp_path: Path) -> None:
-    """One that stands still again and again, for less long than collectives may take."""
+    """A rank that stalls repeatedly, each time for less than the timeout of collectives."""
     directory, changes = tmp_path / "parity", {**LONG, "training.collective_timeout_seconds": 10}
     with training_run(TEXT, tmp_path, changes) as process:
         wait_until(has_reached_step(directory, 1), "it trains")
@@ -141,7 +141,7 @@ def test_rank_stalled_below_collective_timeout_is_not_restarted(tmp_path: Path) 
             time.sleep(0.4)
             assert len(recorded_losses(directory)) <= stands + 1
             os.kill(slow, signal.SIGCONT)
-            wait_until(has_reached_step(directory, stands + 3), "it goes on")
+            wait_until(has_reached_step(directory, stands + 3), "it continues")
         assert rank_pids(directory)[1] == slow
         stop_gracefully(process)
     assert events_of_kind(directory, "failed") == []

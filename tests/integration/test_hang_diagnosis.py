@@ -122,7 +122,7 @@ def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path,
 def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path: Path) -> None:
     """While it reads where the run is, which may take minutes."""
     directory = create_run_directory(text, tmp_path, 1, {})
-    command = [sys.executable, "-m", "tests.helpers.faulty_rank", "told early", str(directory)]
+    command = [sys.executable, "-m", "tests.helpers.faulty_rank", "signaled early", str(directory)]
     one = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
         try:

@@ -87,7 +87,7 @@ def train_and_restore(run: RunSpec, memory: str, lost: int | None, last: int) ->
     ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
 )
 def test_in_memory_checkpoint_restore_is_bit_exact(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
-    """Also that of a rank that has lost it, from the neighbour."""
+    """Also that of a rank that has lost it, from the neighbor."""
     shared_data_cache()
     run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, **changes})
     prepare(run.data)
@@ -168,8 +168,8 @@ def test_in_memory_checkpoint_works_with_one_rank_and_no_restarts(tmp_path: Path
 
 
 def save_and_permute_ranks(run: RunSpec, memories: list[str], last: int) -> list[int]:
-    """Ranks change places between starts, twice before a step is won, and one node's memory is new: who has what goes
-    to whom needs it."""
+    """Ranks change places between starts, twice before a step is won, and one node's memory is new: copies go
+    to the ranks that need them."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
     os.environ[SLOTS_ENV] = memories[rank]

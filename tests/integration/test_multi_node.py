@@ -14,7 +14,7 @@ from tests.helpers.training_processes import events_of_kind, has_reached_step, r
 
 
 def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
-    """The other goes on alone, in a layout for its two ranks, and with four again when the node is back; all the time
+    """The other continues alone, in a layout for its two ranks, and with four again when the node is back; all the time
     they learn what one process learns."""
     directory = tmp_path / "parity"
     with multi_node_run(tmp_path, {}) as at:

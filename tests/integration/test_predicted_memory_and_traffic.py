@@ -261,7 +261,7 @@ TRAFFIC_RUNS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (2, MOE, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
     (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data_parallel": "zero3"}),
 ]
-"""Beside the layouts that are traced, run and held against the plan call by call in `tests/verify`."""
+"""In addition to the layouts that `tests/verify` compares with the plan call by call."""
 
 
 @pytest.mark.parametrize(("world_size", "model", "changes"), TRAFFIC_RUNS, ids=str)

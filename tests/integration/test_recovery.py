@@ -62,7 +62,7 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
 def test_ranks_started_anew_learn_what_forked_ones_learn(
     uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
-    """Without its warm process a run goes on, and says so."""
+    """Without its warm process a run continues, and prints so."""
     directory = tmp_path / "parity"
     with training_run(text, tmp_path, SHORT) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
@@ -90,7 +90,7 @@ def test_recovery_restarts_rank_stopped_by_sigstop(
 
 @pytest.mark.parametrize("target", ["the launcher", "a rank"])
 def test_sigterm_to_launcher_or_rank_saves_checkpoint_and_stops_run(target: str, text: Path, tmp_path: Path) -> None:
-    """Whoever wants the run directory is told of the launcher."""
+    """A second launcher learns which launcher has the run directory."""
     directory = tmp_path / "parity"
     with training_run(text, tmp_path, LONG) as process:
         wait_until(has_reached_step(directory, 3), "step 3")
@@ -109,7 +109,7 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
     with training_run(text, tmp_path, {**LONG, "training.steps": 400}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         described_as = (directory / "run.toml").read_text()
-        assert "nproc_per_node = 2" in described_as, "for whoever goes on with it"
+        assert "nproc_per_node = 2" in described_as, "for the next start"
         os.kill(rank_pids(directory)[1], signal.SIGKILL)
         other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
         other += ["--set", "optimizer.learning_rate=1"]
@@ -117,7 +117,7 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         assert refused.returncode == 2, refused.stderr
         assert f"is in use by process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
-        wait_until(lambda: len(events_of_kind(directory, "started")) == 2, "ranks begin anew")
+        wait_until(lambda: len(events_of_kind(directory, "started")) == 2, "ranks start again")
         process.terminate()
         assert process.wait(timeout=WAIT_SECONDS) == EXIT_STOPPED
 

@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
 def write_batch_script(
     directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
 ) -> Path:
-    """A batch script, beside its run file."""
+    """A batch script next to its run file."""
     run = run_from_table(
         {
             "name": name,
@@ -225,7 +225,7 @@ def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm
     wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     assert cluster.job_info(job)["NumNodes"] == "2"
     cluster.run("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
-    wait_until(lambda: started_rank_counts(tmp_path, "two") == [2, 1], "it goes on alone", JOB_TIMEOUT_SECONDS)
+    wait_until(lambda: started_rank_counts(tmp_path, "two") == [2, 1], "it continues alone", JOB_TIMEOUT_SECONDS)
     wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains alone", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", "--signal=TERM", job)
     cluster.wait(job, is_requeued, JOB_TIMEOUT_SECONDS)

@@ -11,7 +11,7 @@ from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, t
 
 
 class StepsWithChoiceWeights(list[dict[str, Any]]):
-    """What a node logs of its steps, and beside it what choices of each expert counted for in them."""
+    """The log of a node's steps, and how often each expert was chosen in them."""
 
     def __init__(self, node: SwarmWorker) -> None:
         super().__init__()

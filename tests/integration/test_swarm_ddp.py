@@ -169,7 +169,7 @@ def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
 
 def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_path):
     """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
-    weights nor moments change, nor does AdamW count it, but the schedule goes on."""
+    weights nor moments change, nor does AdamW count it, but the schedule advances."""
     run = swarm_ddp_run(tmp_path, 2)
     items = model_pieces(run.model)
     with serve_local_swarm(run, tmp_path) as swarm:

@@ -129,7 +129,7 @@ def send_raw_update(link: SwarmClient, head: dict[str, Any], content: bytes) -> 
     ],
 )
 def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, head, code, reason):
-    """A flipped bit, another round, no tokens, another size: refused, counted, and the round goes on."""
+    """A flipped bit, another round, no tokens, another size: refused, counted, and the round continues."""
     run = tiny_swarm_run(tmp_path, codec="fp32")
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
@@ -225,7 +225,7 @@ def test_swarm_trimmed_mean_bounds_effect_of_poisoned_update(tmp_path):
 
 
 def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_path):
-    """The divisor is that of those who told; its experts stay as they were for that round."""
+    """The divisor is the number of nodes with an update; its experts stay as they were for that round."""
     run = tiny_swarm_run(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm, NODES[:3])
@@ -283,7 +283,8 @@ def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
 
 
 def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_path):
-    """Three told; after the grace the round is closed. What comes then is late; in the next round it tells less."""
+    """Three sent an update; after the grace period the round is closed. An update that comes then is
+    late; in the next round it is smaller."""
     run = tiny_swarm_run(
         tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
     )

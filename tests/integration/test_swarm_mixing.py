@@ -1,5 +1,5 @@
-"""What a node goes on from after a round: what all have, with what it learned itself since it told, or a mixture; and
-nothing that coding left out is told twice."""
+"""The weights from which a node continues after a round: the common ones, with what it learned since it sent its update,
+or a mixture; nothing that coding left out is sent twice."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RoundSnapshot:
     now: Weights
     """and after it heard what came of the round."""
     live: Weights
-    """When it told."""
+    """When it sent its update."""
     base: Weights
     """What all have then."""
     update: dict[str, bytearray]
@@ -181,7 +181,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("swarm", CASES, ids=str)
 def test_swarm_worker_weights_after_round_equal_mix_of_base_and_local(tmp_path, swarm):
     """Of parameters whose turn it was not, all of its own, bit for bit; so of experts that it alone trains, where it
-    learned on; to what it shares is added what it learned since it told, or of its own there is `mixing`."""
+    learned on; what it learned since it sent its update is added to the shared part, or its own part is mixed in."""
     run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
     alone = run.swarm.method == "spes+" and run.swarm.replication == 1
     for seen in (seen for rounds in run_recorded_swarm(run, tmp_path)[1].values() for seen in rounds):
@@ -203,7 +203,7 @@ def test_swarm_worker_weights_after_round_equal_mix_of_base_and_local(tmp_path, 
     "swarm", [{"delay": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "every": 6, "delay": 1}], ids=str
 )
 def test_swarm_worker_does_not_resend_quantization_error_of_own_experts(tmp_path, swarm):
-    """It is in its weights still: all have these as they were told, but for one coding."""
+    """Its weights still have it: all nodes have them as sent, except for one coding error."""
     run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
     for seen in (seen for rounds in run_recorded_swarm(run, tmp_path)[1].values() for seen in rounds):
         mine = [item for item in round_pieces(run, seen.number) if item.expert is not None and item.key in seen.update]
@@ -215,7 +215,7 @@ def test_swarm_worker_does_not_resend_quantization_error_of_own_experts(tmp_path
 
 @pytest.mark.parametrize("swarm", [{}, {"fragments": 2, "every": 6}, {"delay": 2}], ids=str)
 def test_swarm_worker_sends_quantization_error_in_later_rounds(tmp_path, swarm):
-    """What a node told in all rounds is what it learned in them, but for one coding."""
+    """The sum of a node's updates is what it learned in all rounds, except for one coding."""
     run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
     first, nodes = run_recorded_swarm(run, tmp_path)
     for rounds in nodes.values():

@@ -18,7 +18,7 @@ from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, t
 def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
     tmp_path: Path, monkeypatch: Any, delay: int
 ) -> None:
-    """Once, and by whom tells; but for the last round, after which nothing is learned."""
+    """Once, by the sender; except for the last round, after which nothing is learned."""
     received: list[tuple[str, int, str]] = []
     get = RoundExchange._download_round
 
@@ -34,7 +34,7 @@ def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
 
 
 def test_swarm_worker_raises_training_error_without_waiting_for_open_round(tmp_path: Path, monkeypatch: Any) -> None:
-    """The round that it told of stays open for a minute."""
+    """The round of its update stays open for a minute."""
     learn = SwarmWorker._train_steps
 
     def fails(node: SwarmWorker, steps: int, spent: RoundRecord, logs: Any, in_time: bool = False) -> int:

@@ -285,10 +285,10 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directo
     each = rows["ddp", "fp32"]  # it exchanges as much a hundred times, and nodes have no moments
     assert (each["up_bytes"], each["down_bytes"]) == (100 * whole["up_bytes"], 100 * whole["down_bytes"])
     assert each["state_bytes"] == whole["state_bytes"] / 2
-    assert each["utilisation"] == pytest.approx(550 / (550 + 5867e9 / 125e6), rel=1e-3)
-    assert best["utilisation"] == pytest.approx(550 / (550 + 8.35e9 / 125e6), rel=1e-3)
+    assert each["utilization"] == pytest.approx(550 / (550 + 5867e9 / 125e6), rel=1e-3)
+    assert best["utilization"] == pytest.approx(550 / (550 + 8.35e9 / 125e6), rel=1e-3)
     hidden = json.loads(command_output(*words, "--json", "--set", "swarm.delay=20"))[-1]
-    assert hidden["utilisation"] == 1.0
+    assert hidden["utilization"] == 1.0
     assert "spes+, int8 (chosen)" in command_output(*words)
     with pytest.raises(UserError, match="--link = 'fast': is not a bandwidth"):
         command_output("swarm", "plan", file, "--link", "fast")

@@ -59,7 +59,7 @@ def test_swarm_coordinator_and_nodes_have_equal_weights_after_training(tmp_path,
 
 
 def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
-    """SPES in fp32: the last word that each node told of its experts is what all have."""
+    """SPES in fp32: all nodes have the last update of each node's experts."""
     run = tiny_swarm_run(tmp_path, method="spes")
     base, members = train_local_swarm(run, tmp_path, NODES[:2])
     seen = set()

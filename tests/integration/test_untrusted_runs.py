@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def theirs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy with a payload beside the run file, which does not name it yet. The working directory is its parent."""
+    """A copy with a payload next to the run file, which does not name it yet. The working directory is its parent."""
     directory = tmp_path / "r1"
     shutil.copytree(trained, directory)
     for name in ("payload.py", "hubconf.py"):

@@ -100,7 +100,7 @@ SIGTERM_IGNORING_PROGRAM += "print(end='ready', flush=True); time.sleep(1000)"
 
 
 def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> None:
-    """One had not begun to listen for signals, and ends by it; the other heard it, and waits for that one."""
+    """One has no signal handler yet, and is killed; the other received it, and waits for that one."""
     ended = subprocess.Popen(
         [sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
     )

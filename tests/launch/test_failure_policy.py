@@ -60,7 +60,7 @@ def test_failure_policy_restarts_when_steps_progress_without_failure_records(tmp
 
 
 def test_failure_policy_ends_run_of_stopped_ranks_on_single_node_only(tmp_path: Path) -> None:
-    """On several, one node may have been told, and the others go on."""
+    """On several nodes, one may have received a signal, and the others continue."""
     recovery = make_failure_policy(tmp_path)
     assert (
         recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
@@ -190,7 +190,7 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
     ],
 )
 def test_failure_policy_does_not_blame_ranks_that_lost_peers(reason: str, tmp_path: Path) -> None:
-    """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
+    """Also where it looks like a user's error; no node leaves, or records a failure of its own."""
     recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
     for _ in range(2):
         write_failure_record(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)

@@ -1,4 +1,4 @@
-"""What is offloaded beside a GPU takes no more of the host's memory than its bytes."""
+"""Tensors offloaded from a GPU need no more host memory than their bytes."""
 
 from __future__ import annotations
 

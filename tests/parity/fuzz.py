@@ -1,4 +1,4 @@
-"""Random valid layouts, each held against one process like the rows of the table.
+"""Random valid layouts, each compared with one process like the rows of the table.
 
 python -m tests.parity.fuzz --count 50 --seed 1      # prints a line for each; exits with 1 if one differs
 """
@@ -155,7 +155,7 @@ def type_of_field(key: str) -> TypeAdapter[Any]:
 
 
 def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
-    """Return so many layouts that training takes.
+    """Return this many layouts that training accepts.
 
     Raises:
         ValueError: A value that no combination of the others would make valid.

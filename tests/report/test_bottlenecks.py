@@ -53,15 +53,15 @@ class Fault:
 
     first_step: int = 1
     slowdown_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks that take so many times as long."""
+    """Ranks that take this many times as long."""
     slowdown_by_stage: dict[int, float] = field(default_factory=dict)
-    """Stages that take so many times as long, on all ranks."""
+    """Stages that take this many times as long, on all ranks."""
     data_wait_by_rank: dict[int, float] = field(default_factory=dict)
     """Seconds in which ranks wait for tokens."""
     transfer_seconds: float = 0.02
     """Seconds of transfers that nothing hides."""
     expert_rows_factor_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks whose experts are sent so many times as many rows, and that compute so much longer."""
+    """Ranks whose experts receive this many times as many rows, and that compute longer by this factor."""
     optimizer_seconds: float = 0.01
 
 

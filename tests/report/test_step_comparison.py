@@ -1,4 +1,4 @@
-"""Reports show the targets of a run beside its computed tokens, if some targets are ignored."""
+"""Reports show the targets of a run next to its computed tokens, if some targets are ignored."""
 
 from __future__ import annotations
 

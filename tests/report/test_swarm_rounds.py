@@ -1,4 +1,4 @@
-"""A swarm's rounds in the report: what nodes and their coordinator wrote of one that really was, beside formulas."""
+"""A swarm's rounds in the report: the records of a real swarm's nodes and coordinator, compared with formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_json_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def swarm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]:
-    """Two nodes' directories, and beside them their coordinator's."""
+    """The directories of two nodes and of their coordinator."""
     folder = tmp_path_factory.mktemp("swarm")
     run = tiny_swarm_run(folder)
     _, members = train_local_swarm(run, folder, ("ann", "bob"))
@@ -113,15 +113,15 @@ def test_swarm_node_state_bytes_equal_formula(tmp_path: Path, method: Method, ch
 
 
 def test_swarm_round_phase_seconds_fit_round_and_give_utilization(swarm_run):
-    """Without delay nothing runs beside training."""
+    """Without delay nothing overlaps training."""
     _, folder = swarm_run
     found = report_facts(read_run(folder / "bob"))
     own = found["swarm"]["rounds"]
     for at, whole in enumerate(own["whole"]):
         assert 0 < sum(seconds[at] for seconds in own["seconds"].values()) <= whole
         assert all(seconds[at] > 0 for seconds in own["seconds"].values())
-    used = comparison_row(found, "round", "utilisation")["measured"]
-    assert used == own["utilisation"] == sum(own["seconds"]["training"]) / sum(own["whole"])
+    used = comparison_row(found, "round", "utilization")["measured"]
+    assert used == own["utilization"] == sum(own["seconds"]["training"]) / sum(own["whole"])
 
 
 def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
@@ -144,7 +144,7 @@ def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
     found = {(row.role, row.quantity): row.predicted for row in round_rows(run, 1, [spent, spent])}
     whole = 3.0 + sent.up / 1000 + sent.down / 2000
     assert found["round", "whole round"] == pytest.approx(whole, rel=1e-6)
-    assert found["round", "utilisation"] == pytest.approx(3.0 / whole, rel=1e-6)
+    assert found["round", "utilization"] == pytest.approx(3.0 / whole, rel=1e-6)
     several = {row.quantity: row.predicted for row in round_rows(run, 2, [spent]) if row.role == "round"}
     assert several["state held"] is None  # what ranks share is the layout's affair
 
@@ -225,7 +225,7 @@ def test_live_view_and_watch_print_swarm_rounds(swarm_run):
     console = Console(width=160, file=io.StringIO())
     console.print(render_live(found))
     text = console.file.getvalue()
-    used = formatting.format_number(found["swarm"]["rounds"]["utilisation"], "")
+    used = formatting.format_number(found["swarm"]["rounds"]["utilization"], "")
     assert "rounds 4 of 4" in text
     assert f"training {used} of the time" in text
     lines = command_output("watch", swarm_run[1] / "ann").splitlines()

@@ -1,4 +1,4 @@
-"""What PyTorch's pipelining makes and reads, beside ours."""
+"""Schedules that PyTorch's pipelining makes and reads, compared with ours."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, fie
 
 
 def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
-    """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
+    """Neighbors first; with a pipeline a group leaps over the other stages, unless these are outermost."""
     assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline_outer"), 8)) == [

@@ -1,4 +1,4 @@
-"""Tensors as bytes and back: sizes to the byte, errors within the codec's step, nothing that is no tensor taken for
+"""Tensors as bytes and back: sizes to the byte, errors within the codec's step, nothing but a tensor decoded as
 one."""
 
 import pytest

@@ -112,7 +112,7 @@ def test_assign_experts_gives_all_experts_to_single_node(experts):
 
 
 def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
-    """Each has half of an expert, but all of what is beside."""
+    """Each has half of an expert, but all other parameters."""
     swarm = SwarmSpec(method="spes", nodes=2)
     for own in (1, 2, 4):
         memory = state_bytes(node_share(TINY_MOE, "spes", own), swarm.frozen_expert_codec)

@@ -1,4 +1,4 @@
-"""Error feedback: what is told in few bits follows what happened, however many rounds it is; only what the last coding
+"""Error feedback: updates of few bits follow the true change, however many rounds it is; only what the last coding
 left out is missing."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def zero(item: ModelPiece) -> Tensor:
 @QUANTIZED_CODECS
 @pytest.mark.parametrize("steady", [True, False])
 def test_encode_piece_error_feedback_tracks_accumulated_changes(codec, steady):
-    """It goes on from what all have, and learns on top of that: as much in every round, or something else."""
+    """It continues from the common weights, and learns from there: as much in every round, or something else."""
     base, learned, without = zero(PIECE), zero(PIECE), zero(PIECE)
     feedback: Feedback = {}
     for number in range(ROUNDS):
@@ -58,7 +58,7 @@ def test_encode_piece_fp32_round_trips_exactly_without_error_feedback():
 
 
 class BroadcastState:
-    """A model of one piece, and what nodes are told of it."""
+    """A model of one piece, and the updates that nodes receive."""
 
     def __init__(self, folder: Path, codec: Codec) -> None:
         self.folder, self.codec, self.number = folder, codec, 0
@@ -74,7 +74,7 @@ class BroadcastState:
         return self.state.base.read(PIECE)
 
     def apply_round(self, change: Tensor | None) -> bytearray:
-        """A round brings it so far, or is of other pieces. Gives what nodes are told of it."""
+        """Run a round to this point, or with other pieces, and return the updates that nodes receive."""
         self.number += 1
         new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
         new.base.write(PIECE, self.base if change is None else self.base + change)

@@ -1,4 +1,4 @@
-"""What is checked and printed when a run is created, and that it goes on with its text, wherever this lies by then."""
+"""Checks and messages when a run is created; it continues with its text also where this was moved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoi
 
 
 def write_sources(folder: Path) -> None:
-    """A directory of texts, and records beside it."""
+    """A directory of texts, and records next to it."""
     (folder / "texts").mkdir(parents=True)
     for number in range(40):
         (folder / "texts" / f"text{number:02}.txt").write_text(f"text {number} says hello to text {number * 7}\n" * 5)

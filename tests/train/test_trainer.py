@@ -1,4 +1,4 @@
-"""What the loop does beside learning."""
+"""What the loop does besides learning."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any],
 
 
 def stop_step(run: Any, told: int) -> int | None:
-    """The step after which a rank stops when only one was told to, before the second step."""
+    """The step after which a rank stops when only one rank receives a signal, before the second step."""
     under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     under_way.train_step(batches)

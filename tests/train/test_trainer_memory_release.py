@@ -1,4 +1,4 @@
-"""A run leaves nothing in a process that goes on: groups of ranks have threads, which slow down all that follows."""
+"""A run leaves nothing in a process that continues: groups of ranks have threads, which slow down all that follows."""
 
 from __future__ import annotations
 

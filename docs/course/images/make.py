@@ -181,7 +181,7 @@ def surviving() -> Figure:
         traffic = round_bytes(node_share(model, method, owned), method, codec)
         steps = 1 if method == "ddp" else 100
         times = [round_time(traffic, speed * 125e3, speed * 125e3, steps, 20.0) for speed in speeds]
-        right.plot(speeds, [100 * time.utilisation for time in times], color=color, label=f"{method}, {codec}")
+        right.plot(speeds, [100 * time.utilization for time in times], color=color, label=f"{method}, {codec}")
     right.set(
         xscale="log", xlabel="link of a node, Mbit/s", ylabel="part of its time that a node learns, %", ylim=(0, 100)
     )

@@ -156,7 +156,7 @@ TABLE_NOTE = (
 """Explanation of the numbers in the table."""
 ROUND_TABLE_NOTE = (
     "Rows of a round are means over rounds. Bytes are predicted by the formulas of the method, without names and "
-    "checksums. Time and utilisation are predicted from the measured step time and link speed, without coding and "
+    "checksums. Time and utilization are predicted from the measured step time and link speed, without coding and "
     "waiting. If a node continues training after it has sent its update (swarm.delay), sending and coding overlap with "
     "training."
 )
@@ -291,7 +291,7 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             ("rounds", f"{rounds['round'][-1] + 1:,}", of_planned),
             ("sent", format_number(rounds["sent_bytes"], "B"), ""),
             ("received", format_number(rounds["received_bytes"], "B"), ""),
-            ("training", format_number(rounds["utilisation"], ""), "of the time"),
+            ("training", format_number(rounds["utilization"], ""), "of the time"),
         ]
     updates = swarm["told"] or ()
     rounds_done = sum(row["seconds"] is not None for row in updates)

@@ -78,7 +78,7 @@ def _measured_per_round(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]
         MeasuredQuantity("received", "B", (total.received_bytes - total.whole_bytes) / count),
         MeasuredQuantity("whole round", "s", total.seconds / count),
         *seconds,
-        MeasuredQuantity("utilisation", "", total.train_seconds / total.seconds),
+        MeasuredQuantity("utilization", "", total.train_seconds / total.seconds),
         MeasuredQuantity("state held", "B", rounds[-1].held_bytes),
     ]
 
@@ -130,7 +130,7 @@ def _predicted_rows(
             delay=swarm.delay,
         )
         predictions[PER_ROUND, "whole round"] = estimate.total
-        predictions[PER_ROUND, "utilisation"] = estimate.utilisation
+        predictions[PER_ROUND, "utilization"] = estimate.utilization
     return predictions
 
 
@@ -154,7 +154,7 @@ def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
         "refused": [record.refused for record in rounds],
         "sent_bytes": total.sent_bytes,
         "received_bytes": total.received_bytes,
-        "utilisation": total.train_seconds / total.seconds,
+        "utilization": total.train_seconds / total.seconds,
     }
 
 

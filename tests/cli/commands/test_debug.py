@@ -105,7 +105,7 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
 
 
 def test_debug_reports_hang_and_earlier_failure_of_restarted_run(hung_run_directory: Path) -> None:
-    """What broke it before is no word on what its ranks stand in now."""
+    """An earlier failure does not say where the ranks wait now."""
     append_event(hung_run_directory, STARTED, ranks=3, step=0)
     append_event(hung_run_directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
     assert "before: " not in command_output("debug", hung_run_directory)

@@ -1,4 +1,4 @@
-"""`phalanx experts`: what it shows of a run, and that a run goes on with renumbered experts as it would have."""
+"""`phalanx experts`: its table of a run, and that a run with renumbered experts trains as before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stopped_run(tmp_path: Path) -> Path:
 
 
 def train_until_stop(out: Path, every: int) -> Path:
-    """The same, where it evaluates every so many steps."""
+    """The same, with an evaluation every few steps."""
     run = moe_run(out, **{"evaluation.every": every})
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)

@@ -137,7 +137,7 @@ def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
 
 
 def min_safe_memory_bytes(held_bytes: int, context_bytes: float) -> float:
-    """Memory of a device on which so many bytes almost surely fit beside a driver's context."""
+    """Memory of a device on which this many bytes almost surely fit, with a driver's context."""
     return (held_bytes + context_bytes) / exp(-1.645 * memory_constants().spread)
 
 

@@ -21,7 +21,7 @@ def test_pipeline_show_prints_timeline_makespan_and_bubble():
     assert "makespan  33" in out
     assert "27.27% of the makespan, 37.50% over the ideal" in out
     assert "by rank 4 3 2 1" in out
-    assert "\x1b" not in out, "colours only on a terminal"
+    assert "\x1b" not in out, "colors only on a terminal"
 
 
 @pytest.mark.parametrize(

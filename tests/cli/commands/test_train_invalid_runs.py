@@ -600,7 +600,7 @@ def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any
 
 
 def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkeypatch: Any) -> None:
-    """What is wrong with one node is no mistake in the run file: launch scripts go on to `phalanx doctor`."""
+    """A fault of one node is not an error in the run file: launch scripts go on to `phalanx doctor`."""
     monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""`phalanx watch` on runs that are over, and on one that goes on."""
+"""`phalanx watch` on runs that have ended, and on one that is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seconds in which a rank stood still, by a clock that the test turns."""
+"""The seconds in which a rank waited, by a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 
 
 class FakeClock:
-    """Seconds that pass only when told."""
+    """Seconds that pass only when the test advances them."""
 
     now = 100.0
 

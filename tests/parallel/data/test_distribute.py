@@ -64,7 +64,7 @@ Trajectory = list[tuple[float, float]]
 
 def resnet(train: bool) -> ResNetForImageClassification:
     """Two small stages in fp64. No number of channels divides by four ranks; of five, one of them owns none. Its
-    BatchNorm normalises by the batch if `train`, and else computes each image by itself, as one process would."""
+    BatchNorm normalizes by the batch if `train`, and else computes each image by itself, as one process would."""
     torch.manual_seed(0)
     config = ResNetConfig(
         num_channels=1, embedding_size=5, hidden_sizes=[10, 14], depths=[1, 2], layer_type="basic", num_labels=10

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline knows of its messages from those it gets, and that none stands still by NCCL's and CUDA's
+"""What a rank of a pipeline knows of its messages from those it gets, and that none hangs by NCCL's and CUDA's
 rules of order (tests/helpers/nccl_model.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of thumb say what was published, apply where they should, and are held against the planner fairly."""
+"""Rules of thumb say what was published, apply where they should, and are compared fairly with the planner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BASELINE_SITUATION = RunSituation(
     layer_bytes=GIB,
     fits_one_device=True,
 )
-"""A model that is no trouble: rules are tried on changes of it."""
+"""A model without difficulties, of which rules are tried on changes."""
 
 
 def make_run(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:

@@ -142,7 +142,7 @@ def test_apply_until_fits_reports_bytes_freed_between_steps(run):
 
 
 def test_apply_until_fits_skips_remedies_with_negligible_effect():
-    """Short sequences leave few activations beside 8 billion parameters."""
+    """Short sequences leave few activations next to 8 billion parameters."""
     run = make_run({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
     recomputed = effects_by_name(evaluate_single_remedies(run))["recompute blocks"]
     assert 0 < recomputed.freed_bytes < 0.01 * max_rank_bytes(run)
@@ -428,7 +428,7 @@ def test_limit_bytes_subtracts_gpu_context_memory():
 
 
 def make_calibrated_run(held_bytes: float) -> RunSpec:
-    """In fp32, on a machine where a process has 4 GiB beside its tensors, and these take a tenth more than counted."""
+    """In fp32, on a machine where a process has 4 GiB besides its tensors, which take a tenth more than counted."""
     measured = {
         "runs": 3,
         "precision": "fp32",

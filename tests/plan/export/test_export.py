@@ -80,7 +80,7 @@ def parse_megatron_flags(exported: ExportedConfig) -> Table:
 
 
 def parse_torchtitan_calls(exported: ExportedConfig) -> dict[str, Table]:
-    """The keywords of each call in torchtitan's module, by what is called; an argument that is no literal as source."""
+    """The keywords of each call in torchtitan's module, by the called name; arguments other than literals as source."""
     calls: dict[str, Table] = {}
     for node in ast.walk(ast.parse(exported.text)):
         if isinstance(node, ast.Call) and node.keywords:

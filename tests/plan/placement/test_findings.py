@@ -121,7 +121,7 @@ def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
     assert "good ep" in findings_by_axis({"pp": 4, "ep": 2, "rank_order": "pipeline_outer"}, 8, 4, MOE)
 
 
-def test_placement_findings_flag_pipeline_neighbours_on_different_rails() -> None:
+def test_placement_findings_flag_pipeline_neighbors_on_different_rails() -> None:
     """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
     assert "good pp" in findings_by_axis({"pp": 2, "tp": 2}, 4, 2)
     assert findings_by_axis({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(

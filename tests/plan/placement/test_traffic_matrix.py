@@ -129,7 +129,7 @@ def test_traffic_matrix_row_sums_equal_counted_traffic(
 def test_communicating_groups_partition_all_ranks(
     world_size: int, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """A group is no larger or smaller than its rows were counted for: every rank is in one, and it has company."""
+    """A group has the size for which its rows were counted: every rank is in one, and it has company."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes = parallel_dims(run.layout, world_size)
     for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):

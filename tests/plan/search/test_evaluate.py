@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "sequence", "text", "nodes", "network"), CASES)
 def test_all_to_all_across_nodes_takes_bytes_of_busiest_card(model, sequence, text, nodes, network):
-    """Half the bandwidth costs as much more as the bytes took: those of every rank's tensors, by who sends to whom."""
+    """Half the bandwidth adds the time of the bytes of every rank's tensors, by sender and receiver."""
     ranks, layout = 8 * nodes, parse_layout(text)
 
     def exchange_seconds(bytes_per_second: float) -> float:

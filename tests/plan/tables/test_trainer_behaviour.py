@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+from phalanx.plan.tables.trainer_behavior import trainer_behavior
+
 from phalanx.cost.kinds import AttentionKernel
-from phalanx.plan.tables.trainer_behaviour import trainer_behaviour
 
 
-def test_trainer_behaviour_follows_trainer_name_and_facts():
-    old = trainer_behaviour("1f1b", "fp16", 0, 0)
+def test_trainer_behavior_follows_trainer_name_and_facts():
+    old = trainer_behavior("1f1b", "fp16", 0, 0)
     assert (old["attention"], old["overlap_grad_reduce"], old["gradient_bytes"], old["fused_elementwise"]) == (
         AttentionKernel.FUSED,
         0,
         2,
         1,
     )
-    fsdp = trainer_behaviour("FSDP2; torch.compile", "bf16", 1, 3)
+    fsdp = trainer_behavior("FSDP2; torch.compile", "bf16", 1, 3)
     assert (fsdp["attention"], fsdp["overlap_grad_reduce"], fsdp["parameter_bytes"], fsdp["compiled"]) == (
         AttentionKernel.FLASH_2,
         1,
         4,
         1,
     )
-    megatron = trainer_behaviour("interleaved-1f1b; distributed optimizer", "bf16", 1, 1)
+    megatron = trainer_behavior("interleaved-1f1b; distributed optimizer", "bf16", 1, 1)
     assert (megatron["attention"], megatron["overlap_grad_reduce"], megatron["gradient_bytes"]) == (
         AttentionKernel.FLASH_3,
         1,
         4,
     )
-    named = trainer_behaviour("1f1b; attention kernel=torch", "bf16", 0, 1)
+    named = trainer_behavior("1f1b; attention kernel=torch", "bf16", 0, 1)
     assert (named["attention"], named["fused_elementwise"], named["gathers_logits"]) == (AttentionKernel.SEPARATE, 0, 1)
-    assert trainer_behaviour("comm overlap disabled", "bf16", 2, 1)["overlap_grad_reduce"] == 0
-    nanotron = trainer_behaviour("1f1b; nanotron", "bf16", 1, 1)
+    assert trainer_behavior("comm overlap disabled", "bf16", 2, 1)["overlap_grad_reduce"] == 0
+    nanotron = trainer_behavior("1f1b; nanotron", "bf16", 1, 1)
     assert (nanotron["scatter_gather_p2p"], nanotron["overlap_param_gather"]) == (0, 0)
     assert (megatron["scatter_gather_p2p"], megatron["overlap_param_gather"]) == (1, 1)
-    assert trainer_behaviour("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
-    assert trainer_behaviour("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0
+    assert trainer_behavior("1f1b (DeepSpeed)", "fp16", 0, 1)["deepspeed"] == 1
+    assert trainer_behavior("1f1b; Megatron-DeepSpeed", "fp16", 0, 1)["deepspeed"] == 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.report.drawing import canvas
-from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, save_picture, svg
+from phalanx.report.drawing.heatmap import COLORS, Heatmap, axis_ticks, color, save_picture, svg
 from phalanx.spec.errors import UserError
 from tests.helpers.svg_elements import SVG_NAMESPACE, elements_of_class
 
@@ -50,8 +50,8 @@ def test_heatmap_colors_maximum_darkest_and_labels_legend() -> None:
     fills = {
         cell.findtext(f"{SVG_NAMESPACE}title"): cell.attrib["fill"] for cell in elements_of_class(svg(HEATMAP), "cell")
     }
-    assert fills["rank 0 to rank 1: 5 GB"] == COLOURS[-1]
-    assert fills["rank 2 to rank 1: 2.5 kB"] == COLOURS[0]
+    assert fills["rank 0 to rank 1: 5 GB"] == COLORS[-1]
+    assert fills["rank 2 to rank 1: 2.5 kB"] == COLORS[0]
     said = [element.text for element in elements_of_class(svg(HEATMAP), "bytes")]
     assert (said[0], said[-1], len(said)) == ("2.5 kB", "5 GB", 5)
 
@@ -60,11 +60,11 @@ def test_heatmap_colors_maximum_darkest_and_labels_legend() -> None:
 def test_heatmap_color_darkens_monotonically_with_bytes(one: float, other: float) -> None:
     limits = 1.0, 1e15
     less, more = sorted((one, other))
-    assert lightness(colour(more, limits)) <= lightness(colour(less, limits)) + 1  # rounding of channels
+    assert lightness(color(more, limits)) <= lightness(color(less, limits)) + 1  # rounding of channels
 
 
 def test_heatmap_color_scale_has_one_step_per_power_of_ten() -> None:
-    assert [colour(10.0**power, (1.0, 1e9)) for power in range(10)] == list(COLOURS)
+    assert [color(10.0**power, (1.0, 1e9)) for power in range(10)] == list(COLORS)
 
 
 def test_heatmap_draws_lines_at_node_boundaries() -> None:

@@ -14,7 +14,7 @@ from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import Label, Region, check_picture_file
 from phalanx.report.drawing.step_breakdown import (
-    COLOURS,
+    COLORS,
     LEFT,
     MAX_BAR_WIDTH,
     Bar,
@@ -86,7 +86,7 @@ def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
     bars = [mark for mark in layout_shapes(BREAKDOWN) if isinstance(mark, Region) and mark.kind == "time"]
     own, other = bars[: len(STEP_SECONDS)], bars[len(STEP_SECONDS) :]
     for drawn, parts in ((own, STEP_SECONDS), (other, SLOWER_STEP_SECONDS)):
-        assert [mark.fill for mark in drawn] == [COLOURS[part] for part in parts]
+        assert [mark.fill for mark in drawn] == [COLORS[part] for part in parts]
         starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * MAX_BAR_WIDTH]
         assert [after - start for start, after in pairwise(starts)] == pytest.approx(
             [value / 12.75 * MAX_BAR_WIDTH for value in parts.values()]
@@ -94,8 +94,8 @@ def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
 
 
 def test_step_breakdown_colors_are_unique_and_cover_all_parts():
-    assert set(PART_DESCRIPTIONS) < set(COLOURS)
-    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert set(PART_DESCRIPTIONS) < set(COLORS)
+    assert len(set(COLORS.values())) == len(COLORS)
 
 
 def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a run, read by its own parser, and the alerts that go by it."""
+"""The metrics of a run for Prometheus, read by its own parser, and the alerts that use it."""
 
 from __future__ import annotations
 

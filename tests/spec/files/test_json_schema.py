@@ -8,7 +8,7 @@ from phalanx.spec.files.template import run_file_template
 
 
 def test_published_json_schema_is_current():
-    assert SCHEMA_FILE.read_text() == schema_text(), "write it anew: python -m phalanx.spec.files.json_schema"
+    assert SCHEMA_FILE.read_text() == schema_text(), "write it again: python -m phalanx.spec.files.json_schema"
 
 
 def test_run_schema_contains_run_tables_and_model_presets():

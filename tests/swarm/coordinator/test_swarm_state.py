@@ -56,7 +56,7 @@ def test_swarm_state_opens_with_enough_nodes_and_is_done_after_last_round():
 
 
 def test_swarm_state_closes_round_after_grace_when_updates_were_rejected():
-    """After the grace, for another word may come; with those who told, or with nobody."""
+    """After the grace period, in which another update may come; with the nodes that sent one, or with none."""
     state = make_state(nodes=2, round={"grace_seconds": 5, "quorum": 1.0})
     join_nodes(state, "ann", "bob")
     for number, teller in enumerate([None, "ann"]):

@@ -1,4 +1,4 @@
-"""Who calls too often, or too much at the same time, is told to come later; others are not."""
+"""A node that calls too often, or too often at the same time, must retry later; others need not."""
 
 from __future__ import annotations
 

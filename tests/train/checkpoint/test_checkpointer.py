@@ -367,7 +367,7 @@ def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
 
 
 def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
-    """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
+    """Not at the second time either, when they are quarantined; before ranks start, and in them."""
     directory = tmp_path / "parity" / "checkpoints"
     shutil.copytree(saved_checkpoints.parent, directory.parent)
     for shard in directory.glob("step-*/shard-*"):

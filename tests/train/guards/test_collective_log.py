@@ -145,7 +145,7 @@ def test_pool_does_not_log_unless_asked(monkeypatch):
 
 
 def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
-    """Gloo goes on with them, as they have tags; NCCL would not."""
+    """Gloo completes them, because they have tags; NCCL would not."""
     directory = create_run_directory(text, tmp_path, 2, {})
     said = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
     assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in said
@@ -156,7 +156,7 @@ def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
 
 
 def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
-    """A hang is no step's end: what was called is in the files of the ranks."""
+    """A hang ends no step, but the calls are in the files of the ranks."""
     directory = create_run_directory(text, tmp_path, 2, {})
     calls = [
         LoggedCall(
@@ -178,7 +178,7 @@ def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_end_of_run_compares_files_as_far_as_they_come(is_shared, tmp_path, monkeypatch):
-    """A shared file system shows a file late; without one it never comes, and what is not seen is no difference."""
+    """A shared file system shows a file late; without one it never comes, and a missing file is not a difference."""
     call = LoggedCall(kind="collective", group="0", ranks=(0, 1), signature="all_reduce of 4 float32", caller="a.py:1")
     line = call.to_json() + "\n"
     files = {rank: calls_file(tmp_path, rank) for rank in range(2)}

@@ -44,7 +44,7 @@ def test_watchdog_preserves_failure_dump_when_collectives_progress(
     under_watch = Watchdog(tmp_path, timeout_seconds=0.1)
 
     def fail() -> None:
-        assert looking.wait(WAIT_SECONDS), "it stands still"
+        assert looking.wait(WAIT_SECONDS), "it hangs"
         raise RuntimeError("gloo: Timed out waiting for others")
 
     with pytest.raises(RuntimeError), under_watch:
@@ -75,7 +75,7 @@ def test_watchdog_does_not_write_through_a_link(tmp_path: Path) -> None:
 
 
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
+    """On a GPU the group of all ranks has both: the first of one is not compared with the first of the other."""
     sizes = ParallelDims(dp_shard=2)
     gloo, nccl = recorder_entry("gloo:broadcast", over=True), recorder_entry("nccl:all_reduce", over=False)
     here, late = recorded_collectives(monkeypatch, [gloo], [nccl]), recorded_collectives(monkeypatch, [gloo], [])

@@ -18,8 +18,8 @@ rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
 offset = measure_clock_offset(torch.device("cpu"), 60)
-told = torch.tensor([offset.seconds, offset.error_seconds, time.perf_counter()], dtype=torch.float64)
-print(*told.tolist())
+values = torch.tensor([offset.seconds, offset.error_seconds, time.perf_counter()], dtype=torch.float64)
+print(*values.tolist())
 dist.destroy_process_group()
 """
 

@@ -47,7 +47,7 @@ def test_measure_peak_flops_limits_matrix_size_on_slow_device(monkeypatch: pytes
 def test_fastest_precision_needs_instructions_and_a_clear_gain(
     has_instructions: bool, bf16_flops: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a moment's measurement says, bf16 in software is no choice; products are timed with one thread."""
+    """Whatever a moment's measurement says, bf16 in software is not a choice; products are timed with one thread."""
     threads = torch.get_num_threads()
 
     def measured(_: torch.device, dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from rich.text import Text
 from phalanx.cli.commands.pipeline_split import split
 from phalanx.cli.common.options import Json
 from phalanx.cli.common.output_file import check_replaceable
-from phalanx.report.drawing.schedule import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
+from phalanx.report.drawing.schedule import COLORS, LEGEND, chrome_trace, draw, kinds, lines
 from phalanx.schedule.published import active_fraction_per_tick, book_overlap
 from phalanx.schedule.registry import PUBLISHED, build_schedule
 from phalanx.schedule.schedule import Schedule, read_csv, to_csv
@@ -224,7 +224,7 @@ def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> Non
     for rank, line in enumerate(lines(timeline, console.width - margin)):
         console.print(Text(f"rank {rank}".ljust(margin)) + line, soft_wrap=True)
     legend = [
-        Text(f" {kind} ", f"black on {COLOURS[kind][0]}") + Text(f" {LEGEND[kind]}   ") for kind in kinds(timeline)
+        Text(f" {kind} ", f"black on {COLORS[kind][0]}") + Text(f" {LEGEND[kind]}   ") for kind in kinds(timeline)
     ]
     console.print(Text(" " * margin) + Text().join(legend))
     console.print()

@@ -60,7 +60,7 @@ def placement(
     pxn: Annotated[
         bool,
         typer.Option(
-            "--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbour on the destination's rail."
+            "--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbor on the destination's rail."
         ),
     ] = False,
     out: Annotated[

@@ -288,7 +288,7 @@ def _plan_rows(
             "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in EXPERT_SPLIT_METHODS else "fp32"),
             "wire_seconds": time.wire,
             "round_seconds": time.total if step_seconds else None,
-            "utilisation": time.utilisation if step_seconds else None,
+            "utilization": time.utilization if step_seconds else None,
         }
 
 
@@ -302,7 +302,7 @@ def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Tabl
     for row in rows:
         byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
         has_times = row["round_seconds"] is not None
-        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilisation']:.0%}") if has_times else ("", "")
+        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilization']:.0%}") if has_times else ("", "")
         name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
         table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
     return table

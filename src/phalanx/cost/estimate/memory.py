@@ -198,10 +198,10 @@ def oom_probability(constants: MemoryConstants, jobs: JobTable, stage_memory: St
         jobs: Columns of jobs.
         stage_memory: Estimated bytes of the same jobs.
     """
-    return exceedance_probability(constants, memory_utilisation(constants, jobs, stage_memory), np.ones(1))
+    return exceedance_probability(constants, memory_utilization(constants, jobs, stage_memory), np.ones(1))
 
 
-def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
+def memory_utilization(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
     """Return used / available memory of the device, or with offload of the CPU if that is fuller.
 
     Args:
@@ -209,10 +209,10 @@ def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory:
         jobs: Columns of jobs.
         stage_memory: Estimated bytes of the same jobs.
     """
-    device_utilisation: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
+    device_utilization: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
     if not (jobs.offload.any() or (jobs.recompute == ActivationCheckpointing.OFFLOAD).any()):
-        return device_utilisation
-    return np.maximum(device_utilisation, np.maximum(stage_memory.host, 1.0) / jobs.host_memory_bytes)
+        return device_utilization
+    return np.maximum(device_utilization, np.maximum(stage_memory.host, 1.0) / jobs.host_memory_bytes)
 
 
 def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:

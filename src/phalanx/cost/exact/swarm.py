@@ -122,7 +122,7 @@ class RoundTime:
         return self.training + self.wire - self.hidden
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Fraction of the time in which the node trains."""
         return self.training / self.total
 

@@ -147,12 +147,12 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     by = np.array([first[rail] for rail in site.rail])
     source = matrix.source
     target = matrix.target
-    neighbour = source // site.nproc * site.nproc + by[target % site.nproc]
-    hands = (site.links(source, target) == 3) & (neighbour < matrix.ranks)
-    hands &= site.domain_of(source) == site.domain_of(neighbour)
-    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbour, source), target, bytes=matrix.bytes)
+    neighbor = source // site.nproc * site.nproc + by[target % site.nproc]
+    hands = (site.links(source, target) == 3) & (neighbor < matrix.ranks)
+    hands &= site.domain_of(source) == site.domain_of(neighbor)
+    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbor, source), target, bytes=matrix.bytes)
     return merge_matrices(
-        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbour[hands], bytes=matrix.bytes[hands])]
+        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbor[hands], bytes=matrix.bytes[hands])]
     )
 
 

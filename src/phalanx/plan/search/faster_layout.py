@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilisation, reserved_bytes
+from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, reserved_bytes
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
@@ -61,8 +61,8 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
         return None
     c = memory_constants_for(run.cluster)
     faster_jobs = jobs.select(faster)
-    utilisation = memory_utilisation(c, faster_jobs, estimate_memory(c, faster_jobs))
-    smallest_first = faster[np.argsort(np.broadcast_to(utilisation, len(faster)), kind="stable")]
+    utilization = memory_utilization(c, faster_jobs, estimate_memory(c, faster_jobs))
+    smallest_first = faster[np.argsort(np.broadcast_to(utilization, len(faster)), kind="stable")]
     runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
     found = [
         _count_shortage(run, world_size, candidate, fastest=plan.fastest) for candidate in islice(runnable, MAX_COUNTED)

@@ -9,7 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilisation, oom_probability
+from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, oom_probability
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
@@ -241,7 +241,7 @@ def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout
     """
     jobs = candidate_jobs(run, world_size, layouts)
     constants = memory_constants_for(run.cluster)
-    utilization = memory_utilisation(constants, jobs, estimate_memory(constants, jobs))
+    utilization = memory_utilization(constants, jobs, estimate_memory(constants, jobs))
     return layouts[int(np.argmin(np.broadcast_to(utilization, len(layouts))))]
 
 

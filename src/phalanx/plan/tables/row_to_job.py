@@ -17,7 +17,7 @@ from phalanx.plan.tables.job_columns import JobRow, flops_per_token, stage_colum
 from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.plan.tables.model_guess import model_from_row
 from phalanx.plan.tables.row_machine import read_machine
-from phalanx.plan.tables.trainer_behaviour import is_low_precision, trainer_behaviour, trainer_name
+from phalanx.plan.tables.trainer_behavior import is_low_precision, trainer_behavior, trainer_name
 from phalanx.spec.base import divisors, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.model import ModelSpec
@@ -132,7 +132,7 @@ def _fixed_columns(row: Row, cluster: ClusterSpec, sizes: _RunSizes, zero_stage:
     domain = max(cluster.fast_link_domain or 1, read_count(row, "gpus_per_node", 8))
     return {
         **machine_columns(cluster, sizes.ranks),
-        **trainer_behaviour(text, row.get("precision", ""), cluster.generation, zero=zero_stage, xla=uses_xla),
+        **trainer_behavior(text, row.get("precision", ""), cluster.generation, zero=zero_stage, xla=uses_xla),
         "ranks": sizes.ranks,
         "dp": sizes.dp,
         "tp": sizes.tp,

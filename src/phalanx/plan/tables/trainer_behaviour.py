@@ -64,7 +64,7 @@ class _Trainer:
         return AttentionKernel.FUSED if self.precision == "fp16" or self.is_deepspeed else AttentionKernel.FLASH_2
 
 
-def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
+def trainer_behavior(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
     """Return the default behavior of a trainer, from its description: schedule name and known facts.
 
     The defaults are facts of software, not fitted. Trainers that name their attention kernel are those of arXiv

@@ -16,13 +16,13 @@ from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, document
 from phalanx.spec.formatting import format_bytes
 
-COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
+COLORS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
 """Viridis from light (few bytes) to dark (many).
 
 Its steps of lightness are even, for all kinds of color vision (N. Smith and S. van der Walt, 2015; matplotlib's
 default).
 """
-EMPTY_COLOUR = "#f3f3f3"
+EMPTY_COLOR = "#f3f3f3"
 SIDE = 640.0
 LEFT = 70.0
 TOP = 64.0
@@ -51,7 +51,7 @@ class Heatmap:
         return (float(sent.min()), float(sent.max())) if len(sent) else (1.0, 1.0)
 
 
-def colour(number: float, limits: tuple[float, float]) -> str:
+def color(number: float, limits: tuple[float, float]) -> str:
     """Return the color of a number on a logarithmic scale.
 
     The traffic of ranks that share products is often a thousand times that of others.
@@ -62,9 +62,9 @@ def colour(number: float, limits: tuple[float, float]) -> str:
     """
     low, high = limits
     fraction = log10(number / low) / log10(high / low) if high > low else 1.0
-    position = min(max(fraction, 0.0), 1.0) * (len(COLOURS) - 1)
-    lower = min(int(position), len(COLOURS) - 2)
-    lower_channels, upper_channels = (_parse_rgb(COLOURS[index]) for index in (lower, lower + 1))
+    position = min(max(fraction, 0.0), 1.0) * (len(COLORS) - 1)
+    lower = min(int(position), len(COLORS) - 2)
+    lower_channels, upper_channels = (_parse_rgb(COLORS[index]) for index in (lower, lower + 1))
     mixed = (round(a + (b - a) * (position - lower)) for a, b in zip(lower_channels, upper_channels, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
@@ -76,7 +76,7 @@ def _parse_rgb(text: str) -> tuple[int, ...]:
 def svg(heat: Heatmap) -> str:
     """Return a standalone picture, in which each cell has a tooltip; cells of zero bytes are not drawn."""
     background = (
-        f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOUR}"/>'
+        f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOR}"/>'
     )
     marks = [background, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
     return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
@@ -90,7 +90,7 @@ def _cells(heat: Heatmap) -> Iterator[str]:
         tooltip = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
         yield (
             f'<rect class="cell" x="{LEFT + target * cell_side:.6g}" y="{TOP + source * cell_side:.6g}" '
-            f'width="{cell_side:.6g}" height="{cell_side:.6g}" fill="{colour(number, limits)}">'
+            f'width="{cell_side:.6g}" height="{cell_side:.6g}" fill="{color(number, limits)}">'
             f"<title>{escape(tooltip)}</title></rect>"
         )
 
@@ -142,7 +142,7 @@ def _legend(heat: Heatmap) -> Iterator[str]:
     for step in range(LEGEND_STEPS):
         number = low * (high / low) ** ((step + 0.5) / LEGEND_STEPS)
         y = TOP + SIDE - (step + 1) * step_height
-        fill = colour(number, (low, high))
+        fill = color(number, (low, high))
         yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{step_height + 0.5:.6g}" fill="{fill}"/>'
     for fraction in (0, 0.25, 0.5, 0.75, 1) if high > low else (1,):
         y = TOP + SIDE * (1 - fraction) + 4
@@ -168,10 +168,10 @@ def _draw(heat: Heatmap, figure: Any) -> None:
     axes = figure.subplots()
     count = len(heat.bytes)
     (low, high) = heat.limits
-    shades = LinearSegmentedColormap.from_list("bytes", COLOURS)
+    shades = LinearSegmentedColormap.from_list("bytes", COLORS)
     sent = np.ma.masked_less_equal(heat.bytes, 0)
     cells = axes.imshow(sent, cmap=shades, norm=LogNorm(low if high > low else high / 10, high))
-    axes.set_facecolor(EMPTY_COLOUR)
+    axes.set_facecolor(EMPTY_COLOR)
     for index in range(heat.node, count, heat.node) if heat.node > 1 else ():
         axes.axhline(index - 0.5, color=INK, linewidth=0.6)
         axes.axvline(index - 0.5, color=INK, linewidth=0.6)

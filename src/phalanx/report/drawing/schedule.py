@@ -14,7 +14,7 @@ from phalanx.schedule.simulate import Time, Timeline
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import WRITTEN_BY
 
-COLOURS = {
+COLORS = {
     "F": ("#4c78c8", "#86a8e0"),
     "B": ("#2f9e8f", "#7cc8bd"),
     "I": ("#3f9b4f", "#88c893"),
@@ -60,7 +60,7 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
         columns = end_column - start_column
         label = f"{action.kind}{action.micro}"
         shown = (label if len(label) <= columns else action.kind)[:columns].ljust(columns)
-        style = f"black on {COLOURS[action.kind][shade[action.stage]]}"
+        style = f"black on {COLORS[action.kind][shade[action.stage]]}"
         rows[rank][start_column:end_column] = [(character, style) for character in shown]
     return [Text.assemble(*row, no_wrap=True) for row in rows]
 
@@ -119,14 +119,14 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
     axes = figure.subplots()
     for rank, span in executed_spans(timeline):
         action = span.action
-        colour = COLOURS[action.kind][shade[action.stage]]
-        axes.barh(rank, span.seconds, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+        color = COLORS[action.kind][shade[action.stage]]
+        axes.barh(rank, span.seconds, left=span.start, height=0.86, color=color, edgecolor="white", linewidth=0.6)
         axes.text(
             (span.start + span.end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white"
         )
     axes.set(title=title, xlabel="time", xlim=(0, makespan), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
     axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]
+    handles = [Patch(color=COLORS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(file, dpi=150, metadata={"Creator" if file.suffix == ".svg" else "Software": WRITTEN_BY})

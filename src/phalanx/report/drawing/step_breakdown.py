@@ -11,7 +11,7 @@ from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, Label, Region, Shape
 from phalanx.spec.formatting import GIB
 
-COLOURS = {
+COLORS = {
     "compute": "#0072b2",
     "exchange": "#e69f00",
     "bubble": "#b8b8b8",
@@ -30,7 +30,7 @@ COLOURS = {
 For time: the palette of M. Okabe and K. Ito (2008); for memory: P. Tol's muted palette (2021); both for all kinds of
 color vision. Neighbors are separated by white, and the legend has their order.
 """
-GREY = "#666666"
+GRAY = "#666666"
 WIDTH = 960.0
 LEFT = 24.0
 """Width and margin of the picture."""
@@ -215,7 +215,7 @@ def _bar(
             y=y,
             width=width - 1 if width > 2 else width,
             height=thickness,
-            fill=COLOURS[part],
+            fill=COLORS[part],
             tooltip=tooltip,
         )
         if width > (len(label) + 1) * DIGIT_WIDTH:
@@ -225,7 +225,7 @@ def _bar(
                 y=y + thickness / 2 + 4,
                 content=label,
                 anchor="middle",
-                fill=_text_colour(COLOURS[part]),
+                fill=_text_color(COLORS[part]),
             )
         x += width
 
@@ -235,7 +235,7 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
     x = LEFT + size_bytes * scale
     left = x > WIDTH / 2
     yield Region(
-        kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GREY
+        kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GRAY
     )
     yield Label(
         kind=kind,
@@ -250,8 +250,8 @@ def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Yield the numbers below bars whose maximum is `max_value`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
-        yield Region(kind="tick", x=x - 0.5, y=y + 3, width=1, height=4, fill=GREY)
-        yield Label(kind="number", x=x, y=y + 19, content=f"{number:g}", anchor="middle", fill=GREY)
+        yield Region(kind="tick", x=x - 0.5, y=y + 3, width=1, height=4, fill=GRAY)
+        yield Label(kind="number", x=x, y=y + 19, content=f"{number:g}", anchor="middle", fill=GRAY)
 
 
 def axis_ticks(max_value: float, count: int = 10) -> list[float]:
@@ -267,16 +267,16 @@ def _legend(
 ) -> Iterator[Shape]:
     """Yield the color, the meaning and the numbers of each part, including parts too small to be visible."""
     for index, column in enumerate(columns):
-        yield Label(kind="column", x=COLUMN + index * COLUMN_STEP, y=top, content=column, anchor="end", fill=GREY)
+        yield Label(kind="column", x=COLUMN + index * COLUMN_STEP, y=top, content=column, anchor="end", fill=GRAY)
     for part, numbers in rows.items():
         top += LINE
-        yield Region(kind="legend", x=LEFT, y=top - 10, width=12, height=12, fill=COLOURS[part])
+        yield Region(kind="legend", x=LEFT, y=top - 10, width=12, height=12, fill=COLORS[part])
         yield Label(kind="part", x=LEFT + 20, y=top, content=names[part])
         for index, number in enumerate(numbers):
             yield Label(kind="figure", x=COLUMN + index * COLUMN_STEP, y=top, content=number, anchor="end")
 
 
-def _text_colour(fill: str) -> str:
+def _text_color(fill: str) -> str:
     """Return a text color that is readable on a background color."""
     red, green, blue = (int(fill[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"

@@ -20,7 +20,7 @@ from phalanx.report.drawing import heatmap, schedule, step_breakdown
 from phalanx.report.explorer.columns import pack_columns, pack_json
 from phalanx.report.explorer.details import layout_details
 from phalanx.report.explorer.exploration import Exploration
-from phalanx.report.html.figures import MEMORY_COLOURS, RUN_COLOURS
+from phalanx.report.html.figures import MEMORY_COLORS, RUN_COLORS
 from phalanx.spec.formatting import WRITTEN_BY, plural
 from phalanx.spec.layout import Layout
 
@@ -63,12 +63,12 @@ COLOR_BY = {
 AXES = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "stages", "dp": "data"}
 """Kinds of parallelism, as rows of a table."""
 MEMORY_PARTS = {
-    "parameters": ("parameters", MEMORY_COLOURS["parameters"]),
-    "gradients": ("gradients", MEMORY_COLOURS["gradients"]),
-    "optimizer": ("optimizer state", MEMORY_COLOURS["optimizer"]),
-    "offloaded": ("offloaded", MEMORY_COLOURS["offloaded"]),
-    "activations": ("activations", MEMORY_COLOURS["activations"]),
-    "communication": ("communication buffers", MEMORY_COLOURS["communication"]),
+    "parameters": ("parameters", MEMORY_COLORS["parameters"]),
+    "gradients": ("gradients", MEMORY_COLORS["gradients"]),
+    "optimizer": ("optimizer state", MEMORY_COLORS["optimizer"]),
+    "offloaded": ("offloaded", MEMORY_COLORS["offloaded"]),
+    "activations": ("activations", MEMORY_COLORS["activations"]),
+    "communication": ("communication buffers", MEMORY_COLORS["communication"]),
     "unused": ("reserved, unused", "#bbbbbb"),
     "nccl": ("NCCL", "#aa4499"),
     "process": ("driver and libraries", "#777777"),
@@ -97,7 +97,7 @@ def page_facts(exploration: Exploration, context: PageContext) -> dict[str, Any]
         "ranked": list(exploration.ranked),
         "front": list(exploration.front),
         "counted": {index: _counted(option) for index, option in exploration.counted.items()},
-        "palettes": {"numbers": heatmap.COLOURS, "names": RUN_COLOURS},
+        "palettes": {"numbers": heatmap.COLORS, "names": RUN_COLORS},
     }
 
 
@@ -171,13 +171,13 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
             name: field.default for name, field in Layout.model_fields.items() if name in CHOICE_COLUMNS
         },
         "parts": {
-            part: {"meaning": meaning, "color": step_breakdown.COLOURS[part]}
+            part: {"meaning": meaning, "color": step_breakdown.COLORS[part]}
             for part, meaning in PART_DESCRIPTIONS.items()
         },
         "memory_parts": {part: {"meaning": meaning, "color": color} for part, (meaning, color) in MEMORY_PARTS.items()},
         "links": {link: {"name": name, "color": LINK_COLORS[link]} for link, name in LINK_KINDS.items()},
         "axes": AXES,
-        "passes": {kind: {"name": name, "colors": schedule.COLOURS[kind]} for kind, name in schedule.LEGEND.items()},
+        "passes": {kind: {"name": name, "colors": schedule.COLORS[kind]} for kind, name in schedule.LEGEND.items()},
     }
 
 

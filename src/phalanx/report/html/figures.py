@@ -17,7 +17,7 @@ from phalanx.spec.formatting import format_bytes, format_seconds
 Figure = dict[str, Any]
 HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
 """Markers of losses on different held-out texts."""
-RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
 WHERE = {
     "compute": "compute",
@@ -28,16 +28,16 @@ WHERE = {
     "unattributed": "send",
 }
 """Parts of a rank's step, in the colors of `step_breakdown`."""
-MEMORY_COLOURS = {
+MEMORY_COLORS = {
     "parameters": "#4477aa",
     "gradients": "#88ccee",
     "optimizer": "#999933",
     "offloaded": "#ddcc77",
-    "activations": step_breakdown.COLOURS["activations"],
-    "communication": step_breakdown.COLOURS["buffers"],
+    "activations": step_breakdown.COLORS["activations"],
+    "communication": step_breakdown.COLORS["buffers"],
 }
-COLOUR_SCALE = [[at / (len(heatmap.COLOURS) - 1), colour] for at, colour in enumerate(heatmap.COLOURS)]
-ROUND_PART_COLOURS = {
+COLOR_SCALE = [[at / (len(heatmap.COLORS) - 1), color] for at, color in enumerate(heatmap.COLORS)]
+ROUND_PART_COLORS = {
     "training": "compute",
     "coding": "update",
     "sending": "send",
@@ -68,12 +68,12 @@ def make_figure(data: list[Figure], height: int, **layout: Any) -> Figure:
 def legend(figure: Figure) -> dict[str, str]:
     """Return the color of each name in a figure, in its order; the page's legend wraps like text."""
     named = [trace for trace in figure["data"] if "name" in trace and trace.get("showlegend", True)]
-    return {trace["name"]: _trace_colour(trace) for trace in named}
+    return {trace["name"]: _trace_color(trace) for trace in named}
 
 
-def _trace_colour(trace: Figure) -> str:
-    colour = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
-    return str(colour[0] if isinstance(colour, list) else colour)
+def _trace_color(trace: Figure) -> str:
+    color = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
+    return str(color[0] if isinstance(color, list) else color)
 
 
 def make_axis(title: str = "", **more: Any) -> Figure:
@@ -101,7 +101,7 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
 
 def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
     curve = facts["curves"]
-    line = {"mode": "lines", "line": {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2}}
+    line = {"mode": "lines", "line": {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2}}
     if "loss" in curve:
         template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
         yield (
@@ -118,13 +118,13 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
         )
     for number, held_out in enumerate(curve["held_out"], 1):
         steps, losses = map(list, zip(*held_out["loss"], strict=True))
-        colour = RUN_COLOURS[(index + is_single * number) % len(RUN_COLOURS)]
+        color = RUN_COLORS[(index + is_single * number) % len(RUN_COLORS)]
         text = "held-out text"
         if len(curve["held_out"]) > 1:
             text += f" {number} ({formatting.format_tokens(held_out['held_out_tokens'])})"
         yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, {text}</extra>") | {
             "mode": "markers",
-            "marker": {"color": colour, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
+            "marker": {"color": color, "size": 8, "symbol": HELD_OUT_SYMBOLS[(number - 1) % len(HELD_OUT_SYMBOLS)]},
             "name": text,
             "showlegend": is_single,
         }
@@ -147,11 +147,11 @@ def ranks(facts: Facts) -> Figure | None:
             "y": names,
             "x": [rank[part] for rank in rank_facts],
             "name": formatting.DISPLAY_NAMES.get(part, part),
-            "marker": {"color": step_breakdown.COLOURS[colour]},
+            "marker": {"color": step_breakdown.COLORS[color]},
             "customdata": [format_seconds(max(0.0, rank[part])) for rank in rank_facts],
             "hovertemplate": "%{y}: %{customdata}",
         }
-        for part, colour in WHERE.items()
+        for part, color in WHERE.items()
         if any(rank[part] > 0 for rank in rank_facts)
     ]
     return make_figure(
@@ -181,7 +181,7 @@ def rounds(facts: Facts) -> Figure | None:
         return make_figure(
             data, 260, barmode="stack", bargap=0.25, xaxis=make_axis("round"), yaxis=make_axis("bytes", **SI_BYTES)
         )
-    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLOURS, unit="s"))
+    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLORS, unit="s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
         labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
         line = _line_trace(
@@ -191,7 +191,7 @@ def rounds(facts: Facts) -> Figure | None:
         )
         style = {
             "mode": "lines",
-            "line": {"color": step_breakdown.COLOURS[ROUND_PART_COLOURS[kind]], "width": 2},
+            "line": {"color": step_breakdown.COLORS[ROUND_PART_COLORS[kind]], "width": 2},
             "showlegend": False,
         }
         data.append(line | style | {"customdata": labels, "yaxis": "y2", "name": direction})
@@ -206,17 +206,17 @@ def rounds(facts: Facts) -> Figure | None:
     )
 
 
-def _stacked_bars(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
+def _stacked_bars(x: list[int], parts: Facts, colors: dict[str, str], unit: str) -> Iterator[Figure]:
     """Yield a bar for each round with its parts, without parts that are zero in every round."""
     shown = {name: values for name, values in parts.items() if any(values)}
     for index, (name, values) in enumerate(shown.items()):
-        colour = step_breakdown.COLOURS[colours[name]] if colours else RUN_COLOURS[index % len(RUN_COLOURS)]
+        color = step_breakdown.COLORS[colors[name]] if colors else RUN_COLORS[index % len(RUN_COLORS)]
         yield {
             "type": "bar",
             "x": x,
             "y": values,
             "name": name,
-            "marker": {"color": colour},
+            "marker": {"color": color},
             "customdata": [formatting.format_number(value, unit) for value in values],
             "hovertemplate": "round %{x}: %{customdata}",
         }
@@ -227,7 +227,7 @@ def memory(facts: Facts) -> Figure | None:
     samples = facts["memory"]
     if not samples:
         return None
-    default_colour = step_breakdown.COLOURS["waiting"]
+    default_color = step_breakdown.COLORS["waiting"]
     data = [
         _line_trace(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_escape_plotly(part)}</extra>")
         | {
@@ -235,8 +235,8 @@ def memory(facts: Facts) -> Figure | None:
             "stackgroup": "held",
             "mode": "lines",
             "line": {"width": 0.5, "shape": "hv"},
-            "fillcolor": MEMORY_COLOURS.get(part, default_colour),
-            "marker": {"color": MEMORY_COLOURS.get(part, default_colour)},
+            "fillcolor": MEMORY_COLORS.get(part, default_color),
+            "marker": {"color": MEMORY_COLORS.get(part, default_color)},
             "customdata": [format_bytes(value) for value in part_bytes],
         }
         for part, part_bytes in samples["bytes"].items()
@@ -257,7 +257,7 @@ def traffic(facts: Facts) -> Figure | None:
     bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
     shown = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]
     texts = [[format_bytes(value) for value in row] for row in matrix["bytes"]]
-    cells = _heatmap_trace(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _colour_bar() | bar}
+    cells = _heatmap_trace(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _color_bar() | bar}
     if high == low:
         cells |= {"zmin": low - 1, "zmax": low}
     count = len(shown)
@@ -279,7 +279,7 @@ def experts(facts: Facts) -> Figure | None:
     shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
     cells = _heatmap_trace(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
     cells |= {
-        "colorbar": _colour_bar() | {"ticksuffix": "x"},
+        "colorbar": _color_bar() | {"ticksuffix": "x"},
         "y": [str(layer) for layer in loads["layers"]],
         "zmin": 0,
     }
@@ -298,14 +298,14 @@ def _heatmap_trace(values: list[list[Any]], labels: list[list[Any]], hover_templ
         "type": "heatmap",
         "z": values,
         "customdata": labels,
-        "colorscale": COLOUR_SCALE,
+        "colorscale": COLOR_SCALE,
         "xgap": 1,
         "ygap": 1,
         "hovertemplate": f"{hover_template}<extra></extra>",
     }
 
 
-def _colour_bar() -> Figure:
+def _color_bar() -> Figure:
     return {"thickness": 12, "outlinewidth": 0, "len": 1}
 
 

@@ -1,18 +1,18 @@
 "use strict";
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A figure in the page's colours; heat maps have few bytes near the paper's own. */
+/** A figure in the page's colors; heat maps have few bytes near the paper's own. */
 function dressed({ data, layout }) {
-  const axis = { gridcolor: colour("--line"), linecolor: colour("--line"), ticks: "outside", tickcolor: "transparent" };
+  const axis = { gridcolor: color("--line"), linecolor: color("--line"), ticks: "outside", tickcolor: "transparent" };
   return [
     data.map((trace) => (trace.type === "heatmap" ? { ...trace, reversescale: dark.matches } : trace)),
     {
       ...layout,
       paper_bgcolor: "transparent",
       plot_bgcolor: "transparent",
-      font: { family: "system-ui, sans-serif", size: 12, color: colour("--ink") },
-      hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
+      font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
+      hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
       template: { layout: { xaxis: axis, yaxis: axis } },
     },
     { displayModeBar: false, responsive: true },

@@ -100,10 +100,10 @@ def _json_script(name: str, value: Any) -> str:
 
 def _figure_slot(name: str, figure: Figure) -> str:
     """Return the element for a figure, below its legend."""
-    colours = "".join(
-        f'<li><span style="background:{colour}"></span>{label}</li>' for label, colour in figures.legend(figure).items()
+    colors = "".join(
+        f'<li><span style="background:{color}"></span>{label}</li>' for label, color in figures.legend(figure).items()
     )  # the names are already escaped for plotly
-    legend_list = f'<ul class="legend">{colours}</ul>' if colours else ""
+    legend_list = f'<ul class="legend">{colors}</ul>' if colors else ""
     max_width = f";max-width:{figure['widest']}px" if "widest" in figure else ""
     return (
         f'{legend_list}<div class="figure" id="{name}" style="height:{figure["layout"]["height"]}px{max_width}"></div>'

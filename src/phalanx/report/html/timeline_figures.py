@@ -17,7 +17,7 @@ TIMELINES = {
 }
 
 
-MAX_LABELLED_PASSES = 400
+MAX_LABELED_PASSES = 400
 """Maximum number of passes in a timeline that are labeled with their micro-batch."""
 
 
@@ -84,12 +84,10 @@ def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
                 "x": [finish - start for *_, start, finish in kind_spans],
                 "marker": {
                     "color": [
-                        schedule.COLOURS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
+                        schedule.COLORS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
                     ]
                 },
-                "text": [str(micro) for _, _, _, micro, *_ in kind_spans]
-                if len(spans) <= MAX_LABELLED_PASSES
-                else None,
+                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= MAX_LABELED_PASSES else None,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "customdata": [
