@@ -95,7 +95,7 @@ class Running:
             self.launchers[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def began(self) -> list[Any]:
-        return [event for event in read_events(self.directory) if event["what"] == "started"]
+        return [event for event in read_events(self.directory) if event["kind"] == "started"]
 
     def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
         """Wait until a new start with `ranks` ranks has finished `steps` steps; return the time of its first step."""
@@ -196,7 +196,7 @@ def differs(run: Running) -> float:
     one = Trainer(
         described, open_training_data(described, prepare(described.data)), run.file.parent / "one", torch.device("cpu")
     )
-    back = {event["to"]: event["after"] for event in read_events(run.directory) if event["what"] == ROLLED_BACK}
+    back = {event["to"]: event["after"] for event in read_events(run.directory) if event["kind"] == ROLLED_BACK}
     losses: list[float] = []
     for end in (*back, len(learned)):
         batches = prefetch(one.loader, one.step, end)

@@ -57,8 +57,8 @@ class Row:
         calls = sum(line.traced_calls for line in collectives)
         calls_equal = all(line.traced_calls == line.planned_calls for line in collectives)
         bytes_equal = all(abs(line.traced - line.planned) <= 1e-9 * line.planned for line in collectives)
-        state = all(line.agrees for line in self.lines if line.kind == "memory" and line.what != "total")
-        total, flops = (next(line for line in self.lines if line.what == what) for what in ("total", "step"))
+        state = all(line.agrees for line in self.lines if line.kind == "memory" and line.quantity != "total")
+        total, flops = (next(line for line in self.lines if line.quantity == what) for what in ("total", "step"))
         words = [
             self.model,
             f"{self.world_size:,}",

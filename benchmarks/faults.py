@@ -239,8 +239,8 @@ def with_nan(folder: Path) -> Iterator[Broken]:
     """Break a run of two ranks by non-finite gradients in some steps."""
     with running(folder) as run:
         run.start("one", program(run, "nan"))
-        wait_until(lambda: any(event["what"] == ROLLED_BACK for event in read_events(run.directory)), "a rollback")
-        event = next(event for event in read_events(run.directory) if event["what"] == ROLLED_BACK)
+        wait_until(lambda: any(event["kind"] == ROLLED_BACK for event in read_events(run.directory)), "a rollback")
+        event = next(event for event in read_events(run.directory) if event["kind"] == ROLLED_BACK)
         at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
         resumed = run.trains(1, 2, EVERY)
         name = f"gradients are NaN in {BAD_STEPS} successive steps (recovery.max_rollbacks = 1)"

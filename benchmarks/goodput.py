@@ -166,16 +166,16 @@ class Failure:
 
 def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
     """Return the failures in the events of a run."""
-    failed = [event for event in events if event["what"] == "failed"]
+    failed = [event for event in events if event["kind"] == "failed"]
     ends = [*(float(event["time"]) for event in failed[1:]), watched.ended]
     found, since = [], 0.0
     for event, end in zip(failed, ends, strict=True):
         noted = float(event["time"])
         kill = min(at for at in watched.killed if since < at <= noted)
         since = noted
-        began = [e for e in events if e["what"] == "started" and noted < e["time"] < end]
+        began = [e for e in events if e["kind"] == "started" and noted < e["time"] < end]
         steps = [at for at, step in watched.seen if began and began[-1]["time"] < at < end and step > began[-1]["step"]]
-        again = next((e["step"] for e in events if e["what"] == "started" and e["time"] > noted), event["step"])
+        again = next((e["step"] for e in events if e["kind"] == "started" and e["time"] > noted), event["step"])
         found.append(Failure(noted - kill, steps[0] - kill if steps else None, event["step"] - again))
     return found
 
@@ -228,7 +228,7 @@ class Measured:
 def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
     """Compute the measurements of a run from its files."""
     events = read_events(directory)
-    began = float(next(event["time"] for event in events if event["what"] == "started"))
+    began = float(next(event["time"] for event in events if event["kind"] == "started"))
     seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
     lines = [json.loads(line) for line in rank_record_file(directory, 0).read_text().splitlines()]
     saves = [line for line in lines if "pause" in line or "format" in line]

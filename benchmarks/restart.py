@@ -54,7 +54,7 @@ def has_stepped(directory: Path, starts: int) -> bool:
     """Return whether a step is finished since start number `starts`."""
     if happened(directory, STARTED) < starts:
         return False
-    start = [event["step"] for event in read_events(directory) if event["what"] == STARTED][-1]
+    start = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1]
     records = read_metrics(directory)
     is_first = starts == 1
     return any(line["step"] > start and (is_first or line.get("resumed_at_step") == start) for line in records)

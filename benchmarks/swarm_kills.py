@@ -155,17 +155,17 @@ def check_journal(swarm: KilledSwarm, findings: Findings) -> None:
     gone: set[str] = set()
     for event in swarm.events():
         open_round = state.round
-        if event["what"] == "opened":
+        if event["kind"] == "opened":
             gone.clear()
-        elif event["what"] == "left":
+        elif event["kind"] == "left":
             gone.add(event["node"])
-        elif event["what"] == "accepted":
+        elif event["kind"] == "accepted":
             findings.accepted += 1
             if event["steps"] != state.assigned_steps(event["node"]) and event["node"] not in gone:
                 findings.violations += _short_update(swarm, state, event, findings)
-        elif event["what"] == "refused":
-            findings.refused[event["why"]] += 1
-        elif event["what"] == "committed" and open_round is not None:
+        elif event["kind"] == "refused":
+            findings.refused[event["reason"]] += 1
+        elif event["kind"] == "committed" and open_round is not None:
             findings.rounds += 1
             findings.incomplete_rounds += open_round.updates.keys() != open_round.data_assignments.keys()
             if set(event["nodes"]) != open_round.updates.keys():

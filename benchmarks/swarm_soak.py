@@ -131,13 +131,13 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
                 _break_things(under_way, random.Random(seed), done)
             under_way.wait_all(SECONDS)
             events = under_way.events()
-        refused = Counter(event["why"] for event in events if event["what"] == "refused")
-        told = [len(event["nodes"]) for event in events if event["what"] == "committed"]
-        opened = [event["at"] for event in events if event["what"] in ("opened", "committed")]
+        refused = Counter(event["reason"] for event in events if event["kind"] == "refused")
+        told = [len(event["nodes"]) for event in events if event["kind"] == "committed"]
+        opened = [event["at"] for event in events if event["kind"] in ("opened", "committed")]
         return {
             "loss": held_out_loss(folder / "nodes" / NODES[0]),
             "rounds": len(told),
-            "told": statistics.mean(told),
+            "updates": statistics.mean(told),
             "seconds": opened[-1] - opened[0],
             "faults": done,
             "refused": refused,
@@ -167,7 +167,7 @@ def page(pairs: list[tuple[int, int, dict[str, Any], dict[str, Any]]]) -> str:
         )
         lines.append(
             f"| {replication} | {seed} | {calm['loss']:.4f} | {rough['loss']:.4f} | "
-            f"{rough['loss'] / calm['loss'] - 1:+.2%} | {rough['told']:.2f} | {calm['seconds']:.0f} | "
+            f"{rough['loss'] / calm['loss'] - 1:+.2%} | {rough['updates']:.2f} | {calm['seconds']:.0f} | "
             f"{rough['seconds']:.0f} | " + " | ".join(what) + " |"
         )
     worst = max(rough["loss"] / calm["loss"] - 1 for _, _, calm, rough in pairs)

@@ -89,7 +89,7 @@ def memory_row(table: Table, place: Path, name: str, changes: tuple[str, ...]) -
     """Train a run, and compare its tensor memory with the prediction."""
     run_phalanx(place, "train", "run.toml", "--profile-memory", *settings(f"name={name}", *changes))
     rows = json.loads((place / "runs" / name / "measured/comparison.json").read_text())
-    (total,) = (row for row in rows if row["what"] == TOTAL)
+    (total,) = (row for row in rows if row["quantity"] == TOTAL)
     seconds = sorted(record["step_seconds"] for record in step_records(place, name))[STEPS // 2]
     off = total["measured"] / total["predicted"] - 1
     table.check(f"{name}, memory", abs(off) < 0.05)

@@ -16,7 +16,7 @@ def test_memory_bandwidth_arrays_are_four_times_cache_size() -> None:
 
 def test_memory_bandwidth_counts_two_arrays_for_copy_and_three_for_triad() -> None:
     copy, triad = bandwidth(torch.device("cpu"), 4000, iterations=2)
-    assert (copy["what"], copy["moved_bytes"]) == ("copy", 8000)
-    assert (triad["what"], triad["moved_bytes"]) == ("triad", 12000)
+    assert (copy["kernel"], copy["moved_bytes"]) == ("copy", 8000)
+    assert (triad["kernel"], triad["moved_bytes"]) == ("triad", 12000)
     for row in (copy, triad):
         assert row["bytes_per_second"] == row["moved_bytes"] / row["seconds"]

@@ -8,12 +8,12 @@ from benchmarks.goodput import BEHIND, Failure, Measured, Watched, failures_of, 
 from phalanx.cost.formulas.reliability import goodput
 
 EVENTS = [
-    {"time": 0.0, "what": "started", "step": 0},
-    {"time": 100.5, "what": "failed", "step": 58},
-    {"time": 105.0, "what": "failed", "step": 50},
-    {"time": 110.0, "what": "started", "step": 50},
-    {"time": 200.25, "what": "failed", "step": 99},
-    {"time": 206.0, "what": "started", "step": 98},
+    {"time": 0.0, "kind": "started", "step": 0},
+    {"time": 100.5, "kind": "failed", "step": 58},
+    {"time": 105.0, "kind": "failed", "step": 50},
+    {"time": 110.0, "kind": "started", "step": 50},
+    {"time": 200.25, "kind": "failed", "step": 99},
+    {"time": 206.0, "kind": "started", "step": 98},
 ]
 OBSERVED_STEPS = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (205.0, 98), (208.0, 99), (300.0, 150)]
 

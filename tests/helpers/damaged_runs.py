@@ -131,7 +131,7 @@ def hung_run(folder: Path) -> Path:
     fault_file(directory, 1).write_text(f"Fatal Python error: Segmentation fault\n\n{stack}")
     failure = {"rank": 0, "step": 3, "time": time.time(), "reason": "RuntimeError: lost\nmore", "code": 1}
     write_failure_folder(directory, {**failure, "traceback": "Traceback", "final": False, "suspect_ranks": [1]})
-    append_event(directory, FAILED, rank=1, step=3, reason="was killed by SIGKILL", verdict=["why: it"], here=True)
+    append_event(directory, FAILED, rank=1, step=3, reason="was killed by SIGKILL", verdict=["why: it"], local=True)
     append_event(directory, STARTED, ranks=4, step=2, launcher=7, alive_until=time.time() - 9)
     append_event(directory, ROLLED_BACK, after=3, to=2, reason="loss is nan")
     append_event(directory, QUARANTINED, checkpoint="step-00000002", problem="checksum of a is wrong")
@@ -164,7 +164,7 @@ def swarm_node(folder: Path) -> Path:
             receive_seconds=0.4,
             sent_bytes=1000,
             received_bytes=2000,
-            whole_bytes=500,
+            initial_bytes=500,
             held_bytes=9000,
             seconds=3.0,
             refused="" if number else "norm: it is too large",
@@ -188,19 +188,19 @@ def swarm_coordinator(folder: Path) -> Path:
     (directory / "rounds" / "000001" / "down").write_bytes(bytes(100))
     owners = [["ann"], ["bob"], ["ann"], ["bob"]]
     events: list[dict[str, Any]] = [
-        {"what": "joined", "node": node, "capacity": 4, "text": "text", "at": 1.0} for node in ("ann", "bob")
+        {"kind": "joined", "node": node, "capacity": 4, "text": "text", "at": 1.0} for node in ("ann", "bob")
     ]
     for number in range(2):
         at = 10.0 * number + 2
         opened = {"round": number, "owners": owners, "text": {"ann": [6 * number, 3], "bob": [6 * number + 3, 3]}}
-        events.append({"what": "opened", **opened, "at": at})
+        events.append({"kind": "opened", **opened, "at": at})
         accepted = {"round": number, "tokens": 300, "steps": 3, "bytes": 1000, "norm": 1.0}
-        events += [{"what": "accepted", "node": node, **accepted, "at": at + 1} for node in ("ann", "bob")]
-        events.append({"what": "refused", "node": "cid", "round": number, "why": "norm: too large", "at": at + 1})
+        events += [{"kind": "accepted", "node": node, **accepted, "at": at + 1} for node in ("ann", "bob")]
+        events.append({"kind": "refused", "node": "cid", "round": number, "reason": "norm: too large", "at": at + 1})
         if number == 0:
-            events.append({"what": "dropped", "node": "bob", "round": 0, "why": "norm: outlier", "at": at + 2})
-        events.append({"what": "committed", "round": number, "at": at + 3})
-    events.append({"what": "left", "node": "bob", "why": "restarts", "at": 90.0})
+            events.append({"kind": "dropped", "node": "bob", "round": 0, "reason": "norm: outlier", "at": at + 2})
+        events.append({"kind": "committed", "round": number, "at": at + 3})
+    events.append({"kind": "left", "node": "bob", "reason": "restarts", "at": 90.0})
     _write_lines(directory / "journal.jsonl", events)
     return directory
 

@@ -103,7 +103,7 @@ class LocalSwarm:
     def events(self, what: str) -> list[dict[str, Any]]:
         """Of a kind, as the journal has them."""
         lines = self.coordinator.journal.path.read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["what"] == what]
+        return [event for event in map(json.loads, lines) if event["kind"] == what]
 
     def base(self) -> dict[str, Tensor]:
         with self.coordinator.changed:  # not while a round is put into it

@@ -52,4 +52,4 @@ class SimulatedCoordinator:
     @property
     def committed_nodes(self) -> list[list[str]]:
         """The nodes of each committed round."""
-        return [event["nodes"] for event in read_jsonl(self.coordinator.journal.path) if event["what"] == "committed"]
+        return [event["nodes"] for event in read_jsonl(self.coordinator.journal.path) if event["kind"] == "committed"]

@@ -57,7 +57,7 @@ def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> 
 
 
 def events_of_kind(directory: Path, what: str) -> list[Any]:
-    return [event for event in read_events(directory) if event["what"] == what]
+    return [event for event in read_events(directory) if event["kind"] == what]
 
 
 def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:

@@ -120,7 +120,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "a record of a rank": ("trace/rank-00001.jsonl", b"\xff\x00\n", "trace/rank-00001.jsonl: 1 lines cannot be read"),
     "another rank": ("trace/rank-00001.jsonl", b"[" * 100_000 + b"\n", "trace/rank-00001.jsonl: 1 lines"),
     "measurements": ("measured/rank-00002.json", b'{"held_bytes": 1e400}', "measured/rank-00002.json cannot be read"),
-    "events": ("events.jsonl", b'{"what": "started", "time": 1e400}\n', "events.jsonl: 1 lines cannot be read"),
+    "events": ("events.jsonl", b'{"kind": "started", "time": 1e400}\n', "events.jsonl: 1 lines cannot be read"),
     "a failure": ("failures/rank-00000.json", b'{"rank": 0', "failures/rank-00000.json cannot be read"),
 }
 

@@ -302,5 +302,5 @@ def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path
     folder = tmp_path / "parity" / "measured"
     rows = json.loads((folder / "comparison.json").read_text())
     for row in rows:
-        assert f"{row['what']:14} {row['predicted']:>14,} {row['measured']:>14,}" in shown
+        assert f"{row['quantity']:14} {row['predicted']:>14,} {row['measured']:>14,}" in shown
     assert sorted(path.name for path in folder.iterdir()) == ["comparison.json", "rank-00000.json", "rank-00001.json"]

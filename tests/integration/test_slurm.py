@@ -236,4 +236,4 @@ def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm
 
 
 def started_rank_counts(directory: Path, name: str) -> list[int]:
-    return [event["ranks"] for event in read_events(directory / name) if event["what"] == "started"]
+    return [event["ranks"] for event in read_events(directory / name) if event["kind"] == "started"]

@@ -49,7 +49,7 @@ def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
             links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
         links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann"), 0, 100, 3)
         (ann, _) = swarm.coordinator.status()["nodes"]
-        assert (ann["node"], ann["told"], ann["refused"]) == ("ann", True, {"foreign": 1})
+        assert (ann["node"], ann["has_update"], ann["refused"]) == ("ann", True, {"foreign": 1})
 
 
 def _write_nan_piece(path: Path) -> Path:

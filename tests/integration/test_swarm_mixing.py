@@ -1,4 +1,4 @@
-"""The weights from which a node continues after a round: the common ones, with what it learned since it sent its update,
+"""The weights from which a node continues after a round: the common ones, with what it learned since its update,
 or a mixture; nothing that coding left out is sent twice."""
 
 from __future__ import annotations

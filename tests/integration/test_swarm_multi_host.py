@@ -124,10 +124,10 @@ def check_journal_of_rounds(night: SwarmProcesses) -> None:
     """Of all rounds: whose word was accepted counted, and no other's; none stayed open beyond its deadline."""
     state, told, late = SwarmState(load_run(night.run_file)), set[str](), []
     for event in night.events():
-        if event["what"] == "accepted":
+        if event["kind"] == "accepted":
             assert event["round"] == state.committed
             told.add(event["node"])
-        if event["what"] == "committed":
+        if event["kind"] == "committed":
             assert set(event["nodes"]) == told
             told.clear()
             assert state.round is not None

@@ -146,9 +146,9 @@ def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_d
     events = [
         json.loads(line) for line in (swarm_directory / "runs" / "tiny" / "journal.jsonl").read_text().splitlines()
     ]
-    left = [event for event in events if event["what"] == "left" and event["node"] == "cid"]
-    assert {event["why"] for event in left} == {"no heartbeat"}
-    opened = [event for event in events if event["what"] == "opened"]
+    left = [event for event in events if event["kind"] == "left" and event["node"] == "cid"]
+    assert {event["reason"] for event in left} == {"no heartbeat"}
+    opened = [event for event in events if event["kind"] == "opened"]
     assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob"}
     rounds = [json.loads(line) for line in (swarm_directory / "nodes" / "ann" / "swarm.jsonl").read_text().splitlines()]
     first = rounds[0]["round"]  # the other two may have begun without it
@@ -157,7 +157,7 @@ def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_d
     assert all(spent["sent_bytes"] > 0 and spent["refused"] == "" for spent in rounds)
     assert all(spent["held_bytes"] > 0 for spent in rounds)
     (found,) = command_json("report", swarm_directory / "nodes" / "ann")["runs"]
-    told = [event["bytes"] for event in events if event["what"] == "accepted" and event["node"] == "ann"]
+    told = [event["bytes"] for event in events if event["kind"] == "accepted" and event["node"] == "ann"]
     assert found["swarm"]["rounds"]["bytes"]["sent"] == told
     assert "rounds 50 of 50" in command_output("report", swarm_directory / "runs" / "tiny")
     said = [

@@ -199,7 +199,7 @@ def test_operator_corrects_the_text_of_a_swarm(tmp_path: Path) -> None:
         swarm.joined_client("cid", text="right")
         assert "text right" in command_output("swarm", "status", address, "--certs", certificates() / "ann")
         assert [*swarm.coordinator.state.members] == ["cid"]
-        assert {event["why"] for event in swarm.events("left")} == {"another text"}
+        assert {event["reason"] for event in swarm.events("left")} == {"another text"}
         wrong = swarm.client("ann")
         wrong.join_message = {"capacity": 4, "text": "text"}
         with pytest.raises(UpdateRejected, match="text: text differs from the other nodes' text right"):

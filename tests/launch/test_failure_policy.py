@@ -177,7 +177,7 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
         is FailureAction.RESTART
     )
     (failed,) = read_events(tmp_path)
-    assert (failed["rank"], failed["here"]) == (5, True)
+    assert (failed["rank"], failed["local"]) == (5, True)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_failure_policy_does_not_blame_ranks_that_lost_peers(reason: str, tmp_pa
     assert (
         recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(-6)}) is FailureAction.STOP
     )  # NCCL aborts; and it was often enough
-    assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
+    assert {event["local"] for event in read_events(tmp_path) if event["kind"] == FAILED} == {False}
 
 
 def test_failure_policy_makes_node_leave_after_repeated_failures(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: boo
         then = recovery.decide({0: FakeProcessFailure(1)})
     assert then is FailureAction.STOP
     assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if has_hang_dump else None)
-    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == RANK_DROPPED] == (
+    assert [event["rank"] for event in read_events(tmp_path) if event["kind"] == RANK_DROPPED] == (
         [1] if has_hang_dump else []
     )
 

@@ -19,7 +19,7 @@ def two_rank_facts():
 def test_compare_runs_finds_no_difference_for_identical_runs(two_rank_facts):
     found = compare_runs([two_rank_facts, two_rank_facts])
     assert found["same_model"] is True
-    assert found["said"] == []
+    assert found["differences"] == []
     assert found["loss_apart"] == {"steps": 8, "largest_relative": 0.0}
     assert {ratio for row in found["rows"] for ratio in row["ratio"]} <= {1.0, None}
 
@@ -35,9 +35,9 @@ def test_compare_runs_compares_losses_per_step(two_rank_facts):
 
 
 def test_compare_runs_rows_have_ratios_to_first_run(two_rank_facts, hybrid_facts):
-    rows = {row["what"]: row for row in compare_runs([two_rank_facts, hybrid_facts])["rows"]}
+    rows = {row["quantity"]: row for row in compare_runs([two_rank_facts, hybrid_facts])["rows"]}
     of = [
-        next(row["measured"] for row in each["comparison"] if row["what"] == "step")
+        next(row["measured"] for row in each["comparison"] if row["quantity"] == "step")
         for each in (two_rank_facts, hybrid_facts)
     ]
     assert rows["step"]["measured"] == of
@@ -49,9 +49,9 @@ def test_compare_runs_rows_have_ratios_to_first_run(two_rank_facts, hybrid_facts
 def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, hybrid_facts):
     found = compare_runs([two_rank_facts, hybrid_facts])
     assert found["same_model"] is False
-    assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
+    assert found["differences"][0].startswith("These are different models (moe the default and num_experts 4")
     assert found["loss_apart"] is None
-    assert "The runs have different numbers of ranks: two 2; hybrid 4." in found["said"]
+    assert "The runs have different numbers of ranks: two 2; hybrid 4." in found["differences"]
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
@@ -59,14 +59,14 @@ def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
     (directory / "run.toml").write_text("what = 'else'\n")
     comparison = command_json("report", two_rank_run(), directory, "--html", tmp_path / "page.html")["comparison"]
     assert comparison["same_model"] is None
-    assert comparison["said"][0].startswith("These runs may have different models: no usable run.toml in two in ")
+    assert comparison["differences"][0].startswith("These runs may have different models: no usable run.toml in two in")
 
 
 def test_report_text_and_page_contain_comparison_messages(tmp_path):
     page = tmp_path / "both.html"
     text = " ".join(command_output("report", two_rank_run(), hybrid_run(), "--html", page, width=300).split())
     for said in report_data([report_facts(read_run(run)) for run in (two_rank_run(), hybrid_run())])["comparison"][
-        "said"
+        "differences"
     ]:
         assert said in text
         assert said in page.read_text()

@@ -111,7 +111,7 @@ def test_runs_with_other_held_out_text_are_not_compared(tmp_path: Path) -> None:
         for number, evaluations in enumerate([CHANGED[:2], CHANGED, CHANGED[2:]])
     ]
     comparison = compare_runs(runs)
-    (row,) = [row for row in comparison["rows"] if row["what"] == "held-out loss"]
+    (row,) = [row for row in comparison["rows"] if row["quantity"] == "held-out loss"]
     assert row["measured"] == [4.0, 4.4, 4.4]
     assert row["ratio"] == [1.0, None, None]
     (sentence,) = [line for line in format_comparison(comparison) if "held-out" in line]
@@ -119,5 +119,5 @@ def test_runs_with_other_held_out_text_are_not_compared(tmp_path: Path) -> None:
     assert sentence.endswith(
         "1,024 tokens; two in " + f"{tmp_path / '1'} 4,096 tokens; two in {tmp_path / '2'} 4,096 tokens."
     )
-    (row,) = [row for row in compare_runs(runs[1:])["rows"] if row["what"] == "held-out loss"]
+    (row,) = [row for row in compare_runs(runs[1:])["rows"] if row["quantity"] == "held-out loss"]
     assert row["ratio"] == [1.0, 1.0]

@@ -184,9 +184,9 @@ def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
     for file in (directory / "trace").glob("*"):
         _rewrite_lines(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
     whole, blind = (report_facts(read_run(run)) for run in (hybrid_run(), directory))
-    bubbles = [row["measured"] for of in (whole, blind) for row in of["comparison"] if row["what"] == "bubble"]
+    bubbles = [row["measured"] for of in (whole, blind) for row in of["comparison"] if row["quantity"] == "bubble"]
     assert bubbles[0] == bubbles[1] > 0
-    assert "exposed communication" not in {row["what"] for row in blind["comparison"]}
+    assert "exposed communication" not in {row["quantity"] for row in blind["comparison"]}
     assert "communication" not in {finding["kind"] for finding in blind["findings"]}
 
 

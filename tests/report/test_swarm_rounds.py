@@ -60,13 +60,13 @@ def node_directory(swarm_run: tuple[RunSpec, Path], tmp_path: Path) -> Path:
 
 
 def comparison_row(found: dict[str, Any], role: str, what: str) -> dict[str, Any]:
-    (only,) = [row for row in found["comparison"] if (row["role"], row["what"]) == (role, what)]
+    (only,) = [row for row in found["comparison"] if (row["role"], row["quantity"]) == (role, what)]
     return only
 
 
 def test_swarm_node_and_coordinator_record_equal_bytes_per_round(swarm_run):
     _, folder = swarm_run
-    told = report_facts(read_run(folder / "lead"))["swarm"]["told"]
+    told = report_facts(read_run(folder / "lead"))["swarm"]["updates"]
     assert [each["round"] for each in told] == [0, 1, 2, 3]
     for name in ("ann", "bob"):
         own = report_facts(read_run(folder / name))["swarm"]["rounds"]
@@ -117,11 +117,11 @@ def test_swarm_round_phase_seconds_fit_round_and_give_utilization(swarm_run):
     _, folder = swarm_run
     found = report_facts(read_run(folder / "bob"))
     own = found["swarm"]["rounds"]
-    for at, whole in enumerate(own["whole"]):
+    for at, whole in enumerate(own["total_seconds"]):
         assert 0 < sum(seconds[at] for seconds in own["seconds"].values()) <= whole
         assert all(seconds[at] > 0 for seconds in own["seconds"].values())
     used = comparison_row(found, "round", "utilization")["measured"]
-    assert used == own["utilization"] == sum(own["seconds"]["training"]) / sum(own["whole"])
+    assert used == own["utilization"] == sum(own["seconds"]["training"]) / sum(own["total_seconds"])
 
 
 def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
@@ -208,7 +208,7 @@ def test_report_page_swarm_figure_matches_facts(swarm_run, name):
     figure = parse_embedded_json(text, "figures")["rounds-0"]
     Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
     drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
-    own, told = found["swarm"]["rounds"], found["swarm"]["told"]
+    own, told = found["swarm"]["rounds"], found["swarm"]["updates"]
     if own:
         assert drawn == own["seconds"] | own["bytes"]
     else:
@@ -258,12 +258,12 @@ def test_report_of_swarm_coordinator_lists_updates_per_round(swarm_run, tmp_path
     assert [line.startswith(f"round {at}: 2 of 2 nodes sent ") for at, line in enumerate(lines)] == [True] * 4
     directory = copy_run(swarm_run[1] / "lead", tmp_path)
     events = [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
-    third = next(at for at, event in enumerate(events) if event["what"] == "committed" and event["round"] == 2)
-    late = {"what": "refused", "round": 1, "node": "bob", "why": "closed", "said": "closed: round 1", "at": 0.0}
+    third = next(at for at, event in enumerate(events) if event["kind"] == "committed" and event["round"] == 2)
+    late = {"kind": "refused", "round": 1, "node": "bob", "reason": "closed", "message": "closed: round 1", "at": 0.0}
     write_json_lines(directory / "journal.jsonl", [*events[:third], late])
     (found,) = command_json("report", directory)["runs"]
-    assert [each["refused"] for each in found["swarm"]["told"]] == [{}, {"bob": 1}, {}]
-    assert [each["seconds"] is None for each in found["swarm"]["told"]] == [False, False, True]
+    assert [each["refused"] for each in found["swarm"]["updates"]] == [{}, {"bob": 1}, {}]
+    assert [each["seconds"] is None for each in found["swarm"]["updates"]] == [False, False, True]
     assert found["problems"][0].startswith("step 6 of 12: the run ")
     assert "; refused 1 x: bob" in command_output("report", directory, width=160)
 

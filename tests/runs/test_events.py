@@ -28,7 +28,7 @@ EVENT_FIELDS = {"ranks": 2, "rank": 0, "step": 0, "after": 0, "to": 0, "reason":
 def test_active_seconds_until_excludes_time_between_finish_and_restart() -> None:
     """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
     times = [(0.0, STARTED), (10.0, FAILED), (15.0, STARTED), (35.0, FINISHED), (9035.0, STARTED), (9040.0, FAILED)]
-    events = [{"time": time, "what": what} for time, what in times]
+    events = [{"time": time, "kind": what} for time, what in times]
     assert active_seconds_until(events, STARTED) == 35
     assert active_seconds_until(events, FAILED) == 40
     assert active_seconds_until(events[:1], STARTED) == 0
@@ -39,10 +39,10 @@ def test_active_seconds_until_excludes_time_without_launcher() -> None:
     """A launcher gave up on Friday, another was killed on Monday, and both runs were started again by hand."""
 
     def began(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
-        found = {"what": STARTED, "time": time, "host": "a", "launcher": launcher}
+        found = {"kind": STARTED, "time": time, "host": "a", "launcher": launcher}
         return found if alive_until is None else {**found, "alive_until": alive_until}
 
-    failed = {"what": FAILED, "time": 100.0}
+    failed = {"kind": FAILED, "time": 100.0}
     assert active_seconds_until([began(0, 1), failed, began(103, 1, 99)], STARTED) == 103  # the same one starts again
     assert active_seconds_until([began(0, 1), failed, began(9000, 2, 99)], STARTED) == 100
     assert active_seconds_until([began(0, 1), began(9000, 2, 150)], STARTED) == 150  # killed without a word
@@ -55,7 +55,7 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
     append_event(tmp_path, FAILED, rank=1, step=7, reason="was killed")
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 12')
-    assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(STARTED, 0), (FAILED, 7)]
+    assert [(event["kind"], event["step"]) for event in read_events(tmp_path)] == [(STARTED, 0), (FAILED, 7)]
     append_event(tmp_path, STARTED, ranks=2, step=5)
     assert [event["step"] for event in read_events(tmp_path)] == [0, 7, 5]
     count, seconds = failure_count_and_uptime(tmp_path)
@@ -112,6 +112,13 @@ def test_read_events_skips_damaged_lines(tmp_path: Path) -> None:
     """Of whatever kind: nobody who reads them is to fail by them."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:
-        file.write(b'\xff\xfe\n1\n[]\n{"what": "started", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
+        file.write(b'\xff\xfe\n1\n[]\n{"kind": "started", "time": 2.0}\n{"kind": []}\n{"kind": "failed"}\n')
     append_event(tmp_path, FINISHED, step=3)
-    assert [event["what"] for event in read_events(tmp_path)] == [STARTED, FINISHED]
+    assert [event["kind"] for event in read_events(tmp_path)] == [STARTED, FINISHED]
+
+
+def test_read_events_accepts_keys_of_earlier_versions(tmp_path: Path) -> None:
+    line = b'{"time": 2.0, "what": "failed", "rank": 1, "step": 3, "reason": "\\"what\\": lost", "here": false}\n'
+    (tmp_path / EVENTS_FILE).write_bytes(line)
+    [event] = read_events(tmp_path)
+    assert (event["kind"], event["local"], event["reason"]) == ("failed", False, '"what": lost')

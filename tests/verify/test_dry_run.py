@@ -110,7 +110,7 @@ def test_compare_with_plan_detects_plan_of_different_run(mismatch: str, traced_r
     other = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
-    found = {(line.kind, line.what) for line in compare_with_plan(other, 4, mine) if not line.agrees}
+    found = {(line.kind, line.quantity) for line in compare_with_plan(other, 4, mine) if not line.agrees}
     assert expected <= found
 
 
@@ -171,7 +171,7 @@ def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> N
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]
     assert facts["ranks"][1]["place"] == {"dp_replicate": 1, "tp": 1}
-    lines = {(line["what"], line["among"]): line for line in facts["ranks"][0]["lines"]}
+    lines = {(line["quantity"], line["among"]): line for line in facts["ranks"][0]["lines"]}
     assert lines["all_gather", "tp"]["traced"] == lines["all_gather", "tp"]["planned"] > 0
 
 
@@ -181,8 +181,8 @@ def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> 
         "dryrun", run_file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1
     )
     (line,) = [line for line in facts["ranks"][0]["lines"] if not line["agrees"]]
-    assert (line["what"], line["planned"]) == ("all_to_all", 0)
-    assert "not planned" in line["why"]
+    assert (line["quantity"], line["planned"]) == ("all_to_all", 0)
+    assert "not planned" in line["explanation"]
 
 
 @pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])

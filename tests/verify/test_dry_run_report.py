@@ -18,10 +18,10 @@ from phalanx.verify.plan_comparison import PlanCheck
 
 def make_report(agrees: bool) -> DryRunReport:
     checks = [
-        PlanCheck(kind="memory", what="total", among="", ranks=1, planned=100.0, traced=100.0),
+        PlanCheck(kind="memory", quantity="total", among="", ranks=1, planned=100.0, traced=100.0),
         PlanCheck(
             kind="flops",
-            what="step",
+            quantity="step",
             among="",
             ranks=1,
             planned=8.0,

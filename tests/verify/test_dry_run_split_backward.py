@@ -29,5 +29,5 @@ def test_planned_peak_of_split_backward_pass_matches_trace(case: str, text: Path
     (world_size, changes), rank = CASES[case]
     run = small_run(text, tmp_path, changes)
     (traced,) = trace_ranks(run, world_size, [rank])
-    (total,) = [check for check in compare_with_plan(run, world_size, traced) if check.what == "total"]
+    (total,) = [check for check in compare_with_plan(run, world_size, traced) if check.quantity == "total"]
     assert total.traced == pytest.approx(total.planned, rel=TOLERANCE)

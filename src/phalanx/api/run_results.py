@@ -72,7 +72,7 @@ class Report:
         for row in self.comparison:
             predicted = format_optional(row["predicted"])
             measured = format_optional(row["measured"])
-            rows.append((row["role"], row["what"], row["unit"], predicted, measured, format_ratio(row["ratio"])))
+            rows.append((row["role"], row["quantity"], row["unit"], predicted, measured, format_ratio(row["ratio"])))
         return html_table(columns, rows, self.bottleneck or self.facts["run"]["name"])
 
 
@@ -93,7 +93,7 @@ def report_run(run_dir: str | Path, *, html: str | Path | None = None, machine: 
 
     Example:
         >>> report = phalanx.report_run("runs/first")
-        >>> [row["unit"] for row in report.comparison if row["what"] == "step"]
+        >>> [row["unit"] for row in report.comparison if row["quantity"] == "step"]
         ['s']
     """
     report = Report(report_facts(read_run(Path(run_dir), machine)))

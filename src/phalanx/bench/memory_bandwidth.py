@@ -52,5 +52,5 @@ def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[di
     for name, (arrays, call) in calls.items():
         seconds = median(time_calls(call, device, iterations))
         moved = arrays * a.nbytes
-        rows.append({"what": name, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
+        rows.append({"kernel": name, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
     return rows

@@ -63,7 +63,7 @@ class RunRecords:
     def world_size(self) -> int:
         """The number of ranks of the last start. Every record is of a rank below it."""
         dumped = [dump["ranks"] for dump in self.dumps.values()]
-        started: list[int] = [event["ranks"] for event in self.events if event["what"] == STARTED]
+        started: list[int] = [event["ranks"] for event in self.events if event["kind"] == STARTED]
         return max([max(self.failures, default=0) + 1, *(dumped or started[-1:])])
 
     @property
@@ -135,11 +135,11 @@ def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
     if is_running(directory):
         return _describe_active_run(directory, run)
-    lifecycle_events = [event for event in records.events if event["what"] in LIFECYCLE_EVENTS]
-    last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
-    if last_event["what"] == FINISHED:
+    lifecycle_events = [event for event in records.events if event["kind"] in LIFECYCLE_EVENTS]
+    last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"kind": None}
+    if last_event["kind"] == FINISHED:
         return _describe_finished_run(directory, run, last_step=last_event["step"])
-    if last_event["what"] == STARTED:
+    if last_event["kind"] == STARTED:
         return _describe_vanished_run(directory, last_event["ranks"])
     summary = "the run is not known to be active, and no rank reported a pending collective"
     return Verdict("nothing", (), summary, fix=_report_advice(directory))

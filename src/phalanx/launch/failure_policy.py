@@ -86,7 +86,7 @@ class FailurePolicy:
             step=report.step,
             reason=report.reason,
             verdict=headline,
-            here=report.is_local,
+            local=report.is_local,
         )
         if decision.action is FailureAction.RESTART:
             restart = describe_restart(

@@ -62,7 +62,7 @@ def diagnose(
         local_ranks: Ranks of this node that failed.
         num_nodes: Maximum number of nodes of the run.
     """
-    start_steps = [event["step"] for event in read_events(directory) if event["what"] == STARTED][-1:]
+    start_steps = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1:]
     record_steps = [record.get("step", 0) for record in records]
     # NCCL aborts ranks whose peers are lost.
     lost_peer = "lost_peer" in first or first["reason"].startswith("was killed by SIGABRT")

@@ -121,7 +121,7 @@ def _code_after_stop(
         first_failure = find_first_failure(directory, {}, records=new_records)
         if "lost_peer" not in first_failure:
             return print_final_failure(directory, first_failure)
-    if FINISHED not in (event["what"] for event in read_events(directory)[num_events:]):
+    if FINISHED not in (event["kind"] for event in read_events(directory)[num_events:]):
         print("phalanx: stopped by a signal while ranks were starting; no new checkpoint was saved", file=sys.stderr)
     return None
 

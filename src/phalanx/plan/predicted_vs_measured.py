@@ -45,7 +45,7 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row that files of a run directory contain."""
-        return {"role": self.role, "what": self.quantity, "predicted": self.predicted, "measured": self.measured}
+        return {"role": self.role, "quantity": self.quantity, "predicted": self.predicted, "measured": self.measured}
 
 
 def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:

@@ -43,7 +43,7 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
     return {
         "names": names,
         "same_model": same_model,
-        "said": [
+        "differences": [
             *_describe_models(names, models, same_model),
             *_describe_settings(names, [facts["run"] for facts in runs]),
             *_describe_held_out(names, [_last_held_out_curve(facts) for facts in runs]),
@@ -115,7 +115,7 @@ def _format_value(value: Any) -> str:
 def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
     """Yield a row for each measure, with the value of each run or None."""
     for name, unit in dict.fromkeys(
-        (row["what"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
+        (row["quantity"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
         rows = [formatting.measured_row(facts, name) for facts in runs]
         measure_row = _comparison_row(name, unit, [row["measured"] if row else None for row in rows])
@@ -156,7 +156,7 @@ def _describe_held_out(names: Sequence[str], curves: Sequence[Facts]) -> Iterato
 def _comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:
     first = values[0]
     ratios = [value / first if first and value is not None else None for value in values]
-    return {"what": name, "unit": unit, "measured": values, "ratio": ratios}
+    return {"quantity": name, "unit": unit, "measured": values, "ratio": ratios}
 
 
 def _max_loss_difference(runs: Sequence[Facts]) -> Facts | None:

@@ -213,7 +213,7 @@ def _swarm_facts(run_data: RunData) -> Facts:
     return {
         "planned": planned,
         "rounds": swarm_rounds.node_rounds(run_data.rounds) if journal is None else None,
-        "told": swarm_rounds.updates_per_round(journal) if journal is not None else None,
+        "updates": swarm_rounds.updates_per_round(journal) if journal is not None else None,
     }
 
 
@@ -267,7 +267,7 @@ def _settings(run_data: RunData, run: RunSpec) -> Facts:
 
 
 def _comparison_row(row: Comparison) -> Facts:
-    facts: Facts = {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio}
+    facts: Facts = {"quantity": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio}
     if row.interval is not None:
         facts["low"], facts["high"] = row.interval
     return facts

@@ -118,7 +118,7 @@ def format_number(value: float | None, unit: str) -> str:
 
 def row_label(row: Mapping[str, Any]) -> str:
     """Return the label of a row of `comparison`."""
-    name = str(row["what"])
+    name = str(row["quantity"])
     if not row["role"] and name in RANK_OF_STEP_PART:
         return f"{name}, {RANK_OF_STEP_PART[name]}"
     return name if row["role"] and name in STATE else DISPLAY_NAMES.get(name, name)
@@ -140,8 +140,8 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
             yield TITLES[role], role_rows
             continue
         subject = "a rank" if role == "rank" else role
-        memory_rows = [row for row in role_rows if row["what"] in STATE]
-        traffic_rows = [row for row in role_rows if row["what"] not in STATE]
+        memory_rows = [row for row in role_rows if row["quantity"] in STATE]
+        traffic_rows = [row for row in role_rows if row["quantity"] not in STATE]
         yield from (
             (title, rows)
             for title, rows in ((f"memory of {subject}", memory_rows), (f"sent by {subject} in a step", traffic_rows))
@@ -217,10 +217,10 @@ def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
     """Return the comparison of runs as sentences."""
     loss_difference = comparison["loss_apart"]
     if loss_difference is None:
-        return list(comparison["said"])
+        return list(comparison["differences"])
     largest = f"{100 * loss_difference['largest_relative']:.2g} %"
     return [
-        *comparison["said"],
+        *comparison["differences"],
         f"Over the {loss_difference['steps']} steps of all runs, losses differ by at most {largest}.",
     ]
 
@@ -240,7 +240,7 @@ def last_value(curve: list[float | None] | None) -> float | None:
 
 def measured_row(facts: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """Return the row of a step's measure, or None."""
-    return next((row for row in facts["comparison"] if row["what"] == name and not row["role"]), None)
+    return next((row for row in facts["comparison"] if row["quantity"] == name and not row["role"]), None)
 
 
 def round_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -251,14 +251,14 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
     rounds = swarm["rounds"]
     if rounds:
         return [_format_round(rounds, index) for index in range(len(rounds["round"]))]
-    return _format_coordinator_rounds(swarm["told"])
+    return _format_coordinator_rounds(swarm["updates"])
 
 
 def _format_round(rounds: Mapping[str, Any], index: int) -> str:
     """Return the line of one round of `swarm_rounds.node_rounds`."""
     sent = format_number(rounds["bytes"]["sent"][index], "B")
     received = format_number(rounds["bytes"]["received"][index], "B")
-    seconds = rounds["whole"][index]
+    seconds = rounds["total_seconds"][index]
     training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
     refused = rounds["refused"][index]
     line = (
@@ -293,7 +293,7 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             ("received", format_number(rounds["received_bytes"], "B"), ""),
             ("training", format_number(rounds["utilization"], ""), "of the time"),
         ]
-    updates = swarm["told"] or ()
+    updates = swarm["updates"] or ()
     rounds_done = sum(row["seconds"] is not None for row in updates)
     totals = {key: sum(sum(row[key].values()) for row in updates) for key in ("bytes", "tokens", "refused")}
     return [

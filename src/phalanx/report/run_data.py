@@ -90,7 +90,7 @@ class RunData:
     def step(self) -> int:
         """The last finished step; for a coordinator, that of the nodes in the last round."""
         if self.swarm_journal is not None and self.run is not None and self.run.swarm is not None:
-            num_rounds: int = sum(event["what"] == "committed" for event in self.swarm_journal)
+            num_rounds: int = sum(event["kind"] == "committed" for event in self.swarm_journal)
             return num_rounds * self.run.swarm.steps_per_round
         return int(self.step_metrics[-1]["step"]) if self.step_metrics else 0
 
@@ -266,7 +266,7 @@ def _check_run_file(directory: Path) -> None:
 
 def _reached_step(events: Sequence[Mapping[str, Any]], ranks: Mapping[int, RankRecord]) -> int:
     """Return a step that the run has certainly finished, by its last event and the records of its ranks."""
-    finished = events[-1]["step"] if events and events[-1]["what"] == FINISHED else 0
+    finished = events[-1]["step"] if events and events[-1]["kind"] == FINISHED else 0
     recorded = max((record.steps[-1]["step"] for record in ranks.values() if record.steps), default=0)
     return max(finished, recorded - MAX_STEP_LAG)
 

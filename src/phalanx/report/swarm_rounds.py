@@ -75,7 +75,7 @@ def _measured_per_round(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]
     seconds = [MeasuredQuantity(name, "s", getattr(total, field) / count) for name, field in SECONDS.items()]
     return [
         MeasuredQuantity("sent", "B", total.sent_bytes / count),
-        MeasuredQuantity("received", "B", (total.received_bytes - total.whole_bytes) / count),
+        MeasuredQuantity("received", "B", (total.received_bytes - total.initial_bytes) / count),
         MeasuredQuantity("whole round", "s", total.seconds / count),
         *seconds,
         MeasuredQuantity("utilization", "", total.train_seconds / total.seconds),
@@ -88,8 +88,8 @@ def _measured_in_all_rounds(rounds: Sequence[RoundRecord]) -> list[MeasuredQuant
     total = _sum_rounds(rounds)
     return [
         MeasuredQuantity("sent", "B", total.sent_bytes),
-        MeasuredQuantity("received", "B", total.received_bytes - total.whole_bytes),
-        MeasuredQuantity("initial weights", "B", total.whole_bytes),
+        MeasuredQuantity("received", "B", total.received_bytes - total.initial_bytes),
+        MeasuredQuantity("initial weights", "B", total.initial_bytes),
         MeasuredQuantity("communication", "B", total.sent_bytes + total.received_bytes),
     ]
 
@@ -108,7 +108,7 @@ def _predicted_rows(
     traffic = [round_bytes(node, swarm.method, swarm.effective_codec, replication=swarm.replication) for node in nodes]
     sent = sum(node_traffic.up for node_traffic in traffic) / swarm.fragments
     received = sum(node_traffic.down for node_traffic in traffic) / swarm.fragments
-    num_downloads = sum(record.whole_bytes > 0 for record in rounds)
+    num_downloads = sum(record.initial_bytes > 0 for record in rounds)
     full_model_bytes = num_downloads * WEIGHT_BYTES * count_parameters(run.model).total
     predictions = {
         (PER_ROUND, "sent"): sent / count,
@@ -136,7 +136,7 @@ def _predicted_rows(
 
 def _sum_rounds(rounds: Sequence[RoundRecord]) -> RoundRecord:
     """Return the sums over rounds, except of values that are not additive."""
-    names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
+    names = ("steps", "tokens", "seconds", "initial_bytes", *SECONDS.values(), *BYTES.values())
     return RoundRecord(
         round=rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names}
     )
@@ -148,7 +148,7 @@ def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
     return {
         "round": [record.round for record in rounds],
         "steps": [record.steps for record in rounds],
-        "whole": [record.seconds for record in rounds],
+        "total_seconds": [record.seconds for record in rounds],
         "seconds": {name: [getattr(record, field) for record in rounds] for name, field in SECONDS.items()},
         "bytes": {name: [getattr(record, field) for record in rounds] for name, field in BYTES.items()},
         "refused": [record.refused for record in rounds],
@@ -167,17 +167,17 @@ def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
     rows: dict[int, Facts] = {}
     for event in events:
         row = rows.get(event.get("round", -1))
-        if event["what"] == "opened":
+        if event["kind"] == "opened":
             empty: Facts = {"bytes": {}, "tokens": {}, "refused": Counter()}
             rows[event["round"]] = {"round": event["round"], "nodes": len(event["text"]), **empty, "seconds": None}
             opened_at = event["at"]
         elif row is None:
             continue
-        elif event["what"] == "accepted":
+        elif event["kind"] == "accepted":
             row["bytes"][event["node"]] = event["bytes"]
             row["tokens"][event["node"]] = event["tokens"]
-        elif event["what"] == "refused":
+        elif event["kind"] == "refused":
             row["refused"][event["node"]] += 1
-        elif event["what"] == "committed":
+        elif event["kind"] == "committed":
             row["seconds"] = event["at"] - opened_at
     return list(rows.values())

@@ -68,6 +68,22 @@ def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]
     return decoder(Annotated[Union[tuple(tagged)], Discriminator(name)])  # noqa: UP007 -- of a tuple
 
 
+def accept_old_keys(decode: Decode[T], new_keys: Mapping[str, str]) -> Decode[T]:
+    """Return a decoder that also accepts lines of earlier versions, in which keys had other names.
+
+    Args:
+        decode: The decoder of today's lines.
+        new_keys: Today's key by the key of before 2026-11-28.
+    """
+
+    def decode_renamed(content: bytes) -> T:
+        for old, new in new_keys.items():  # in a text, the quotes around a key are escaped
+            content = content.replace(f'"{old}":'.encode(), f'"{new}":'.encode(), 1)
+        return decode(content)
+
+    return decode_renamed
+
+
 decode_object: Decode[dict[str, Any]] = decoder(dict[str, Any])
 """Decode an object with any values."""
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Rank, WorldSize, union_decoder
+from phalanx.runs.decode import Count, Rank, WorldSize, accept_old_keys, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 from phalanx.spec.files.replace import open_no_link
@@ -47,7 +47,7 @@ class Event(TypedDict):
     """The fields of every event."""
 
     time: Timestamp
-    what: str
+    kind: str
 
 
 class Started(Event):
@@ -68,7 +68,7 @@ class Failed(Event):
     reason: str
     verdict: NotRequired[list[str]]
     """Lines of the diagnosis."""
-    here: NotRequired[bool]
+    local: NotRequired[bool]
     """True if the failure began on this node."""
 
 
@@ -100,7 +100,7 @@ _EVENT_TYPES: dict[str, Any] = {
     ROLLED_BACK: RolledBack,
     QUARANTINED: Quarantined,
 }
-decode_event = union_decoder("what", _EVENT_TYPES, Event)
+decode_event = accept_old_keys(union_decoder("kind", _EVENT_TYPES, Event), {"what": "kind", "here": "local"})
 """Decode a line of events.jsonl."""
 
 
@@ -112,7 +112,7 @@ def append_event(directory: Path, event_type: str, **fields: Any) -> None:
         event_type: The kind of event.
         fields: Fields of the event, such as those of `Failed`.
     """
-    record = json.dumps({"time": time.time(), "what": event_type, "host": socket.gethostname(), **fields})
+    record = json.dumps({"time": time.time(), "kind": event_type, "host": socket.gethostname(), **fields})
     with (
         suppress(OSError),
         open(directory / EVENTS_FILE, "ab+", opener=open_no_link) as file,
@@ -135,15 +135,15 @@ def active_seconds_until(events: Sequence[Mapping[str, Any]], event_type: str) -
     Two times are excluded: from an end to the next start, and from the last sign of life (`alive_until`) to a start by
     another launcher.
     """
-    last_index = max((index for index, event in enumerate(events) if event["what"] == event_type), default=0)
+    last_index = max((index for index, event in enumerate(events) if event["kind"] == event_type), default=0)
     total = 0.0
     launcher = None
     for before, after in pairwise(events[: last_index + 1]):
-        launcher = _launcher_id(before) if before["what"] == STARTED else launcher
+        launcher = _launcher_id(before) if before["kind"] == STARTED else launcher
         end = float(after["time"])
-        if after["what"] == STARTED and after.get("alive_until") is not None and _launcher_id(after) != launcher:
+        if after["kind"] == STARTED and after.get("alive_until") is not None and _launcher_id(after) != launcher:
             end = min(end, float(after["alive_until"]))
-        if before["what"] != FINISHED:
+        if before["kind"] != FINISHED:
             total += max(0.0, end - float(before["time"]))
     return total
 
@@ -160,13 +160,13 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
     events = read_events(directory)
     if not events:
         return 0, 0.0
-    event_types = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
+    event_types = [event["kind"] for event in events if event["kind"] in LIFECYCLE_EVENTS]
     unrecorded_failures = sum(
         after == STARTED == before for before, after in pairwise(event_types)
     )  # no event between two starts
     seconds_since_last_event = 0.0 if event_types[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
     return len(describe_failures(events, exclude_last=False)) + unrecorded_failures, active_seconds_until(
-        events, events[-1]["what"]
+        events, events[-1]["kind"]
     ) + seconds_since_last_event
 
 
@@ -177,24 +177,24 @@ def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -
         events: The events of the run.
         exclude_last: Whether to omit the last failure if the run has not started since.
     """
-    starts_and_failures = [event for event in events if event["what"] in (STARTED, FAILED)]
+    starts_and_failures = [event for event in events if event["kind"] in (STARTED, FAILED)]
     failures: list[Mapping[str, Any]] = []
-    for before, event in pairwise([{"what": STARTED}, *starts_and_failures]):
-        if event["what"] != FAILED:
+    for before, event in pairwise([{"kind": STARTED}, *starts_and_failures]):
+        if event["kind"] != FAILED:
             continue
-        if before["what"] == FAILED and not (
+        if before["kind"] == FAILED and not (
             _is_local_failure(before) and _is_local_failure(event)
         ):  # one failure, recorded on several nodes
             failures[-1] = max(failures[-1], event, key=_is_local_failure)
         else:
             failures.append(event)
-    ends_with_failure = bool(starts_and_failures) and starts_and_failures[-1]["what"] == FAILED
+    ends_with_failure = bool(starts_and_failures) and starts_and_failures[-1]["kind"] == FAILED
     return [_format_failure(event) for event in (failures[:-1] if exclude_last and ends_with_failure else failures)]
 
 
 def _is_local_failure(failure: Mapping[str, Any]) -> bool:
     """Return whether the node on which a failure began has recorded it."""
-    return bool(failure.get("here", True))
+    return bool(failure.get("local", True))
 
 
 def _format_failure(event: Mapping[str, Any]) -> str:
@@ -204,7 +204,7 @@ def _format_failure(event: Mapping[str, Any]) -> str:
 
 def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on each rollback of a run: time, reason, and the steps before and after."""
-    rollbacks = [event for event in events if event["what"] == ROLLED_BACK]
+    rollbacks = [event for event in events if event["kind"] == ROLLED_BACK]
     return [
         f"{_format_time(event)}: {event['reason']}; from step {event['after']} to step {event['to']}"
         for event in rollbacks
@@ -213,7 +213,7 @@ def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on each quarantined checkpoint: time and damage."""
-    quarantined = [event for event in events if event["what"] == QUARANTINED]
+    quarantined = [event for event in events if event["kind"] == QUARANTINED]
     return [
         f"{_format_time(event)}: {event['checkpoint']} was damaged and quarantined: {event['problem']}"
         for event in quarantined

@@ -16,7 +16,17 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Number, decode_object, decoder, read_json, union_decoder
+from phalanx.runs.decode import (
+    Amount,
+    Count,
+    Decode,
+    Number,
+    accept_old_keys,
+    decode_object,
+    decoder,
+    read_json,
+    union_decoder,
+)
 from phalanx.runs.jsonl import read_valid_jsonl
 from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
@@ -48,7 +58,7 @@ class RoundRecord:
     receive_seconds: Amount = 0.0
     sent_bytes: Count = 0
     received_bytes: Count = 0
-    whole_bytes: Count = 0
+    initial_bytes: Count = 0
     """Received bytes of full copies of the weights, sent at the start or after too long an absence."""
     held_bytes: Count = 0
     """Weights, gradients and optimizer state of rank 0 after its last step, and experts in storage."""
@@ -59,11 +69,14 @@ class RoundRecord:
 _decode_fields: Decode[RoundRecord] = decoder(RoundRecord)
 
 
-def decode_round(content: bytes) -> RoundRecord:
-    """Decode a line of `ROUNDS_FILE`, which has all fields unless another version wrote it."""
+def _decode_round(content: bytes) -> RoundRecord:
     if not decode_object(content).keys() >= {field.name for field in fields(RoundRecord)}:
         raise ValueError("a field is missing")
     return _decode_fields(content)
+
+
+decode_round = accept_old_keys(_decode_round, {"whole_bytes": "initial_bytes"})
+"""Decode a line of `ROUNDS_FILE`, which has all fields unless another version wrote it."""
 
 
 class JoinMessage(TypedDict):
@@ -109,7 +122,7 @@ def read_link(directory: Path) -> LinkRecord:
 class JournalEvent(TypedDict):
     """An event of a swarm's coordinator (`swarm/coordinator/swarm_state.py`)."""
 
-    what: str
+    kind: str
     at: Number
 
 
@@ -190,7 +203,7 @@ class RefusedEvent(JournalEvent):
     node: str
     round: int
     """The round that the node named; -1 if its message was unreadable."""
-    why: str
+    reason: str
 
 
 EVENT_TYPES: dict[str, Any] = {
@@ -205,7 +218,9 @@ EVENT_TYPES: dict[str, Any] = {
     "dropped": RefusedEvent,
     "committed": CommittedEvent,
 }
-decode_journal_event = union_decoder("what", EVENT_TYPES, RoundEvent)
+decode_journal_event = accept_old_keys(
+    union_decoder("kind", EVENT_TYPES, RoundEvent), {"what": "kind", "why": "reason", "said": "message"}
+)
 """Decode a line of a coordinator's journal, of which another version may have written other events."""
 
 

@@ -90,7 +90,7 @@ class SwarmProcesses:
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of the coordinator's journal, optionally only of these kinds."""
         events = read_jsonl(self.coordinator_folder / JOURNAL_FILE)
-        return [event for event in events if not kinds or event["what"] in kinds]
+        return [event for event in events if not kinds or event["kind"] in kinds]
 
     def committed_rounds(self) -> int:
         """Return the number of committed rounds."""

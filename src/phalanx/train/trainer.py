@@ -508,7 +508,7 @@ class Trainer(Learner):
         if not self.run.recovery.in_memory_checkpoint_every:
             return None
         num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, self.directory))
-        identity = {"ranks": self.mesh.dims.world_size, "back": num_rollbacks, **in_memory_identity(self.run)}
+        identity = {"ranks": self.mesh.dims.world_size, "rollbacks": num_rollbacks, **in_memory_identity(self.run)}
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         return InMemoryCheckpointer(identity, group, self.device)
 

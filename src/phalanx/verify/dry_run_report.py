@@ -56,7 +56,7 @@ class DryRunReport:
     def raise_on_mismatch(self) -> None:
         """Raise PlanMismatchError with the first comparisons that disagree, if there are any."""
         mismatches = [
-            f"rank {rank}: {check.what} {check.among} is {check.traced:,.0f}, planned {check.planned:,.0f}"
+            f"rank {rank}: {check.quantity} {check.among} is {check.traced:,.0f}, planned {check.planned:,.0f}"
             for rank, checks in self.rank_checks.items()
             for check in checks
             if not check.agrees
@@ -84,7 +84,7 @@ class DryRunReport:
         rows = [
             (
                 r,
-                check.what,
+                check.quantity,
                 check.among,
                 format_si(check.planned),
                 format_si(check.traced),

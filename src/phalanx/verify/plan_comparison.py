@@ -34,7 +34,7 @@ class PlanCheck:
     """A planned quantity of a rank's step, and its traced value."""
 
     kind: Kind
-    what: str
+    quantity: str
     """An operation of torch.distributed, a part of memory, or FLOPs."""
     among: str
     """The group of the operation: its axes, or other shared property (`GroupKind`)."""
@@ -46,7 +46,7 @@ class PlanCheck:
     planned_calls: int = 0
     traced_calls: int = 0
     agrees: bool = True
-    why: str = ""
+    explanation: str = ""
     """The cause of a difference, if known."""
 
 
@@ -104,7 +104,7 @@ def _check_collective(run: RunSpec, key: tuple[str, Group], planned: list[Traffi
     agrees = has_planned_bytes and planned_calls == executed.calls
     return PlanCheck(
         kind="collective",
-        what=operation,
+        quantity=operation,
         among=", ".join(sorted({row.group_kind for row in planned})) or "?",
         ranks=len(group),
         planned=planned_bytes,
@@ -112,7 +112,7 @@ def _check_collective(run: RunSpec, key: tuple[str, Group], planned: list[Traffi
         planned_calls=planned_calls,
         traced_calls=executed.calls,
         agrees=agrees,
-        why="" if agrees else _explain_difference(run, operation),
+        explanation="" if agrees else _explain_difference(run, operation),
     )
 
 
@@ -169,13 +169,15 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
             checks.append(
                 PlanCheck(
                     kind="memory",
-                    what=part,
+                    quantity=part,
                     among="",
                     ranks=1,
                     planned=planned_bytes,
                     traced=traced_bytes,
                     agrees=is_at_most and (is_at_least or not is_fullest),
-                    why="smaller than the plan, which is for the rank that needs the most" if is_smaller else "",
+                    explanation="smaller than the plan, which is for the rank that needs the most"
+                    if is_smaller
+                    else "",
                 )
             )
     return checks
@@ -198,7 +200,7 @@ def _compare_flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> Pla
     actual = traced["flops"]
     return PlanCheck(
         kind="flops",
-        what="step",
+        quantity="step",
         among="",
         ranks=1,
         planned=expected,

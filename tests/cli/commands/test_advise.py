@@ -98,14 +98,14 @@ def test_advise_oom_settings_make_run_fit_when_applied(run):
     assert facts["fits"]
     needed = facts["needed"][-1]
     settings = [word for setting in needed["settings"] for word in ("--set", setting)]
-    then = advise_json("oom", run, "--machine", "h100", *settings)
-    assert then["now"] == needed["then"]
-    assert then["now"]["fits"]
-    assert (then["steps"], then["needed"]) == ([], [])
+    changed = advise_json("oom", run, "--machine", "h100", *settings)
+    assert changed["now"] == needed["after"]
+    assert changed["now"]["fits"]
+    assert (changed["steps"], changed["needed"]) == ([], [])
     assert "The run fits without changes." in advise_output("oom", run, "--machine", "h100", *settings)
     cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
     held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
-    assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
+    assert held.total == changed["now"]["memory"]["total"] < 80 * 2**30
 
 
 def test_advise_oom_reports_when_no_remedy_sequence_fits(run):

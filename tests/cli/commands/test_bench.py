@@ -110,7 +110,7 @@ def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -
 def test_bench_on_one_rank_skips_collectives(run: Path) -> None:
     found = json.loads(measure_process_output(run, "--nproc", 1, "--iterations", 1, "--json"))
     assert found["collectives"] == []
-    assert {row["what"] for row in found["bandwidth"]} == {"copy", "triad"}
+    assert {row["kernel"] for row in found["bandwidth"]} == {"copy", "triad"}
     assert [row["layers"] for row in found["matmul"]] == [["wq", "wk", "wv", "wo"], ["gate", "up"], ["down"], ["head"]]
     assert [row["heads"] for row in found["attention"]] == [2]
 

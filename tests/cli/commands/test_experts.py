@@ -63,9 +63,9 @@ def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict
     counted = [record for record in read_metrics(stopped_run) if "expert_tokens" in record][-1]["expert_tokens"]
     found = experts_json(stopped_run, "--ep", 2, "--balance")
     assert [row["tokens"] for row in found["layers"]] == counted
-    assert all(1 <= row["then"] <= row["busiest_rank"] for row in found["layers"])
+    assert all(1 <= row["busiest_rank_after"] <= row["busiest_rank"] for row in found["layers"])
     again = experts_json(stopped_run, "--ep", 2)
-    assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in found["layers"]]
+    assert [row["busiest_rank"] for row in again["layers"]] == [row["busiest_rank_after"] for row in found["layers"]]
     given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
     (stopped_run.parent / "order.json").write_text(json.dumps(given))
     experts_output(stopped_run, "--ep", 2, "--order", stopped_run.parent / "order.json")

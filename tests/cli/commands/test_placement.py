@@ -149,7 +149,7 @@ def test_placement_assigns_parameter_servers_to_nodes(run: Path) -> None:
     facts = placement_json(
         run, "--ranks", "5", "--nproc", "5", *layout_options(data_parallel="parameter_server", num_servers=2)
     )
-    assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
+    assert facts["ranks_by_node"] == ["2 servers, dp_replicate 0-2"]
     assert set(facts["bytes"]) == {"servers", "total"}
 
 

@@ -119,7 +119,7 @@ def test_group_rows_omits_zero_rows(two_run_report):
         "memory of pp1",
         "sent by pp1 in a step",
     ]
-    assert "offloaded" not in [row["what"] for row in groups["memory of pp0"]]
+    assert "offloaded" not in [row["quantity"] for row in groups["memory of pp0"]]
 
 
 def test_report_page_has_table_of_gpus_if_a_run_has_their_figures(two_run_report):

@@ -81,7 +81,7 @@ def test_coordinator_continues_a_swarm_with_every_kind_of_event(simulated: Simul
     simulated.now += 100.0
     coordinator.tick()
     restart(simulated)
-    recorded = {event["what"] for event in read_jsonl(simulated.coordinator.journal.path)}
+    recorded = {event["kind"] for event in read_jsonl(simulated.coordinator.journal.path)}
     assert recorded == {
         *("initialized", "joined", "left", "text", "opened", "resumed", "accepted", "refused", "dropped", "committed")
     }

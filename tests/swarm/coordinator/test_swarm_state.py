@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.runs.swarm_records import decode_journal_event
 from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import RoundSpec
 from phalanx.swarm.coordinator.journal import Journal
@@ -29,7 +30,7 @@ def make_state(steps: int = 12, **swarm: Any) -> SwarmState:
 
 def join_nodes(state: SwarmState, *names: str, capacity: float = 4) -> None:
     for name in names:
-        state.record({"what": "joined", "node": name, "capacity": capacity, "text": "t", "at": 0.0})
+        state.record({"kind": "joined", "node": name, "capacity": capacity, "text": "t", "at": 0.0})
 
 
 def open_round(state: SwarmState, now: float = 0.0) -> Event:
@@ -40,7 +41,7 @@ def open_round(state: SwarmState, now: float = 0.0) -> Event:
 
 
 def accept_update(state: SwarmState, node: str, at: float) -> None:
-    state.record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0, "at": at})
+    state.record({"kind": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0, "at": at})
 
 
 def test_swarm_state_opens_with_enough_nodes_and_is_done_after_last_round():
@@ -50,7 +51,7 @@ def test_swarm_state_opens_with_enough_nodes_and_is_done_after_last_round():
     join_nodes(state, "bob")
     for number in range(2):
         assert open_round(state)["round"] == number
-        state.record({"what": "committed"})
+        state.record({"kind": "committed"})
     assert state.done
     assert state.next_round_event(0.0) is None
 
@@ -65,12 +66,12 @@ def test_swarm_state_closes_round_after_grace_when_updates_were_rejected():
             accept_update(state, teller, 1.0)
         for node in {"ann", "bob"} - {teller}:
             assert not state.should_close(100.0)
-            state.record({"what": "refused", "round": number, "node": node, "why": "not finite"})
+            state.record({"kind": "refused", "round": number, "node": node, "reason": "not finite"})
         assert not state.should_close(4.9)
         assert state.should_close(6.1)
-        state.record({"what": "committed"})
+        state.record({"kind": "committed"})
     open_round(state)
-    state.record({"what": "refused", "round": 0, "node": "ann", "why": "closed"})  # of a round long past
+    state.record({"kind": "refused", "round": 0, "node": "ann", "reason": "closed"})  # of a round long past
     accept_update(state, "bob", 1.0)
     assert not state.should_close(100.0)
     accept_update(state, "ann", 1.0)
@@ -84,7 +85,7 @@ def test_swarm_state_waits_for_all_members_and_closes_when_missing_one_leaves():
     accept_update(state, "ann", 1.0)
     accept_update(state, "bob", 1.0)
     assert not state.should_close(2.0)
-    state.record({"what": "left", "node": "cid", "why": "no heartbeat"})
+    state.record({"kind": "left", "node": "cid", "reason": "no heartbeat"})
     assert state.should_close(2.0)
 
 
@@ -116,7 +117,7 @@ def test_swarm_state_derives_round_deadline_from_previous_rounds():
         open_round(state, begun)
         for node, seconds in zip(NODES, (10.0, 12.0, 14.0, 70.0), strict=True):
             accept_update(state, node, begun + seconds)
-        state.record({"what": "committed"})
+        state.record({"kind": "committed"})
     open_round(state, 200.0)
     assert state.closes_at() == 200 + 13 + 3 * 2
 
@@ -128,10 +129,10 @@ def test_swarm_state_round_deadline_excludes_downtime_of_coordinator():
         open_round(state, opened_at)
         for node in NODES[:2]:
             accept_update(state, node, opened_at + 10)
-        state.record({"what": "committed"})
+        state.record({"kind": "committed"})
     open_round(state, 200.0)
     assert state.closes_at() == 200 + 10 + 20
-    state.record({"what": "resumed", "down": 500.0, "at": 705.0})
+    state.record({"kind": "resumed", "down": 500.0, "at": 705.0})
     assert state.closes_at() == 200 + 500 + RECONNECT_SECONDS + 10 + 20
     accept_update(state, "ann", 711.0)
     assert state.round.updates["ann"].offset == 11.0
@@ -146,7 +147,7 @@ def test_swarm_state_round_remains_open_after_downtime_until_nodes_have_reconnec
     open_round(state)
     accept_update(state, "ann", 10.0)
     assert state.closes_at() == 15.0
-    state.record({"what": "resumed", "down": 100.0, "at": 114.9})
+    state.record({"kind": "resumed", "down": 100.0, "at": 114.9})
     assert state.closes_at() == 115.0 + RECONNECT_SECONDS
 
 
@@ -154,7 +155,7 @@ def test_swarm_state_round_opened_after_downtime_waits_for_nodes_to_reconnect():
     for opened_at, delay in ((101.0, RECONNECT_SECONDS), (100.0 + RECONNECT_SECONDS, 0.0)):
         state = make_state(nodes=2, round={"grace_seconds": 5.0, "timeout_multiplier": 3.0})
         join_nodes(state, *NODES[:2])
-        state.record({"what": "resumed", "down": 50.0, "at": 100.0})
+        state.record({"kind": "resumed", "down": 50.0, "at": 100.0})
         open_round(state, opened_at)
         accept_update(state, "ann", opened_at + 2)
         assert state.closes_at() == opened_at + 2 + 5 + delay
@@ -163,31 +164,31 @@ def test_swarm_state_round_opened_after_downtime_waits_for_nodes_to_reconnect():
 def test_swarm_state_text_is_free_until_a_node_has_trained():
     state = make_state()
     assert state.required_text("ann") is None
-    state.record({"what": "joined", "node": "ann", "capacity": 4, "text": "wrong", "at": 0.0})
+    state.record({"kind": "joined", "node": "ann", "capacity": 4, "text": "wrong", "at": 0.0})
     assert (state.required_text("ann"), state.required_text("bob")) == (None, "wrong")
-    state.record({"what": "left", "node": "ann", "why": "on request", "at": 0.0})
+    state.record({"kind": "left", "node": "ann", "reason": "on request", "at": 0.0})
     assert state.required_text("bob") is None
     join_nodes(state, "bob", "cid")
     open_round(state)
-    state.record({"what": "left", "node": "bob", "why": "no heartbeat", "at": 0.0})
+    state.record({"kind": "left", "node": "bob", "reason": "no heartbeat", "at": 0.0})
     assert state.required_text("ann") == "t"  # its update may still arrive
     accept_update(state, "bob", 1.0)
     for node in ("bob", "cid"):
-        state.record({"what": "left", "node": node, "why": "on request", "at": 0.0})
-    state.record({"what": "committed"})
+        state.record({"kind": "left", "node": node, "reason": "on request", "at": 0.0})
+    state.record({"kind": "committed"})
     assert state.required_text("ann") == "t"
-    state.record({"what": "text", "text": "right", "at": 0.0})
+    state.record({"kind": "text", "text": "right", "at": 0.0})
     assert state.required_text("ann") == "right"
 
 
 def test_swarm_state_weight_digests_are_those_of_each_fragments_last_round():
     state = make_state(steps=12, every=3, fragments=3)
     assert state.weight_digests(0) == [None, None, None]
-    state.record({"what": "initialized", "base": ["a", "b", "c"]})
+    state.record({"kind": "initialized", "base": ["a", "b", "c"]})
     join_nodes(state, *NODES[:2])
     for number in range(4):
         open_round(state)
-        state.record({"what": "committed", "base": f"base {number}", "broadcast": ""})
+        state.record({"kind": "committed", "base": f"base {number}", "broadcast": ""})
     assert state.weight_digests(0) == ["a", "b", "c"]
     assert state.weight_digests(2) == ["base 0", "base 1", "c"]
     assert state.weight_digests(4) == ["base 3", "base 1", "base 2"]
@@ -218,15 +219,15 @@ def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(ac
     for now, what in enumerate(actions):
         node = data.draw(st.sampled_from(NODES))
         if what == "join":
-            record({"what": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
+            record({"kind": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
         elif what == "leave":
-            record({"what": "left", "node": node, "why": "x", "at": now})
+            record({"kind": "left", "node": node, "reason": "x", "at": now})
         elif what == "tell" and state.rejection_reason(node, state.committed) is None:
-            record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
+            record({"kind": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
         elif what == "close" and state.should_close(now):
-            record({"what": "committed"})
+            record({"kind": "committed"})
         elif what == "restart":
-            record({"what": "resumed", "down": data.draw(st.floats(-5, 1e4)), "at": now})
+            record({"kind": "resumed", "down": data.draw(st.floats(-5, 1e4)), "at": now})
         elif what == "open" and (event := state.next_round_event(float(now))) is not None:
             record(event)
             assert all(of and set(of) <= set(state.members) for of in event["owners"])
@@ -249,7 +250,7 @@ def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
     assert state.rejection_reason("ann", 1) == "not open yet"
     accept_update(state, "ann", 1.0)
     assert state.rejection_reason("ann", 0) == "already sent"
-    state.record({"what": "committed"})
+    state.record({"kind": "committed"})
     assert state.rejection_reason("bob", 0) == "closed"
 
 
@@ -270,13 +271,13 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     for number in range(3):
-        journal.append({"what": "committed", "round": number, "at": 1.0})
+        journal.append({"kind": "committed", "round": number, "at": 1.0})
     journal.close()
     content = path.read_bytes()
     path.write_bytes(content[:-5])
     again = Journal(path)
     assert [event["round"] for event in again.events] == [0, 1]
-    again.append({"what": "committed", "round": 9, "at": 1.0})
+    again.append({"kind": "committed", "round": 9, "at": 1.0})
     again.close()
     assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
 
@@ -284,15 +285,15 @@ def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
 def test_journal_contains_event_once_when_its_first_write_failed(tmp_path, monkeypatch):
     """The disk was full in the middle of a line, or after it."""
     journal = Journal(tmp_path / "journal.jsonl")
-    journal.append({"what": "text", "text": "t", "at": 1.0})
-    os.write(journal._file.fileno(), b'{"what":"comm')
+    journal.append({"kind": "text", "text": "t", "at": 1.0})
+    os.write(journal._file.fileno(), b'{"kind":"comm')
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", _raise_disk_full)
         with pytest.raises(OSError, match="full"):
-            journal.append({"what": "committed", "at": 2.0})
-    journal.append({"what": "committed", "at": 2.0})
+            journal.append({"kind": "committed", "at": 2.0})
+    journal.append({"kind": "committed", "at": 2.0})
     journal.close()
-    assert [event["what"] for event in Journal(tmp_path / "journal.jsonl").events] == ["text", "committed"]
+    assert [event["kind"] for event in Journal(tmp_path / "journal.jsonl").events] == ["text", "committed"]
 
 
 def _raise_disk_full(descriptor: int) -> None:
@@ -303,7 +304,7 @@ def _raise_disk_full(descriptor: int) -> None:
 def test_journal_last_alive_is_the_last_event_or_a_later_marker(tmp_path, marker):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    journal.append({"what": "text", "text": "t", "at": 5.0})
+    journal.append({"kind": "text", "text": "t", "at": 5.0})
     journal.mark_alive(2.0)
     if marker is not None:
         (tmp_path / "alive").write_bytes(marker)
@@ -320,15 +321,15 @@ def test_journal_last_alive_is_the_last_event_or_a_later_marker(tmp_path, marker
         b"3\n",
         b"[" * 100_000 + b"\n",
         b"\xff\n",
-        b'{"what":"committed"}\n',
-        b'{"what":"joined","node":[],"capacity":4,"text":"t","at":1}\n',
-        b'{"what":"left","node":"a","at":1e400}\n',
-        b'{"what":"acceqted","round":0,"node":"a","tokens":1,"steps":1,"bytes":1,"norm":1.0,"at":1}\n',
+        b'{"kind":"committed"}\n',
+        b'{"kind":"joined","node":[],"capacity":4,"text":"t","at":1}\n',
+        b'{"kind":"left","node":"a","at":1e400}\n',
+        b'{"kind":"acceqted","round":0,"node":"a","tokens":1,"steps":1,"bytes":1,"norm":1.0,"at":1}\n',
     ],
 )
 def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path = tmp_path / "journal.jsonl"
-    event = b'{"what":"committed","round":0,"at":1}\n'
+    event = b'{"kind":"committed","round":0,"at":1}\n'
     path.write_bytes(event + line + event)
     with pytest.raises(UserError, match=r"line 2.*is not an event"):
         Journal(path)
@@ -337,10 +338,10 @@ def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
 @pytest.mark.parametrize(
     "event",
     [
-        {"what": "acceqted", "at": 1.0},
-        {"what": "text", "text": "\ud800", "at": 1.0},
-        {"what": "resumed", "down": 1e300, "at": 1.0},
-        {"what": "text", "text": "t", "at": float("nan")},
+        {"kind": "acceqted", "at": 1.0},
+        {"kind": "text", "text": "\ud800", "at": 1.0},
+        {"kind": "resumed", "down": 1e300, "at": 1.0},
+        {"kind": "text", "text": "t", "at": float("nan")},
     ],
 )
 def test_journal_does_not_write_events_that_a_restart_could_not_read(tmp_path, event):
@@ -348,7 +349,7 @@ def test_journal_does_not_write_events_that_a_restart_could_not_read(tmp_path, e
     journal = Journal(path)
     with pytest.raises(ValueError, match=r"validation error|no event"):
         journal.append(event)
-    journal.append({"what": "text", "text": "t", "at": 1.0})
+    journal.append({"kind": "text", "text": "t", "at": 1.0})
     journal.close()
     assert [event["text"] for event in Journal(path).events] == ["t"]
 
@@ -369,13 +370,19 @@ def test_journal_does_not_follow_links(tmp_path):
 @pytest.mark.parametrize(
     "event",
     [
-        {"what": "committed", "round": 0},
-        {"what": "accepted", "round": 0, "node": "ann", "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0},
-        {"what": "dropped", "round": 0, "node": "ann", "why": "outlying"},
-        {"what": "opened", "round": 3, "owners": None, "text": {}},
-        {"what": "opened", "round": 0, "owners": [["nobody"]] * 4, "text": {}},
+        {"kind": "committed", "round": 0},
+        {"kind": "accepted", "round": 0, "node": "ann", "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0},
+        {"kind": "dropped", "round": 0, "node": "ann", "reason": "outlying"},
+        {"kind": "opened", "round": 3, "owners": None, "text": {}},
+        {"kind": "opened", "round": 0, "owners": [["nobody"]] * 4, "text": {}},
     ],
 )
 def test_replay_rejects_event_that_does_not_follow_from_earlier_ones(event, tmp_path):
     with pytest.raises(UserError, match=r"line 1.*does not follow from the lines before it"):
         replay(tiny_swarm_run(tmp_path), [{**event, "at": 1.0}])
+
+
+def test_journal_accepts_keys_of_earlier_versions() -> None:
+    line = b'{"what":"refused","round":1,"node":"bob","why":"closed","said":"closed: round 1","at":1.0}'
+    event = {"kind": "refused", "round": 1, "node": "bob", "reason": "closed", "message": "closed: round 1", "at": 1.0}
+    assert decode_journal_event(line) == event

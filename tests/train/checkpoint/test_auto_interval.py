@@ -79,7 +79,7 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
     kinds = ["started", "failed", "started", "failed", "started", "started", "failed"]  # one unrecorded failure
     now = time.time()
     events = [
-        {"time": now - 400 + 50 * at, "what": what, "ranks": 2, "rank": 0, "step": 0, "reason": "was killed"}
+        {"time": now - 400 + 50 * at, "kind": what, "ranks": 2, "rank": 0, "step": 0, "reason": "was killed"}
         for at, what in enumerate(kinds)
     ]
     lines = "".join(json.dumps(event) + "\n" for event in events)

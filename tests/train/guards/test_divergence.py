@@ -67,7 +67,7 @@ def test_loss_spike_rolls_back_and_skips_the_offending_steps(
     directory, wrong = create_run(run, 1, resume=False), (SPIKE_STEP - 1) * 8
     replace_targets(monkeypatch, range(wrong, wrong + 8), inverted_targets)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 0
-    (back,) = [event for event in read_events(directory) if event["what"] == "rolled_back"]
+    (back,) = [event for event in read_events(directory) if event["kind"] == "rolled_back"]
     assert (back["after"], back["to"]) == (SPIKE_STEP, 12)
     assert "times the recent median" in back["reason"]
     one = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", CHANGES))
@@ -94,7 +94,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
 
     monkeypatch.setattr(Trainer, "forward_backward", infinite)
     assert worker.run_rank(directory, RankOptions(resume=True)) == 1
-    back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
+    back = [(event["after"], event["to"]) for event in read_events(directory) if event["kind"] == "rolled_back"]
     assert back == [(5, 0), (2, 0)]
     assert count_rollbacks(directory) == 2
     assert steps_to_skip(directory, 0) == 7
@@ -118,7 +118,7 @@ def scale_weights_once(monkeypatch: pytest.MonkeyPatch, step: int, factor: float
 
 
 def recorded_rollbacks(directory: Path) -> list[tuple[int, int]]:
-    return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
+    return [(event["after"], event["to"]) for event in read_events(directory) if event["kind"] == "rolled_back"]
 
 
 @pytest.mark.parametrize(

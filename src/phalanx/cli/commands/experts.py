@@ -72,7 +72,7 @@ def experts(
             "layer": layer,
             "tokens": tokens,
             "busiest_rank": max_rank_load(tokens, range(len(tokens)), ranks),
-            "then": max_rank_load(tokens, orders[layer], ranks),
+            "busiest_rank_after": max_rank_load(tokens, orders[layer], ranks),
             "order": orders[layer],
         }
         for layer, tokens in loads.items()
@@ -157,7 +157,7 @@ def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label:
             str(row["layer"]),
             f"{max(tokens) * len(tokens) / max(1, sum(tokens)):.2f}",
             f"{row['busiest_rank']:.2f}",
-            f"{row['then']:.2f}",
+            f"{row['busiest_rank_after']:.2f}",
             " | ".join(" ".join(map(str, rank_experts)) for rank_experts in expert_ranges),
         )
     console.print(table)

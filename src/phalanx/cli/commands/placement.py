@@ -138,7 +138,7 @@ def placement_to_json(
         "nodes": -(-world_size // site.nproc),
         "site": asdict(site),
         "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
-        "seats": seating_by_node(run, world_size, site.nproc),
+        "ranks_by_node": seating_by_node(run, world_size, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
         "share_of_all": {
             link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINK_KINDS
@@ -232,8 +232,8 @@ def _show(facts: dict[str, Any]) -> None:
     console.print(f"\nrank r is on node r // {facts['nproc']}, device r mod {facts['nproc']}")
     if facts["numa_nodes"] and None not in facts["numa_nodes"]:
         console.print(f"  NUMA node of device 0, 1, ...: {', '.join(map(str, facts['numa_nodes']))}")
-    for node, seat in enumerate(facts["seats"][:MAX_NODES_SHOWN]):
-        console.print(f"  node {node}: {seat}")
+    for node, ranks in enumerate(facts["ranks_by_node"][:MAX_NODES_SHOWN]):
+        console.print(f"  node {node}: {ranks}")
     if facts["nodes"] > MAX_NODES_SHOWN:
         console.print(f"  ... and {facts['nodes'] - MAX_NODES_SHOWN} more nodes")
     if not sum(facts["bytes"]["total"].values()):
@@ -246,7 +246,7 @@ def _show(facts: dict[str, Any]) -> None:
     console.print()
     for finding in facts["findings"]:
         verdict = Text(f"{finding['verdict']:4} ", STYLES[finding["verdict"]])
-        console.print(verdict + finding["said"] + (f"; {finding['fix']}" if finding["fix"] else ""))
+        console.print(verdict + finding["message"] + (f"; {finding['fix']}" if finding["fix"] else ""))
 
 
 def _table(facts: dict[str, Any]) -> Table:

@@ -325,8 +325,8 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
         lines[0] += f", open for {swarm_status['open_seconds']:.0f} s"
         lines[0] += f", closes within {max(0.0, closes):.0f} s" if closes is not None else ""
     for node in swarm_status["nodes"]:
-        last_seen_seconds = node["heard_seconds_ago"]
-        parts = [f"  {node['node']:16} {'told' if node['told'] else 'learns':6}"]
+        last_seen_seconds = node["last_seen_seconds"]
+        parts = [f"  {node['node']:16} {'sent' if node['has_update'] else 'trains':6}"]
         parts.append(f"experts {', '.join(map(str, node['experts']))}" if node["experts"] else "")
         parts.append(f"last contact {last_seen_seconds:.0f} s ago" if last_seen_seconds is not None else "")
         parts += [f"rejected {count} x: {reason}" for reason, count in node["refused"].items()]

@@ -103,7 +103,7 @@ def _has_ended(directory: Path) -> bool:
     from phalanx.runs.events import FINISHED, read_events
 
     events = read_events(directory)
-    if events and events[-1]["what"] == FINISHED:
+    if events and events[-1]["kind"] == FINISHED:
         return True
     last_modified = 0.0
     for file in (*directory.iterdir(), *directory.glob("failures/*")):

@@ -82,7 +82,7 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
         "advice": [
             {
                 **_rule_to_json(advice.rule),
-                "because": advice.why_rule_applies,
+                "condition": advice.why_rule_applies,
                 "verdict": advice.verdict,
                 "layout": advice.option and _option_to_json(advice.option),
                 "slower": advice.slower,

@@ -66,7 +66,7 @@ def _bandwidth_table(results: Facts) -> Table:
         speeds = row["bytes_per_second"], results["world_size"] * row["bytes_per_second"]
         moved = f"{format_si(row['moved_bytes'])}B"
         time = f"{1e3 * row['seconds']:.3g} ms"
-        grid.add_row(row["what"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
+        grid.add_row(row["kernel"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
     return grid
 
 

@@ -74,8 +74,8 @@ def _reasons(report: DryRunReport) -> list[str]:
     ranks = defaultdict[str, set[int]](set)
     for rank, checks in report.rank_checks.items():
         for check in checks:
-            if check.why:
-                ranks[check.why].add(rank)
+            if check.explanation:
+                ranks[check.explanation].add(rank)
     return [f"ranks {', '.join(map(str, sorted(found)))}: {why}" for why, found in ranks.items()]
 
 
@@ -99,7 +99,7 @@ def _overview(run: RunSpec, report: DryRunReport) -> Table:
         table.add_column(column, justify="right")
     for traced, checks in report.results:
         collectives = [check for check in checks if check.kind == "collective"]
-        total = next(check for check in checks if check.what == "total")
+        total = next(check for check in checks if check.quantity == "total")
         flops = next(check for check in checks if check.kind == "flops")
         calls = sum(check.traced_calls for check in collectives)
         all_agree = all(check.agrees for check in collectives)
@@ -131,14 +131,14 @@ def _detail(checks: list[PlanCheck]) -> Table:
         calls = calls or f"{check.traced_calls:,} (planned {check.planned_calls:,})"
         is_collective = check.kind == "collective"
         table.add_row(
-            check.what,
+            check.quantity,
             check.among,
             f"{check.ranks:,}" if is_collective else "",
             calls if is_collective else "",
             f"{format_si(check.traced)}{UNITS[check.kind]}",
             f"{format_si(check.planned)}{UNITS[check.kind]}",
             _format_deviation(check),
-            check.why,
+            check.explanation,
             style="" if check.agrees else "red",
         )
     return table

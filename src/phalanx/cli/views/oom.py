@@ -176,6 +176,6 @@ def _effect_to_json(effect: RemedyEffect) -> dict[str, Any]:
         "settings": list(effect.settings),
         "freed": dict(effect.freed),
         "freed_bytes": effect.freed_bytes,
-        "then": effect.new_footprint and _footprint_to_json(effect.new_footprint),
+        "after": effect.new_footprint and _footprint_to_json(effect.new_footprint),
         "problem": effect.problem,
     }

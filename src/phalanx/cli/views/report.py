@@ -186,7 +186,7 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
         values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
         ratios = ["", *(f"  {format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
         cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
-        table.add_row(formatting.DISPLAY_NAMES.get(row["what"], row["what"]), *cells)
+        table.add_row(formatting.DISPLAY_NAMES.get(row["quantity"], row["quantity"]), *cells)
     yield table
 
 

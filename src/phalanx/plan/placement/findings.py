@@ -203,7 +203,7 @@ class PlacementFinding:
 
     verdict: Literal["good", "note", "bad"]
     axis: str
-    said: str
+    message: str
     fix: str = ""
 
 

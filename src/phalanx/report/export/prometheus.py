@@ -170,7 +170,7 @@ class RunMetrics:
 
     def _started_at(self) -> float:
         """Return the time of the last start: when ranks started or, until then, when the run was requested."""
-        start_times = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
+        start_times = [float(event["time"]) for event in read_events(self.directory) if event["kind"] == STARTED]
         return max([*start_times, _modified_at(self.directory / RUN_FILE)])
 
     def _run_samples(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
@@ -181,7 +181,7 @@ class RunMetrics:
             with suppress(OSError):  # it may have been removed
                 yield "phalanx_checkpoint_timestamp_seconds", {}, checkpoint.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(checkpoint.name.removeprefix("step-"))
-        yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
+        yield "phalanx_starts_total", {}, sum(event["kind"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / FAILURES_DIR).glob("rank-*.json")])
 

@@ -170,10 +170,10 @@ def rounds(facts: Facts) -> Figure | None:
     For a node: the seconds of each round by part, above its bytes. For a coordinator: the received bytes by node.
     """
     swarm = facts.get("swarm")
-    if swarm is None or not (swarm["rounds"] or swarm["told"]):
+    if swarm is None or not (swarm["rounds"] or swarm["updates"]):
         return None
     node_rounds = swarm["rounds"]
-    updates = swarm["told"]
+    updates = swarm["updates"]
     if updates:
         names = sorted({name for row in updates for name in row["bytes"]})
         sent = {_escape_plotly(name): [row["bytes"].get(name, 0) for row in updates] for name in names}

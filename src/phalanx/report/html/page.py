@@ -296,7 +296,7 @@ def _comparison(comparison: Facts) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
     body = "".join(
-        f"<tr><td>{escape(formatting.DISPLAY_NAMES.get(row['what'], row['what']))}</td>{_measures(row)}</tr>"
+        f"<tr><td>{escape(formatting.DISPLAY_NAMES.get(row['quantity'], row['quantity']))}</td>{_measures(row)}</tr>"
         for row in comparison["rows"]
     )
     table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'

@@ -124,7 +124,7 @@ class Coordinator:
         """Remove a node from the swarm."""
         with self.changed:
             if node in self.state.members:
-                self._record("left", node=node, why=reason)
+                self._record("left", node=node, reason=reason)
 
     def set_text(self, text: str) -> None:
         """Set the checksum of the text that all nodes must read, and remove members and updates with another text.
@@ -137,7 +137,7 @@ class Coordinator:
             self._record("text", text=text)
             updates = self.state.round.updates if self.state.round is not None else ()
             for node in [node for node in updates if self.state.texts[node] != text]:
-                self._record("dropped", round=self.state.committed, node=node, why=ANOTHER_TEXT)
+                self._record("dropped", round=self.state.committed, node=node, reason=ANOTHER_TEXT)
             for node in [node for node in self.state.members if self.state.texts[node] != text]:
                 self.leave(node, ANOTHER_TEXT)
 
@@ -249,8 +249,8 @@ class Coordinator:
         """
         kind = reason.partition(":")[0]
         with self.changed:
-            said = printable(reason[:MAX_REASON_CHARS])
-            self._record("refused", round=round_number, node=node, why=kind, said=said)
+            message = printable(reason[:MAX_REASON_CHARS])
+            self._record("refused", round=round_number, node=node, reason=kind, message=message)
 
     def _check_accepting(self, node: str, round_number: int) -> None:
         rejection = self.state.rejection_reason(node, round_number)
@@ -274,7 +274,7 @@ class Coordinator:
             for node in [node for node, last_seen in self.last_heard.items() if now - last_seen > lease_seconds]:
                 del self.last_heard[node]
                 if node in self.state.members:
-                    self._record("left", node=node, why="no heartbeat")
+                    self._record("left", node=node, reason="no heartbeat")
             self.closing = self.state.should_close(now)
         if self.closing:
             self._close()
@@ -292,7 +292,7 @@ class Coordinator:
         with self.changed:
             for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
                 detail = f"outlying: a change of {update.norm:.3g}"
-                self._record("dropped", round=open_round.number, node=update.node, why="outlying", said=detail)
+                self._record("dropped", round=open_round.number, node=update.node, reason="outlying", message=detail)
             node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         round_number = open_round.number
         pieces = round_pieces(self.run, round_number)
@@ -314,9 +314,9 @@ class Coordinator:
             self.closing = False
             self.changed.notify_all()
 
-    def _record(self, what: str, **fields: Any) -> None:
+    def _record(self, kind: str, **fields: Any) -> None:
         """Record an event of the present time."""
-        self._apply({"what": what, **fields, "at": self.clock()})
+        self._apply({"kind": kind, **fields, "at": self.clock()})
 
     def _apply(self, event: Event) -> None:
         """Write an event to the journal, then apply it, so that a restart repeats it."""

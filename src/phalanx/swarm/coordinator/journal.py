@@ -25,8 +25,8 @@ ALIVE_SECONDS = 1.0
 
 def _decode_known_event(line: bytes) -> JsonRecord:
     event: JsonRecord = decode_journal_event(line)
-    if event["what"] not in EVENT_TYPES:
-        raise ValueError(f"no event is named {event['what']!r}")
+    if event["kind"] not in EVENT_TYPES:
+        raise ValueError(f"no event is named {event['kind']!r}")
     return event
 
 

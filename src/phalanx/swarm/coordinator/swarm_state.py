@@ -72,7 +72,7 @@ class SwarmState:
 
     def can_record(self, event: Event) -> bool:
         """Return whether an event can follow the earlier ones. In a damaged journal it may not."""
-        match event["what"]:
+        match event["kind"]:
             case "committed":
                 return self.round is not None
             case "accepted":
@@ -91,7 +91,7 @@ class SwarmState:
 
     def record(self, event: Event) -> None:
         """Apply an event."""
-        match event["what"]:
+        match event["kind"]:
             case "initialized":
                 self.initial_digests = event["base"]
             case "joined":
@@ -118,12 +118,12 @@ class SwarmState:
                 if self.text is None:
                     self.text = self.texts.get(event["node"])
             case "refused":
-                self.refused[event["node"], event["why"]] += 1
+                self.refused[event["node"], event["reason"]] += 1
                 if self.round is not None and event["round"] == self.round.number:
                     self.round.refused.add(event["node"])
             case "dropped":  # an accepted update that later updates show to be an outlier
                 assert self.round is not None
-                self.refused[event["node"], event["why"]] += 1
+                self.refused[event["node"], event["reason"]] += 1
                 del self.round.updates[event["node"]]
             case "committed":
                 self._commit_round(event)
@@ -191,7 +191,7 @@ class SwarmState:
             assignments[node] = first_step, steps
             first_step += steps
         return {
-            "what": "opened",
+            "kind": "opened",
             "round": self.committed,
             "owners": self._next_owners(),
             "text": assignments,
@@ -311,7 +311,7 @@ def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     state = SwarmState(run)
     for number, event in enumerate(events, start=1):
         if not state.can_record(event):
-            problem = f"the event {event['what']!r} does not follow from the lines before it"
+            problem = f"the event {event['kind']!r} does not follow from the lines before it"
             raise UserError("journal", f"line {number}", problem, fix=RESTORE)
         state.record(event)
     return state
@@ -339,8 +339,8 @@ def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> di
             {
                 "node": node,
                 "experts": list(state.owned(node)),
-                "told": node in updates,
-                "heard_seconds_ago": now - last_seen[node] if node in last_seen else None,
+                "has_update": node in updates,
+                "last_seen_seconds": now - last_seen[node] if node in last_seen else None,
                 "refused": {
                     reason: count for (rejected_node, reason), count in state.refused.items() if rejected_node == node
                 },

@@ -183,7 +183,7 @@ class RoundExchange:
             received_before = self.link.received_bytes
             with self._measure_download(round_record):
                 committed = self.download_model()
-            round_record.whole_bytes += self.link.received_bytes - received_before
+            round_record.initial_bytes += self.link.received_bytes - received_before
             self.feedback.clear()
         return max(self.version, committed)
 

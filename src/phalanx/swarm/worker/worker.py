@@ -145,7 +145,7 @@ class SwarmWorker:
         assert task.first_step is not None
         self.current_round = task.round
         self._set_deadline(task)
-        round_record.whole_bytes = self.exchange.initial_download_bytes
+        round_record.initial_bytes = self.exchange.initial_download_bytes
         round_record.received_bytes = self.exchange.initial_download_bytes
         round_record.experts = len(task.owned)
         self.exchange.initial_download_bytes = 0

@@ -62,13 +62,13 @@ class SavedTensor:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the metadata."""
-        return {"shape": list(self.shape), "whole": list(self.full_shape), "dtype": str(self.dtype)}
+        return {"shape": list(self.shape), "full_shape": list(self.full_shape), "dtype": str(self.dtype)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Return the description in an entry of the metadata."""
         dtype = getattr(torch, entry["dtype"].removeprefix("torch."))
-        return cls(shape=torch.Size(entry["shape"]), full_shape=torch.Size(entry["whole"]), dtype=dtype)
+        return cls(shape=torch.Size(entry["shape"]), full_shape=torch.Size(entry["full_shape"]), dtype=dtype)
 
 
 class InMemoryCheckpointer:

@@ -84,4 +84,4 @@ def steps_to_skip(directory: Path, step: int) -> int:
 
 
 def _rollback_events(directory: Path) -> list[Mapping[str, Any]]:
-    return [event for event in read_events(directory) if event["what"] == ROLLED_BACK]
+    return [event for event in read_events(directory) if event["kind"] == ROLLED_BACK]
