@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.plan.tables.trainer_behavior import trainer_behavior
-
 from phalanx.cost.kinds import AttentionKernel
+from phalanx.plan.tables.trainer_behavior import trainer_behavior
 
 
 def test_trainer_behavior_follows_trainer_name_and_facts():
