@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from phalanx.plan.tables.trainer_behavior import is_low_precision
 
 from phalanx.plan.tables.csv_rows import Row, read_rows
 from phalanx.plan.tables.row_to_job import TableJob, job_from_row
+from phalanx.plan.tables.trainer_behavior import is_low_precision
 from phalanx.spec.errors import UserError
 
 

@@ -1,11 +1,10 @@
 """Jobs for tests: one row of columns with every value named."""
 
-from phalanx.plan.tables.trainer_behavior import trainer_behavior
-
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.job_columns import model_columns, stage_columns
 from phalanx.plan.tables.machine_columns import machine_columns
+from phalanx.plan.tables.trainer_behavior import trainer_behavior
 from phalanx.spec.files.load import load_machine, load_model_spec
 
 

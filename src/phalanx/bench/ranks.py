@@ -73,7 +73,6 @@ def run_benchmarks(
 
     Args:
         run: Run whose shapes, collectives and precision are measured.
-        device: Device of this rank.
         parts: Benchmarks to run, some of PARTS.
         iterations: Number of timed calls per benchmark.
         sweep: Sizes in bytes for every collective, in addition to those that the run sends.
@@ -126,7 +125,6 @@ def benchmark_collectives(
     Args:
         run: Run whose traffic is measured.
         mesh: Mesh of the run's layout on all ranks.
-        device: Device of this rank.
         iterations: Number of timed calls per size and buffer mode.
         sweep: Sizes in bytes, in addition to those that the run sends.
 

@@ -22,7 +22,6 @@ class CheckedLoader:
         """Check the batches of a loader.
 
         Args:
-            loader: The loader.
             field: Field of the run file that names the source of its tokens.
             source: Value of that field.
             vocab_size: Number of ids of the model.
@@ -80,7 +79,6 @@ def check_ids(
     """Raise UserError for the first token id or target of a batch that is not in the vocabulary.
 
     Args:
-        batch: The batch.
         field: Field of the run file that names the source of the tokens.
         source: Value of that field.
         vocab_size: Number of ids of the model.

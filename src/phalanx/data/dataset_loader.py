@@ -139,7 +139,6 @@ def open_dataset(
     """Return the loader of a dataset: map-style if it has a length, else iterable.
 
     Args:
-        dataset: The dataset.
         spec: Its description.
         seq_len: Tokens of a sequence, T.
         sequences_per_step: Sequences of a global step.

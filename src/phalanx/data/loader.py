@@ -292,7 +292,6 @@ def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2
 
     Args:
         loader: Loader that only the thread calls until the generator is closed.
-        first_step: First step.
         last_step: End of the steps; not included.
         depth: Maximum number of batches that are ready ahead.
     """

@@ -95,7 +95,6 @@ def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> E
     Args:
         offsets: Starts of the documents in the file and the end of the last, int64 [documents + 1].
         seq_len: Tokens of a sequence, T.
-        seed: Seed of the run.
         epoch: Index of the epoch.
     """
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))

@@ -42,7 +42,6 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
 
     Args:
         dataset: Pair, of which nothing is known if it has no metadata file.
-        tokenizer: Tokenizer of the run.
         field: Field or option that names the pair, for the error.
     """
     metadata = read_pair_metadata(dataset)

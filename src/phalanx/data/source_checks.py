@@ -53,7 +53,6 @@ def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> N
 
     Args:
         dataset: The pair.
-        tokenizer: The tokenizer of the run.
         field: The field of the run file that names the pair.
     """
     check_pair_tokenizer(dataset, tokenizer, field)
@@ -65,7 +64,6 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
 
     Args:
         dataset: The pair.
-        tokenizer: The tokenizer of the run.
         field: The field of the run file that names the pair.
     """
     size = len(dataset.tokens)

@@ -62,7 +62,6 @@ def tokenize_documents(
 
     Args:
         documents: Documents, which are yielded in this order.
-        tokenizer: Tokenizer.
         chunk: Characters that are encoded in one batch.
     """
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
@@ -89,7 +88,6 @@ def write_indexed_pairs(
 
     Args:
         documents: Documents in the order of the pairs.
-        tokenizer: Tokenizer.
         prefixes: Paths of the pairs without suffix; existing pairs are replaced.
         choose: Function from a document to the index of its pair.
         end: True to append the end token to each document.

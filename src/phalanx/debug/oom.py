@@ -77,8 +77,6 @@ def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int =
     its memory.
 
     Args:
-        directory: The run directory.
-        rank: The rank.
         exit_reason: The signal or exit code, as text.
         oom_kills: Number of OOM kills since the launcher started; other ranks may have recorded some too.
     """

@@ -55,7 +55,6 @@ def diagnose(
     """Return the report of a failure.
 
     Args:
-        directory: Run directory.
         first: Record of the first failure.
         records: Failure records since the last failure.
         saved: Checkpoints, newest first.

@@ -62,7 +62,6 @@ def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: in
     """Print which rank failed first, at which step and why; return the exit code.
 
     Args:
-        directory: The run directory.
         failures: The agent's failures of this node's ranks.
         kills: The number of ranks killed by the kernel's OOM killer.
     """
@@ -127,7 +126,6 @@ def find_first_failure(
     record, the result contains "lost_peer".
 
     Args:
-        directory: The run directory.
         failures: The agent's failures of this node's ranks.
         kills: The number of OOM kills by the kernel since the ranks started.
         records: The failure records to consider; by default all in the directory.
@@ -181,8 +179,6 @@ def write_failure(
     """Write a failure record of this rank for its launcher.
 
     Args:
-        directory: The run directory.
-        rank: This rank.
         step: The last finished step.
         error: The cause of the failure.
         memory: The allocated memory, if it was insufficient (`train.guards.oom_report`).

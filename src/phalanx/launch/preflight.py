@@ -151,7 +151,6 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     """Check that the ranks of one machine have their planned peak memory.
 
     Args:
-        run: The run.
         nproc: The number of ranks on the machine.
         memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
         device: "cuda" or "cpu".
@@ -180,7 +179,6 @@ def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunS
     """Return the run on a machine of known memory.
 
     Args:
-        run: The run.
         nproc: The number of ranks on the machine.
         memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
         device: "cuda" or "cpu".

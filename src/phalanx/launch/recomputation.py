@@ -21,7 +21,6 @@ def resolve_recomputation(
     The memory is the smaller of the cluster's and this machine's. Ranks on CPUs share it.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         gpu_memory_bytes: Memory of this machine's GPUs, if it is known.
         nproc: Number of ranks on this machine; by default equally many on each node of the cluster.

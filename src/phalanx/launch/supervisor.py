@@ -36,8 +36,6 @@ def supervise_training(
     Prints the cause of failures. A single rank that is not to be restarted runs in this process.
 
     Args:
-        directory: The run directory.
-        run: The run.
         nproc: The number of ranks on this node.
         choose_layout: Returns the layout for a number of ranks.
         options: Options of phalanx.train.

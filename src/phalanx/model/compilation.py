@@ -20,7 +20,6 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
     """Compile blocks of a transformer in place.
 
     Args:
-        blocks: The blocks.
         whole: Compile each block to one graph, which its collectives or split backward passes would break. Otherwise
             only rotary embeddings and activations are compiled: the elementwise functions that are not yet one kernel.
     """

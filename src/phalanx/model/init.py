@@ -55,7 +55,6 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, row
         spec: Model of the parameter.
         name: Name of the parameter.
         shape: Full shape of the parameter.
-        seed: Seed of the run.
         rows: Rows to draw; None: all. Other rows are uninitialized and use no memory.
     """
     if name.endswith(("bias", "sinks")):
@@ -78,7 +77,6 @@ def named_generator(seed: int, name: str, block: int = 0) -> torch.Generator:
     """Return a CPU generator that depends on its arguments only.
 
     Args:
-        seed: Seed of the run.
         name: Purpose of the random numbers, such as the name of a parameter.
         block: Index of a block of the name's values, which ranks draw independently.
     """

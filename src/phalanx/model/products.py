@@ -162,7 +162,6 @@ def activated_product(
     """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
 
     Args:
-        product: The product.
         activation: The function whose inputs are saved for the backward pass.
         weight: The weight, W.
         inputs: Inputs of the activation, of one shape.
@@ -178,7 +177,6 @@ def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tens
     """Return the output of a linear layer whose input is activation(inputs).
 
     Args:
-        layer: The layer.
         activation: The function whose inputs are saved for the backward pass.
         inputs: Inputs of the activation, of one shape.
     """

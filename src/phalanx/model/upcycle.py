@@ -87,7 +87,6 @@ def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int
         dense: Matrix of the MLP.
         experts: Number of copies.
         reinit_fraction: Fraction of the inner units that is reinitialized.
-        seed: Seed of the run.
         layer: Name of the layer.
         kind: Name of the matrix: gate, up or down.
     """

@@ -73,12 +73,7 @@ def apply_layout(
     """Build a transformer under a layout.
 
     Args:
-        spec: The model.
-        layout: The layout.
-        mesh: The ranks.
-        device: The device of this rank.
         weights: Returns the full initial value of a parameter by its name; a rank keeps its part.
-        precision: The precision of the run.
         compile: Compile the blocks, and on GPUs the loss.
         layers: The layers of every stage of a pipeline.
         trained_experts: The experts that are trained; the others are frozen. By default all are trained.
@@ -134,10 +129,6 @@ def apply_layout_to_network(
 
     Args:
         network: The network, with equal weights on all ranks.
-        layout: The layout.
-        mesh: The ranks.
-        device: The device of this rank.
-        precision: The precision of the run.
         compile: Compile the blocks, or the network if it has none.
     """
     named_blocks = getattr(network, "blocks", None)
@@ -275,9 +266,7 @@ def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequ
     """Build this rank's stages.
 
     Args:
-        spec: The model.
         layout: The layout, with a pipeline.
-        mesh: The ranks.
         layers: The layers of every stage.
     """
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
@@ -291,11 +280,6 @@ def build_pipeline(
 
     Args:
         data_parallel: The strategy of the stages, connected to the groups that share the model.
-        stage_module: The stages.
-        layout: The layout.
-        mesh: The ranks.
-        precision: The precision of the run.
-        device: The device of this rank.
     """
     assert mesh.loss_group is not None
     # Under autocast the residual stream stays in the parameters' precision.
@@ -319,8 +303,6 @@ def autocast_context(strategy: Strategy, precision: str, device: torch.device) -
 
     Args:
         strategy: The strategy, which may have parameters in bf16.
-        precision: The precision of the run.
-        device: The device of this rank.
     """
     if precision not in BF16_PRECISIONS or not strategy.autocast:
         return nullcontext()

@@ -251,7 +251,6 @@ def _tokens_of_rank(document: range, rank: int, ranks: int, piece: int) -> range
 
     Args:
         document: Positions of the document in its row.
-        rank: The rank.
         ranks: Number of ranks that share the row.
         piece: Tokens of each of the rank's two pieces.
     """

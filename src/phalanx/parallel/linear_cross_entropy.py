@@ -135,7 +135,6 @@ def _sum_chunks(
     """Return the loss of all chunks, and compute the gradients.
 
     Args:
-        loss: The loss.
         x_ND: The head's input.
         weight_VD: The head's matrix.
         targets: Targets of each chunk.

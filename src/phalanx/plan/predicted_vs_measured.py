@@ -54,7 +54,6 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         measured: Measurements by rank.
     """
@@ -87,7 +86,6 @@ def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
 
     Args:
         role: Name of the role.
-        layout: Layout of the run.
         world_size: Number of ranks.
     """
     sizes = parallel_dims(layout, world_size)

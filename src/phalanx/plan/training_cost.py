@@ -58,7 +58,6 @@ def estimate_training_cost(
     """Return the cost of training on `tokens`.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         option: Evaluated layout of the run.
         tokens: Tokens to train on; by default those of the run.
@@ -110,7 +109,6 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         option: Evaluated layout of the run.
     """

@@ -214,7 +214,6 @@ def _find_pipeline_waits(
     """Find the waits of a pipeline: for its schedule, and for a slow stage.
 
     Args:
-        run: The run.
         times: The times of its steps.
         stages: Seconds of each stage by kind of pass.
         timeline: The schedule with the times of these stages.

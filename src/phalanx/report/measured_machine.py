@@ -23,7 +23,6 @@ def on_measured_machine(
     """Return the run on its machine, or the given one, with measured values.
 
     Args:
-        run: The run.
         machine: The machine that replaces the run's, or None.
         steps: The records of steps in metrics.jsonl.
         world_size: The number of ranks, or 0 if it is unknown.
@@ -67,7 +66,6 @@ def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) ->
     """Return the peak FLOP/s of a rank that was measured or known at the start of the run.
 
     Args:
-        run: The run.
         steps: The records of steps in metrics.jsonl.
         world_size: The number of ranks, for steps that do not record it.
     """

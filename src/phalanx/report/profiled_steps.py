@@ -23,7 +23,6 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
     A pass is a row of rank, kind, stage, micro-batch, start and end in seconds.
 
     Args:
-        run_data: The run.
         planned: The planned timeline.
         can_simulate: Whether the times of all stages are known.
     """

@@ -52,7 +52,6 @@ def measure_slowdowns(run_data: RunData, run: RunSpec, times: StepTimes) -> Iter
     ratio to count as slow, because stages differ.
 
     Args:
-        run_data: The run.
         run: Its specification.
         times: The times of its steps.
     """

@@ -133,9 +133,7 @@ def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table
     """Return the FLOPs of each rank's passes in a step, with balanced experts.
 
     Args:
-        run: The run.
         world_size: The number of ranks of the run.
-        ranks: The ranks.
     """
     return np.array([rank_flops(run, world_size, rank) for rank in ranks])
 
@@ -160,7 +158,6 @@ def simulate_measured(
     """Return the schedule of a pipeline's step with measured stage times, without transfer times.
 
     Args:
-        run: The run.
         world_size: The number of ranks of the run.
         stages: Seconds of a step by stage and kind of pass.
         balanced: Whether to give all stages the mean time.
@@ -186,8 +183,6 @@ def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:
     """Return the position of a rank in its pipeline.
 
     Args:
-        run: The run.
         world_size: The number of ranks of the run.
-        rank: The rank.
     """
     return parallel_dims(run.layout, world_size).coordinates(rank)["pp"]

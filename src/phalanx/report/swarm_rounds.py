@@ -40,7 +40,6 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     Args:
         run: The run, or None if it is unknown.
         world_size: The number of ranks of the node.
-        rounds: The rounds.
     """
     if not rounds:
         return

@@ -197,7 +197,6 @@ def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, P
     """Return the run and the prepared data of a run directory.
 
     Args:
-        directory: The run directory.
         trust: True if the components that it names may be imported.
 
     Raises:

@@ -108,7 +108,6 @@ def append_event(directory: Path, event_type: str, **fields: Any) -> None:
     """Append an event to a run's event file.
 
     Args:
-        directory: The run directory.
         event_type: The kind of event.
         fields: Fields of the event, such as those of `Failed`.
     """
@@ -174,7 +173,6 @@ def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -
     """Return a line on each failure of a run: time, rank, reason, and verdict of the diagnosis.
 
     Args:
-        events: The events of the run.
         exclude_last: Whether to omit the last failure if the run has not started since.
     """
     starts_and_failures = [event for event in events if event["kind"] in (STARTED, FAILED)]

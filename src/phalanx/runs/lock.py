@@ -34,7 +34,6 @@ def acquire_run_lock(
     """Lock a run directory until the returned file is closed.
 
     Args:
-        directory: The run directory.
         timeout_seconds: How long to wait for another process that holds the lock.
         owner_pid: The process that waiting processes report as the owner; by default this one.
         name: The name of the lock file.

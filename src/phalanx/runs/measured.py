@@ -61,8 +61,6 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
     """Write the measurements of a rank.
 
     Args:
-        directory: The run directory.
-        rank: The rank.
         measured: Memory by part, in bytes, and the collectives.
     """
     file = measured_file(directory, rank)
@@ -81,7 +79,6 @@ def read_measured_since(
     """Return the measurements of each rank since the last start.
 
     Args:
-        directory: The run directory.
         resumed_at_step: The step that the last start continued from.
         world_size: The number of ranks of the last start; 0 if unknown.
         problems: A list to which damaged files are added.

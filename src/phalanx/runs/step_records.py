@@ -175,13 +175,7 @@ def rank_record_file(directory: Path, rank: int) -> Path:
 
 
 def gpu_trace_file(directory: Path, rank: int, step: int) -> Path:
-    """Return the file to which a rank writes the trace of its GPU in a step.
-
-    Args:
-        directory: The run directory.
-        rank: The rank.
-        step: The step.
-    """
+    """Return the file to which a rank writes the trace of its GPU in a step."""
     return directory / TRACE_DIR / f"rank-{rank:05d}-step-{step:06d}.json.gz"
 
 

@@ -45,7 +45,6 @@ def spans_of_step(step: ScheduleStep, start: Time, end: Time) -> Iterator[Action
     """Yield the computations of a step. Two overlapping ones follow each other, with half of the time each.
 
     Args:
-        step: The step.
         start: Start of the step.
         end: End of the step.
     """

@@ -129,7 +129,6 @@ def plural(count: int, noun: str, one: str = "1") -> str:
     """Return a count with its noun: "1 node", "2 nodes".
 
     Args:
-        count: Count.
         noun: Noun in the singular, whose plural ends with s.
         one: Text in place of the digit 1.
     """

@@ -147,7 +147,6 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
     does.
 
     Args:
-        layout: Layout of the run.
         shards: Ranks that share one sharded copy, including those of context parallelism.
     """
     strategy = layout.data_parallel
@@ -160,9 +159,7 @@ def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision)
     """Return the strategy with which a transformer computes (`replica_strategy`).
 
     Args:
-        layout: Layout of the run.
         dims: Its ranks, with those of context parallelism counted as data-parallel.
-        precision: Precision of the run.
     """
     strategy = strategy_on_ranks(layout, dims.dp_shard)
     return replica_strategy(strategy, precision, dp_size=dims.dp_size, ep=layout.ep)
@@ -176,7 +173,6 @@ def replica_strategy(strategy: StrategyName, precision: Precision, *, dp_size: i
 
     Args:
         strategy: Strategy of the ranks; only "ddp" has replicas.
-        precision: Precision of the run.
         dp_size: Ranks that read different data, including those of context parallelism.
         ep: Ranks with different experts.
     """

@@ -44,8 +44,6 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
     expert parallelism between experts.
 
     Args:
-        spec: Model.
-        layout: Layout of the run.
         name: Name of the parameter in the model.
     """
     tp = layout.tp

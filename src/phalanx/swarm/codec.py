@@ -46,7 +46,6 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     Args:
         data: The encoded bytes.
         shape: The shape of the tensor.
-        codec: The codec.
 
     Raises:
         CodecError: The number of bytes is wrong.

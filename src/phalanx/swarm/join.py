@@ -167,9 +167,6 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
     Activations are not counted.
 
     Args:
-        model: The model.
-        swarm: The swarm.
-        memory_bytes: The memory of a rank.
         model_parallel_size: The number of ranks that share an expert.
 
     Raises:

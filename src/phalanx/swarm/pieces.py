@@ -86,7 +86,6 @@ def fragment_pieces(model: ModelSpec, fragment: int, num_fragments: int) -> tupl
     """Return the pieces of a fragment.
 
     Args:
-        model: The model.
         fragment: The index of the fragment.
         num_fragments: The number of fragments.
     """

@@ -86,7 +86,6 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     """Serve nodes until all rounds are done and nodes have left, or until a signal; return the exit code.
 
     Args:
-        run: The run.
         address: The address to listen on.
         certificates: The folder of the coordinator's certificate.
         log: A function that prints a message.

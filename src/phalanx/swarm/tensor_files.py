@@ -69,7 +69,6 @@ class TensorFile:
         """Create a file of zeros.
 
         Args:
-            path: The path.
             shapes: The shape of each tensor by name.
             dtype: The type of all elements.
         """
@@ -86,7 +85,6 @@ class TensorFile:
         An existing file with the same tensors is reused with its content, which saves allocating its memory again.
 
         Args:
-            path: The path.
             shapes: The shape of each tensor by name.
             dtype: The type of all elements.
         """

@@ -42,8 +42,6 @@ def write_update(
 
     Args:
         path: The file.
-        pieces: The pieces.
-        codec: The codec.
         weights: The present values.
         base: The values before the round.
         feedback: The encoding errors, which are updated.
@@ -59,8 +57,6 @@ def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weight
     """Return the encoded piece, and update its encoding error.
 
     Args:
-        piece: The piece.
-        codec: The codec.
         weights: The present values.
         base: The values before the round.
         feedback: The encoding errors, which are updated.
@@ -80,9 +76,7 @@ def decode_piece(piece: ModelPiece, data: Buffer, codec: Codec, base: Weights) -
     """Return the value of a received piece.
 
     Args:
-        piece: The piece.
         data: The encoded bytes.
-        codec: The codec.
         base: The values before the round.
 
     Raises:

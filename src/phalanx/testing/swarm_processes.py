@@ -33,7 +33,6 @@ class SwarmProcesses:
             network: Hosts of the swarm.
             folder: Directory of the test's files.
             run_file: Run file of the swarm.
-            coordinator_directory: Run directory of the coordinator.
         """
         self.network = network
         self.folder = folder
@@ -135,7 +134,6 @@ def swarm_processes(
         network: Hosts of the swarm.
         folder: Directory of the test's files.
         run_file: Run file of the swarm.
-        coordinator_directory: Run directory of the coordinator.
     """
     processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
     try:

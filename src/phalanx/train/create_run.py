@@ -97,7 +97,6 @@ def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None
     """Return a run with the recomputation that fits this machine if the run file leaves it open.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         nproc: Number of ranks on this machine; by default equally many on each node of the run's cluster.
     """

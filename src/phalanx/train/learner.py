@@ -65,7 +65,6 @@ class Learner:
         Args:
             run: Run with model, layout and optimizer.
             mesh: Mesh of the layout.
-            device: Device of this rank.
             weights: Initial weights by name; None: they are drawn at random.
             trained_experts: Experts to train; None: all.
         """

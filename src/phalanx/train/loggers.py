@@ -83,7 +83,6 @@ def open_loggers(directory: Path, after_step: int) -> list[Logger]:
     """Open the logs that need no service.
 
     Args:
-        directory: Run directory.
         after_step: Last step of the checkpoint that the run resumes from; 0 for a fresh run.
     """
     return [

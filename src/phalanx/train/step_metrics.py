@@ -44,7 +44,6 @@ class UtilizationMeter:
         Args:
             run: Run with the model and its layout.
             ranks: Number of ranks.
-            device: Device of this rank.
             peak_flops: Peak of a rank in FLOP/s; None: unknown, and utilization is not recorded.
         """
         seq_len = run.training.seq_len

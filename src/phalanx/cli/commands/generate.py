@@ -69,7 +69,6 @@ def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Itera
     A character is complete only with its last byte.
 
     Args:
-        tokenizer: Tokenizer of the model.
         before: Tokens of the prompt.
         new: Tokens that follow, as they are sampled.
     """

@@ -76,7 +76,6 @@ def decide_and_check(
     """Decide what the run file leaves open, and check the run on this machine, before any text is read.
 
     Args:
-        run: The run.
         ranks: The number of ranks on this machine.
         start: The options of the start.
         layout_ranks: The number of ranks per node for `layout = "auto"`, or None if it is unknown.

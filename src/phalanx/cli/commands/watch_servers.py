@@ -30,7 +30,6 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
     """Serve the page to this machine, and print its address, until interrupted.
 
     Args:
-        directory: Run directory.
         port: TCP port.
         every_seconds: Interval at which the page requests its content again.
 

@@ -73,7 +73,6 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule, layout: Layout)
     Args:
         layers: Layers of each stage.
         schedule: Schedule of the pipeline.
-        layout: Layout of the run.
     """
     last_index = len(layers) - 1
     stages: dict[int, StageBlocks] = {}
@@ -121,11 +120,8 @@ def activation_bytes(
     layer l recomputes, but nothing of later layers or the loss.
 
     Args:
-        spec: The model.
         batch: Sequences of the micro-batch.
         seq_len: Tokens of a sequence.
-        precision: Precision of the run.
-        layout: Layout of the run.
         autocast: bf16 is autocast over fp32 parameters (several replicas of DDP), not parameters in bf16 (ZeRO).
         masked: Documents in a sequence are hidden from each other.
         stage: Stage of the pipeline.

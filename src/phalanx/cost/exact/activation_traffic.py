@@ -37,7 +37,6 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
     Messages between pipeline stages are not included.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         stage: Blocks of a stage, or of the full model.
     """

@@ -9,7 +9,6 @@ def attended_keys(spec: ModelSpec, layer: int, seq_len: int, causal: bool = True
     """Return the mean number of keys that a query of a layer sees.
 
     Args:
-        spec: The model.
         layer: Index of the layer.
         seq_len: T, tokens of a sequence.
         causal: Count the lower triangle of pairs, T / 2 keys, without those beyond the window. Otherwise count all T

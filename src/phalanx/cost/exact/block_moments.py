@@ -75,7 +75,6 @@ def block_moments(
     """Return the moments of a block.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
         output_gradient: Bytes of the gradient of the block's output, unless another number contains it.
@@ -194,7 +193,6 @@ def saved_by_mlp_or_experts(spec: ModelSpec, layer: int, shape: ForwardShape) ->
     """Return the bytes that a block's MLP or experts save.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
     """

@@ -31,7 +31,6 @@ def count_collectives(
     """Return the number of collectives for a rank's dense parameters or for its experts.
 
     Args:
-        run: The run.
         rank: Tensors of the rank.
         data_dims: The ranks, with those of context parallelism counted as data-parallel.
         for_experts: Count for the experts with data-parallel ranks of their own.

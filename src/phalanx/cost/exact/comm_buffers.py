@@ -39,7 +39,6 @@ def comm_buffer_peaks(
 
     Args:
         rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
-        run: The run.
         strategy: Effective strategy of the layout.
         dims: Parallel dimensions of the run.
         accumulation: Micro-batches per step.
@@ -85,7 +84,6 @@ def cuda_exchange_bytes(run: RunSpec, batch: int) -> int:
     output of an all-to-all.
 
     Args:
-        run: The run.
         batch: Sequences of a micro-batch.
     """
     layout = run.layout
@@ -112,7 +110,6 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, schedule: Schedule, pp_rank:
     """Return the bytes of messages between pipeline stages: posted receives on every link, and one send.
 
     Args:
-        run: The run.
         batch: Sequences of a micro-batch.
         schedule: Schedule of a step.
         pp_rank: Pipeline rank.
@@ -139,7 +136,6 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 
     Args:
         shapes: Parameters of the rank.
-        layout: Layout of the run.
         bytes_per_element: Bytes of a number of the gradients.
     """
     if layout.gradient_compression == "none":
@@ -171,7 +167,6 @@ def zero_buffers(
 
     Args:
         rank: Tensors of the rank.
-        layout: Layout of the run.
         bytes_per_element: Bytes of a number of parameters and gradients.
         full_gradients: True for ZeRO-1, False for ZeRO-2.
         num_full_buffers: Full buffers of a reduce-scatter: two on a CPU and in bf16, else one.
@@ -255,7 +250,6 @@ def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int)
 
     Args:
         rank: Tensors of the rank.
-        layout: Layout of the run.
         bytes_per_element: Bytes of a number of parameters and gradients.
     """
     shapes = rank.all

@@ -62,7 +62,6 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
     be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
 
     Args:
-        run: The run.
         batch: Sequences of a micro-batch.
         rank: Tensors of the rank.
         largest_sum: Bytes of the largest buffer of a gradient reduction.

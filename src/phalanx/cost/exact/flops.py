@@ -51,7 +51,6 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
     the other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B), or less with a sliding window.
 
     Args:
-        spec: The model.
         seq_len: T, tokens of a sequence.
         causal: Count the lower triangle of attention pairs only, which is half. PaLM counts every pair.
     """
@@ -71,7 +70,6 @@ def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) 
     """Return the FLOPs of the forward pass on one token, a third of training's.
 
     Args:
-        spec: The model.
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
@@ -85,7 +83,6 @@ def training_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True)
     Recomputation is not included.
 
     Args:
-        spec: The model.
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """
@@ -106,7 +103,6 @@ def recomputed_flops_per_token(
     Recomputation inside kernels, such as flash attention's scores, does not count.
 
     Args:
-        spec: The model.
         seq_len: Tokens of a sequence.
         recompute: Method of activation checkpointing.
         flash: Flash kernels save no scores, so SELECTIVE (arXiv 2205.05198, section 5) recomputes nothing.
@@ -142,7 +138,6 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     of a sequence's tokens, as if it were one document.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         rank: Global rank. Parameter servers compute nothing.
     """
@@ -231,8 +226,6 @@ def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
 
     Args:
         name: Name of the parameter.
-        run: The run.
-        tokens: Tokens of the rank.
     """
     layout = run.layout
     moe = run.model.moe
@@ -248,8 +241,6 @@ def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | N
     The matrix can be the embedding.
 
     Args:
-        run: The run.
-        tensors: Tensors of the rank.
         pp_rank: Pipeline rank.
     """
     if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != pp_rank:

@@ -25,7 +25,6 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
 
     Args:
         rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
-        run: The run.
         accumulation: Micro-batches per step.
         has_replicas: True if other ranks have a copy of the same shards (hsdp).
     """
@@ -107,8 +106,6 @@ class _CpuBackwardPass:
 
         Args:
             units: Units in the order in which their backward passes end.
-            layout: Layout of the run.
-            precision: Precision of the run.
             accumulates: True if a step has several micro-batches.
             is_deferred: True if an exchange ends when the next unit sends. Else it ends at once, but what was sent is
                 kept until then.

@@ -168,8 +168,6 @@ def cuda_buffer_peaks(
 
     Args:
         rank: Tensors of the rank.
-        layout: Layout of the run.
-        precision: Precision of the run.
         accumulates: True if a step has several micro-batches.
     """
     units = _cuda_units(rank, layout)

@@ -50,7 +50,6 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> FsdpUnitSizes
 
     Args:
         shapes: Parameters of the rank.
-        layout: Layout of the run.
         ranks: Ranks that share the parameters.
     """
     tie_embeddings = "head.weight" not in shapes
@@ -67,7 +66,6 @@ def fsdp_unit_of(name: str, layout: Layout, tie_embeddings: bool) -> str:
 
     Args:
         name: Name of the parameter.
-        layout: Layout of the run.
         tie_embeddings: True if the embedding is the head too.
     """
     if not name.startswith("blocks."):
@@ -123,7 +121,6 @@ def backward_fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
 
     Args:
         rank: Tensors of the rank.
-        layout: Layout of the run.
     """
     tie_embeddings = "head.weight" not in rank.all
     units: dict[str, FsdpUnit] = {}

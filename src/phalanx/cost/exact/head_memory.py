@@ -40,7 +40,6 @@ def head_gradient_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: b
     They are the gradients of its weight and input, and what tensor-parallel ranks exchange meanwhile.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         splits_backward: True if the gradient of the head's weight is deferred.
     """
@@ -55,7 +54,6 @@ def widened_head_bytes(spec: ModelSpec, shape: ForwardShape, splits_backward: bo
     """Return the bytes of the head's gradient and its new sum, when the sum becomes fp32, beyond what is freed by then.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         splits_backward: True if the gradient of the head's weight is deferred, unless it is computed in chunks.
     """

@@ -65,7 +65,6 @@ def split_persistent_memory(
     allocate them outside the buckets. In a pipeline, ZeRO-3 accumulates full gradients.
 
     Args:
-        run: The run.
         rank: Tensors of the rank.
         strategy: Effective strategy of the layout.
         state: State of the rank on its device.

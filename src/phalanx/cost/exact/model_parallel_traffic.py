@@ -23,7 +23,6 @@ def model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[Ra
     """Return the model-parallel traffic of activations and their gradients, per pipeline rank.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         stage_tensors: Tensors of one rank per pipeline rank.
     """

@@ -65,8 +65,6 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
 
     Args:
         count: Parameters of the model.
-        optimizer: Optimizer of the run.
-        precision: Precision of the run.
     """
     if optimizer != "muon":
         return state_bytes(optimizer, precision) * count.total
@@ -121,7 +119,6 @@ def sharded_state_bytes(
 
     Args:
         strategy: Data-parallel strategy.
-        precision: Precision of the run.
         total: Parameters of the model.
         owned: Parameters that the rank owns.
         states: Numbers of optimizer state on the rank.

@@ -69,7 +69,6 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
     Their sum is `training_flops_per_token` plus 2 D for the embedding rows that are read and receive gradients.
 
     Args:
-        spec: The model.
         seq_len: Tokens of a sequence.
         causal: Count half of the attention pairs.
     """

@@ -58,7 +58,6 @@ def resident_and_offloaded(
     """Return a rank's state on its device, its offloaded bytes, and the part of these in files.
 
     Args:
-        run: The run.
         rank: Tensors of the rank.
         strategy: Effective strategy of the layout.
         micro_batches: Micro-batches per step.
@@ -83,7 +82,6 @@ def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -
     save. Tensors that are offloaded to CPU memory are copied too. With files (`offload = "nvme"`) a save makes no copy.
 
     Args:
-        run: The run.
         rank: Tensors of the rank.
         strategy: Effective strategy of the layout.
     """
@@ -100,7 +98,6 @@ def run_strategy(run: RunSpec, data_dims: ParallelDims) -> Strategy:
     Networks of the user compute with autocast in a single replica.
 
     Args:
-        run: The run.
         data_dims: Its ranks, with those of context parallelism counted as data-parallel.
     """
     if run.model.implementation is not None:
@@ -113,7 +110,6 @@ def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
 
     Args:
         shapes: Parameters of the ranks.
-        run: The run.
         ranks: Number of ranks.
     """
     optimizer = optimizer_kind(run.optimizer)

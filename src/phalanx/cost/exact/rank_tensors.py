@@ -61,7 +61,6 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
         UserError: If the ranks cannot be divided like this.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         tp_rank: Tensor-parallel rank.
     """

@@ -19,7 +19,6 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool, recompute
     """Return the bytes that the blocks of a stage share.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         first: True for the first stage, which also saves the tokens.
         recomputes: True if a block of the stage recomputes activations.
@@ -145,7 +144,6 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     rank receives as many rows as it sends.
 
     Args:
-        spec: Model.
         moe: Experts of the model, `spec.moe`.
         shape: Sizes of a micro-batch on one rank.
     """
@@ -178,7 +176,6 @@ def saved_by_expert_rows(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> 
     """Return the part of `saved_by_experts` of the rows: each expert's SwiGLU, and the weighted sum of outputs.
 
     Args:
-        spec: Model.
         moe: Experts of the model, `spec.moe`.
         shape: Sizes of a micro-batch on one rank.
     """
@@ -192,7 +189,6 @@ def norm_output_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> Count
     """Return the part of a block's saved bytes that are outputs of its norms, which products read.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
     """
@@ -213,7 +209,6 @@ def fp8_cast_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     A CPU, which emulates the product, also has the numbers that the casts represent.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
     """
@@ -235,7 +230,6 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_
     before and after sorting.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
         splits_backward: True if backward passes are in two halves. The input of the last product is included then,

@@ -30,7 +30,6 @@ def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> lis
     Parameter servers receive scalars with the gradients (`verify.parameter_server_traffic`).
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         pp_rank: Pipeline rank.
     """

@@ -21,7 +21,6 @@ def deferred_bytes(
     """Return the bytes saved between the halves, per block, and for the head of the last stage.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         layers: Blocks of the stage.
         recomputed: Number of blocks, the first ones, that recompute activations.
@@ -41,7 +40,6 @@ def weight_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Seque
     The head comes first.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         layers: Blocks of the stage.
         last: True if the stage has the head.
@@ -61,7 +59,6 @@ def widened_gradient_bytes(spec: ModelSpec, shape: ForwardShape, *, layers: Sequ
     They are the gradient of a weight and the new sum; the old sum is a gradient that is counted already.
 
     Args:
-        spec: Model.
         shape: Sizes of a micro-batch on one rank.
         layers: Blocks of the stage.
         last: True if the stage has the head, which comes first.
@@ -96,7 +93,6 @@ def _deferred_by_block(spec: ModelSpec, layer: int, shape: ForwardShape, recompu
     """Return the bytes that the second half of a block's backward pass needs.
 
     Args:
-        spec: Model.
         layer: Index of the block in the model.
         shape: Sizes of a micro-batch on one rank.
         recomputes_norms: True if the layers that read a norm share its recomputed output.

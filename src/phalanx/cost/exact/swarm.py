@@ -54,7 +54,6 @@ def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
     If the method does not split experts, all nodes train all of them.
 
     Args:
-        model: The model.
         method: Method of the swarm.
         owned: Experts of each layer that the node trains.
     """

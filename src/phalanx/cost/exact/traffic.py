@@ -48,7 +48,6 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
     """Return traffic by role as in `traffic_by_role`, with one row per process group.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         rank: Rank whose shards of tensors count. The default is the first and fullest rank of each role.
     """

@@ -44,7 +44,6 @@ def working_memories(
     """Return the working memory of a worker per pipeline rank.
 
     Args:
-        run: The run.
         batch_plan: Sizes of the run's batches.
         strategy: Effective strategy of the layout.
         ranks: Tensors of each pipeline rank.

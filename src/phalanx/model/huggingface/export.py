@@ -42,7 +42,6 @@ def export_hf(
     """Write a directory for transformers' AutoModelForCausalLM and AutoTokenizer, complete or not at all.
 
     Args:
-        spec: The model.
         tensors: Full parameters by Phalanx's names.
         directory: Output directory.
         tokenizer: A tokenizer.json; None for that of `source`.

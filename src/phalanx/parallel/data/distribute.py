@@ -83,11 +83,7 @@ def apply_data_parallelism(
 
     Args:
         module: This rank's module; `device` or the meta device has it.
-        layout: The layout.
-        mesh: The ranks.
-        device: The device of this rank.
         blocks: The submodules that FSDP gathers one at a time.
-        precision: The precision of the run.
         model_sharding: The shards of the module, if ranks share the model.
     """
     check_torch_supports(layout)

@@ -44,7 +44,6 @@ def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[n
     """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block.
 
     Args:
-        module: Model.
         layout: Layout; parameters are checked if its data-parallel strategy shards.
         blocks: Submodules that are sharded as units.
     """

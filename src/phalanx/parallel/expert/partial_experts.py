@@ -240,7 +240,6 @@ def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> No
     """Initialize the frozen experts from the full stacks of experts.
 
     Args:
-        module: Model of this rank.
         weights: Full stacks by name and shape.
         experts: Number of experts of a layer.
     """

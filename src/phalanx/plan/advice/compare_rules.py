@@ -199,7 +199,6 @@ def _unrunnable_advice(rule: RuleOfThumb, because: str, reason: str) -> Advice:
     """Return the advice for a rule that no layout that could run satisfies.
 
     Args:
-        rule: The rule.
         because: Why the rule applies.
         reason: Why no layout runs.
     """

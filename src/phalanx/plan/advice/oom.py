@@ -199,7 +199,6 @@ def cheapest_sequence(
     full search, which is the planner's task.
 
     Args:
-        run: The run.
         now: Current cost of the run.
         effects: Effects of the remedies alone.
     """
@@ -277,7 +276,6 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
     """Return the smallest sufficient change of a remedy, or the one that frees most.
 
     Args:
-        remedy: The remedy.
         run: Run to change.
         since: Run to which the settings are relative.
         before: Cost of `run`.

@@ -127,7 +127,6 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
 
     Args:
         job: Run to export.
-        trainer: The trainer.
         gaps: Options that this trainer does not support.
     """
     window = job.run.model.sliding_window
@@ -144,7 +143,6 @@ def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, rea
     """Return the error for a value that a trainer cannot express.
 
     Args:
-        trainer: The trainer.
         field: Name of the field.
         value: Value of the field.
         fix: Imperative fix.
@@ -172,7 +170,6 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
 
     Args:
         job: Run to export.
-        trainer: The trainer.
         expressed: Options that the export expresses.
     """
     notes = [

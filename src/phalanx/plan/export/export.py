@@ -34,9 +34,7 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     """Return the configuration with which `trainer` trains the run's model, with its batch and layout.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
-        trainer: The trainer.
 
     Raises:
         UserError: If the layout cannot run, or the trainer cannot express the run; the fix lists the trainers that can.
@@ -64,9 +62,7 @@ def search_exportable(
     """Return the `keep` fastest layouts that a trainer can express; if none, the fastest of all.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
-        trainer: The trainer.
         keep: Maximum number of layouts.
         report: Progress callback.
 

@@ -88,7 +88,6 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     A preset's domain of up to 16 devices is inside a node; a larger one connects nodes.
 
     Args:
-        cluster: The cluster.
         nproc: Ranks per node.
         topology: Topology of one node, if known.
 
@@ -216,7 +215,6 @@ def placement_findings(
         sizes: Parallel dimensions of the run.
         parts: Traffic by axis.
         site: Devices and links of a node.
-        cluster: The cluster.
     """
     findings = [*_check_domains(sizes, site), *_check_rails(sizes, parts, site), *_check_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:

@@ -89,7 +89,6 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     balanced, as in `traffic_by_role`.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         island: Number of consecutive ranks that are close (a node, or a fast domain of several). Rings pass through an
             island before they leave it.

@@ -62,7 +62,6 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
     """Return the predicted cost of a given layout.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         layout: Layout to evaluate instead of the run's.
 
@@ -106,7 +105,6 @@ def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayo
     """Return the estimated probability that memory is insufficient, per layout.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         layouts: Candidate layouts.
     """
@@ -119,7 +117,6 @@ def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
     """Return whether Phalanx can train a layout.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         candidate: Candidate layout.
     """
@@ -136,7 +133,6 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     The exact count can exceed the estimate, which is for any trainer.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         option: Evaluated layout.
     """
@@ -150,7 +146,6 @@ def with_counted_memory(
     """Return an option with exact memory.
 
     Args:
-        cluster: The cluster.
         option: Evaluated layout.
         memories: Memory of the option's ranks, counted by `rank_memory`.
     """
@@ -210,7 +205,6 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     """Return the predicted cost of each layout, in their order.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         layouts: Candidate layouts.
     """

@@ -40,7 +40,6 @@ def plan_or_raise(
     """Return the result of a search for layouts in order of preference.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         keep: Maximum number of layouts.
         report: Progress callback.
@@ -100,7 +99,6 @@ def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayou
     """Return the reason why a layout is slower than the best one, on one line.
 
     Args:
-        run: The run.
         option: Evaluated layout.
         best: Evaluated best layout.
     """
@@ -137,7 +135,6 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
     """Yield changes that could make a job faster: more memory, faster links, a larger batch.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         fastest: Fastest layout of the run.
     """
@@ -168,7 +165,6 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     """Return what to change if no layout fits: the missing memory, and a sufficient number of devices.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         plan: Result of the search, without fitting layouts.
     """

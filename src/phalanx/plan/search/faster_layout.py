@@ -48,7 +48,6 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
     The fastest of all layouts is less useful: it often needs several times the memory.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         plan: Result of the search.
     """

@@ -43,7 +43,6 @@ def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: 
     """Return the probability that memory is insufficient for a rank.
 
     Args:
-        cluster: The cluster.
         held_bytes: Bytes of the rank's tensors.
         host_bytes: Bytes of the rank in CPU memory.
     """
@@ -74,7 +73,6 @@ def enough_bytes(cluster: ClusterSpec, memory_bytes: float, max_probability: flo
     """Return the maximum predicted bytes in a memory at which P(OOM) is at most `max_probability`.
 
     Args:
-        cluster: The cluster.
         memory_bytes: Size of the memory.
         max_probability: Maximum P(OOM).
     """
@@ -117,7 +115,6 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads
     """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none.
 
     Args:
-        cluster: The cluster.
         rank_host_bytes: CPU memory of a rank.
         offloads: True if ranks offload state or activations.
     """

@@ -22,7 +22,6 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
     It covers the compute and the bubble of a step, without sends and data-parallel communication.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         candidate: Candidate layout.
     """
@@ -42,7 +41,6 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
     """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         candidate: Candidate layout.
     """

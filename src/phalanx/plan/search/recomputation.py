@@ -66,7 +66,6 @@ def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence
     """Return the run with a method of recomputation in the first blocks of each pipeline rank.
 
     Args:
-        run: The run.
         method: Method of the recomputed blocks.
         counts: Number of recomputed blocks per pipeline rank.
     """

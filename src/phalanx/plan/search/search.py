@@ -50,7 +50,6 @@ def search_layouts(
     nothing. Layouts that fit get no variants with recomputed norms or offload, which never make a step shorter.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         keep: Maximum number of layouts.
         report: Progress callback.
@@ -180,7 +179,6 @@ def runnable_layouts(
     smaller variants follow, at the later position that `order` gives them.
 
     Args:
-        run: The run.
         world_size: Number of ranks.
         ordered: Layouts in order.
         order: Key of the order.

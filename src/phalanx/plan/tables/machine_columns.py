@@ -165,10 +165,8 @@ def describe_assumptions(
     """Return a text per value of a machine that affects a plan and is neither given nor measured.
 
     Args:
-        cluster: The cluster.
         ranks: Number of ranks.
         offload_targets: Offload targets of the plan's layouts.
-        precision: Precision of the run.
         offloads_activations: True if a layout of the plan offloads activations.
     """
     domain = cluster.fast_link_domain_size

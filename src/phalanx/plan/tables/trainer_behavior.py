@@ -72,7 +72,6 @@ def trainer_behavior(text: str, precision: str, era: int, zero: int, xla: bool =
 
     Args:
         text: Description of the run.
-        precision: Precision of the run.
         era: Hardware generation.
         zero: ZeRO stage.
         xla: The trainer compiles with XLA.

@@ -55,7 +55,6 @@ def check_picture_file(file: Path, option: str) -> None:
     matplotlib.
 
     Args:
-        file: The file.
         option: The option that the error names.
     """
     if file.suffix not in (".svg", ".html", ".png"):
@@ -68,7 +67,6 @@ def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], dr
     """Write a picture in the format of the file's suffix.
 
     Args:
-        file: The file.
         option: The option that errors name.
         title: The title of an HTML page.
         svg: A function that returns the picture as SVG.

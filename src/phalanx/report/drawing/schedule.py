@@ -69,7 +69,6 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
     """Return the timeline in the Trace Event Format of chrome://tracing and ui.perfetto.dev.
 
     Args:
-        timeline: The timeline.
         microseconds: The length of its time unit.
     """
     events: list[dict[str, Any]] = [
@@ -96,11 +95,6 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
 
 def draw(timeline: Timeline, title: str, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg or .png.
-
-    Args:
-        timeline: The timeline.
-        title: The title.
-        file: The file.
 
     Raises:
         UserError: matplotlib is not installed.

@@ -35,8 +35,6 @@ class AdamWStep:
         decay.
 
         Args:
-            piece: The piece.
-            weights: Its weights.
             gradient: Its mean gradient.
             moments: Its moments by name (`MOMENTS`).
         """

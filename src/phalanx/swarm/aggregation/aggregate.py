@@ -64,8 +64,6 @@ def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0)
     """Return the settings for aggregating a round.
 
     Args:
-        run: The run.
-        round_number: The round.
         learned_rounds: Number of earlier rounds that updated the weights: the step count of AdamW.
     """
     swarm = run.swarm

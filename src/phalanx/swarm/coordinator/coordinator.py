@@ -53,7 +53,6 @@ class Coordinator:
         """Start a swarm, or continue the existing one.
 
         Args:
-            run: The run.
             directory: Directory of the swarm.
             weights: Initial weights of a new swarm.
             clock: Returns the present time.

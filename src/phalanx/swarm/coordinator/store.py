@@ -69,7 +69,6 @@ class SwarmStore:
         """Return the path of a partially received update, which differs between uploads.
 
         Args:
-            round_number: The round.
             node: The name of the node.
             upload_id: The id of the update.
         """
@@ -79,7 +78,6 @@ class SwarmStore:
         """Remove partial updates of a node with another id.
 
         Args:
-            round_number: The round.
             node: The name of the node.
             upload_id: The id of the update to keep.
         """
@@ -139,7 +137,6 @@ class SwarmStore:
         """Check all weights in a file.
 
         Args:
-            file: The file.
             digests: The recorded digest of each fragment; None where none was recorded.
 
         Raises:
@@ -166,7 +163,6 @@ class SwarmStore:
         """Aggregate a round without changing the model yet, and return the digests of its weights and broadcast.
 
         Args:
-            round_number: The round.
             pieces: The pieces of the round.
             node_tokens: Name and number of tokens of each node with an update.
             config: The settings.
@@ -278,7 +274,6 @@ def check_digest(file: TensorFile, names: Iterable[str], digest: str | None) -> 
     """Check the content of tensors.
 
     Args:
-        file: The file.
         names: The names of the tensors.
         digest: The recorded digest, or None if none was recorded.
 

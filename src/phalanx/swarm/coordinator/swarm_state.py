@@ -321,7 +321,6 @@ def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> di
     """Return the status that `phalanx swarm status` prints.
 
     Args:
-        state: The state.
         last_seen: The time of each node's last heartbeat.
         now: The present time.
     """

@@ -42,7 +42,6 @@ def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> 
     """Raise UpdateRejected if a node cannot have trained so much in a round.
 
     Args:
-        run: The run.
         tokens: The number of targets that the node reports.
         steps: The number of steps that the node reports.
         assigned_steps: The number of steps of text that the node may read in the round.
@@ -65,7 +64,6 @@ def check_update(
     Args:
         path: The file of the update.
         pieces: The pieces that the node must send.
-        codec: The codec.
         base: The values before the round.
         recent_norms: The norms of earlier updates.
         outlier_factor: The multiple of their median from which an update is an outlier; 0 for no check.

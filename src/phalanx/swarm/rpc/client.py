@@ -126,7 +126,6 @@ class SwarmClient:
 
         Args:
             path: The file of the update.
-            round: The round.
             tokens: Number of targets that the node trained on.
             steps: Number of its steps.
 

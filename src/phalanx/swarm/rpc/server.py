@@ -65,7 +65,6 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     """Start a server, and return it with its port.
 
     Args:
-        coordinator: The coordinator.
         address: The address; it may end in :0.
         certificates: The folder of the coordinator's certificate.
         greeting: The answer to nodes that join.

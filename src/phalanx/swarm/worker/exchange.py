@@ -146,7 +146,6 @@ class RoundExchange:
         No result is received if the node must leave, or if the result was removed.
 
         Args:
-            round_number: The round.
             upload: The upload of this node's update.
             round_record: The record of the round, which is updated.
         """

@@ -19,7 +19,6 @@ def build_node_trainer(exchange: RoundExchange, corpus: TrainingData, device: to
     Args:
         exchange: The node's files and experts.
         corpus: The text of the node.
-        device: Device of the rank.
     """
     run = exchange.run
     if exchange.swarm.sends_gradients:  # the coordinator clips the mean gradient

@@ -40,7 +40,6 @@ def transfer_moments(
         moments: The state of the old optimizers.
         old_experts: The experts of the old learner.
         learner: The new learner.
-        new_experts: Its experts.
     """
     is_expert_parallel = learner.run.layout.ep > 1
     for name, parameter in learner.strategy.trainable_parameters.items():

@@ -39,11 +39,8 @@ def write_weights(
     """Write the trained parameters to a file of full parameters.
 
     Args:
-        strategy: The strategy.
-        mesh: The ranks.
         trained_experts: The experts that are trained; None for all.
         num_experts: The number of experts of the model.
-        file: The file.
     """
     _write_tensors(
         strategy,
@@ -116,7 +113,6 @@ def read_weights(
     """Read trained and frozen weights.
 
     Args:
-        strategy: The strategy.
         trained_experts: The experts that are trained; None for all.
         num_experts: The number of experts of the model.
         weights: The new weights.
@@ -158,7 +154,6 @@ def blend_factors(run: RunSpec, updated_rounds: range, plan: RoundPlan) -> dict[
     that continued training after its update, it is `mixing` if that is set.
 
     Args:
-        run: The run.
         updated_rounds: The rounds whose results are received.
         plan: Which local values the node keeps.
     """

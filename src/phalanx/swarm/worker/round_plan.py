@@ -50,7 +50,6 @@ def plan_steps(run: RunSpec, task: NodeTask, steps_ahead: int) -> RoundSteps:
     """Return the steps of a round.
 
     Args:
-        run: The run.
         task: The task of the round.
         steps_ahead: Number of steps of the round that are already done.
     """

@@ -58,10 +58,8 @@ class SwarmWorker:
         """Prepare the rank.
 
         Args:
-            run: The run.
             corpus: The text of the node.
             directory: Directory of the node.
-            device: Device of the rank.
             name: Name of the node in the swarm.
             link: Connection to the coordinator; None on ranks other than 0.
         """

@@ -57,7 +57,6 @@ class Callback:
         """Run after the first step at which a checkpoint is complete on all ranks.
 
         Args:
-            trainer: The trainer.
             directory: Directory of the checkpoint.
         """
 

@@ -46,7 +46,6 @@ def standard_callbacks(
     the state of all callbacks after the step and its evaluation. Samples change no state and come last.
 
     Args:
-        trainer: Trainer of the run.
         record_writers: Writers of records, by name; None: records are not written.
         user_callbacks: Callbacks of the run file, by field.
         spike_detector: Detector of loss spikes; None: spikes are ignored.

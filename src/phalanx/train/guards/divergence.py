@@ -53,7 +53,6 @@ def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> No
     The text of the steps between is skipped now, and whenever the run returns to that checkpoint.
 
     Args:
-        directory: Run directory.
         step: Last step before the rollback.
         to_step: Step of the checkpoint, or 0.
         reason: Cause of the rollback.

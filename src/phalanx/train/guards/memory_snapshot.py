@@ -27,8 +27,6 @@ def snapshot_entry(directory: Path, rank: int, is_recorded: bool) -> dict[str, A
     The entry is {} if the file cannot be written, and has None if nothing was recorded.
 
     Args:
-        directory: The run directory.
-        rank: This rank.
         is_recorded: True after `record_allocations`.
     """
     if not is_recorded:

@@ -50,7 +50,6 @@ def check_replica_consistency(
 
     Args:
         strategy: Model and its layout.
-        optimizers: Optimizers of the model.
         sizes: Sizes of the parallel axes.
         step: The finished step.
         every: Interval of the checks in steps.
@@ -90,7 +89,6 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     """Return the error message of a mismatch.
 
     Args:
-        mismatch: The mismatch.
         name: Name of the tensor.
         sizes: Sizes of the parallel axes.
         step: Step of the check.

@@ -36,7 +36,6 @@ def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
     Args:
         run: Run of the prediction.
         world_size: Number of ranks.
-        directory: Run directory.
     """
     measured = read_measured(directory)
     if len(measured) < world_size:
