@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
 from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, StateBytes, optimizer_kind, sharded_state_bytes
@@ -83,7 +85,7 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
     }
 
 
-def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
+def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, ArrayLike]:
     """Return the columns in which layouts differ."""
     states = NUM_OPTIMIZER_STATES[optimizer_kind(run.optimizer)]
 
@@ -97,19 +99,24 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         replica_strategy(c.data_parallel, run.training.precision, dp_size=c.dp * c.cp, ep=c.ep) for c in layouts
     ]
     state = [per_parameter(strategy, c.micro_batches) for strategy, c in zip(strategies, layouts, strict=True)]
-    pipelines = {_pipeline(c): c for c in layouts}
-    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
-    blocks = [cuts[_pipeline(c)] for c in layouts]
-    whole_blocks = [
-        compiles_whole_blocks(c.tp * c.cp * c.ep, stage_blocks.splits_backward)
-        for c, stage_blocks in zip(layouts, blocks, strict=True)
-    ]
+    pipelines = list(map(_pipeline, layouts))
+    example_of = dict(zip(pipelines, layouts, strict=True))  # thousands of layouts have a few cuts into stages
+    cuts = [_stage_block_kinds(run, c) for c in example_of.values()]
+    index_of = {pipeline: index for index, pipeline in enumerate(example_of)}
+    cut = np.array([index_of[pipeline] for pipeline in pipelines], dtype=int)
+    splits_backward = np.array([stage_blocks.splits_backward for stage_blocks in cuts])[cut]
+    whole_blocks = np.array(
+        [
+            compiles_whole_blocks(c.tp * c.cp * c.ep, bool(splits))
+            for c, splits in zip(layouts, splits_backward, strict=True)
+        ]
+    )
     return {
-        **{name: [float(getattr(c, name)) for c in layouts] for name in ("dp", "tp", "pp", "cp", "ep")},
+        **{name: list(map(attrgetter(name), layouts)) for name in ("dp", "tp", "pp", "cp", "ep")},
         "micro_batch": [c.micro_batch_size for c in layouts],
         "micro_batches": [c.micro_batches for c in layouts],
         "virtual_stages": [c.virtual_stages for c in layouts],
-        "attention": [_attention_kernel(run, c) for c in layouts],
+        "attention": _attention_kernels(run, layouts),
         "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in layouts],
         "zero_stage": [ZERO_STAGES[c.data_parallel] for c in layouts],
         "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in layouts],
@@ -121,21 +128,14 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         "state_bytes": [s.optimizer for s in state],
         "gradient_wire_bytes": [per_parameter(c.data_parallel, 1).gradients for c in layouts],
         **{
-            f"{position}_blocks": [stage_blocks.counts[index] for stage_blocks in blocks]
+            f"{position}_{column}": np.array([getattr(stage_blocks, field)[index] for stage_blocks in cuts])[cut]
             for index, position in enumerate(STAGE_POSITIONS)
+            for column, field in (("blocks", "counts"), ("moe_blocks", "moe_counts"), ("recomputed", "recomputed"))
         },
-        **{
-            f"{position}_moe_blocks": [stage_blocks.moe_counts[index] for stage_blocks in blocks]
-            for index, position in enumerate(STAGE_POSITIONS)
-        },
-        **{
-            f"{position}_recomputed": [stage_blocks.recomputed[index] for stage_blocks in blocks]
-            for index, position in enumerate(STAGE_POSITIONS)
-        },
-        "compiled": [float(run.compiles and whole) for whole in whole_blocks],
+        "compiled": whole_blocks * float(run.compiles),
         # Norms have kernels of their own, and activations are compiled.
-        "fused_elementwise": [float(run.compiles and not whole) for whole in whole_blocks],
-        "mean_recomputed": [stage_blocks.mean_recomputed for stage_blocks in blocks],
+        "fused_elementwise": ~whole_blocks * float(run.compiles),
+        "mean_recomputed": np.array([stage_blocks.mean_recomputed for stage_blocks in cuts])[cut],
         "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
         "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
         "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in layouts],
@@ -180,7 +180,7 @@ def _recomputed_counts(candidate: CandidateLayout, blocks: list[int]) -> list[in
     return [min(limit, count) for limit, count in zip(per_rank, blocks, strict=True)]
 
 
-def _attention_kernel(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
-    if candidate.cp > 1 and candidate.cp_method == "ring" and not run.cluster.uses_cpu:
-        return AttentionKernel.RING
-    return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2
+def _attention_kernels(run: RunSpec, layouts: list[CandidateLayout]) -> list[AttentionKernel]:
+    usual = AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2
+    in_ring = usual if run.cluster.uses_cpu else AttentionKernel.RING
+    return [in_ring if c.cp > 1 and c.cp_method == "ring" else usual for c in layouts]

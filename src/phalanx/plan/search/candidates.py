@@ -79,9 +79,8 @@ class CandidateLayout:
     @property
     def num_parallel_axes(self) -> int:
         """Number of kinds of parallelism: the fewer, the simpler."""
-        return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (
-            self.data_parallel == "hsdp"
-        )
+        axes = (self.dp > 1) + (self.tp > 1) + (self.pp > 1) + (self.cp > 1) + (self.ep > 1)
+        return axes + (self.data_parallel == "hsdp")
 
     def __str__(self) -> str:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
