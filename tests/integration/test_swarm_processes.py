@@ -105,10 +105,12 @@ def command_processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def start_coordinator(start: Callable[..., subprocess.Popen[str]], file: Path) -> tuple[subprocess.Popen[str], str]:
     lead = start("serve", file, "--certs", "certs/lead", "--listen", "127.0.0.1:0")
-    said = lead.stdout.readline()
-    found = re.search(r"nodes join (127\.0\.0\.1:\d+)", said)
-    assert found, said
-    return lead, found[1]
+    lines = []
+    for line in lead.stdout:  # notices may come first
+        lines.append(line)
+        if found := re.search(r"nodes join (127\.0\.0\.1:\d+)", line):
+            return lead, found[1]
+    pytest.fail("".join(lines))
 
 
 def swarm_status(address: str) -> dict[str, object]:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.model import host_counts
+from phalanx.model.moe import Router
 from phalanx.parallel.comm.host_copy import PendingCopies
-from phalanx.train import evaluator, trainer
+from phalanx.train import evaluator, learner, trainer
 from phalanx.train.callbacks import rank_records
+from phalanx.train.expert_counts import ExpertCounts
 from phalanx.train.profiling import clock_sync, step_profiler
 
 NUM_TOKENS, LOSS_SUM = 1000.0, 5000.0
@@ -33,11 +35,25 @@ class GivenStepSums(PendingCopies):
         return [given, torch.ones_like(norm)]
 
 
+class GivenExpertCounts(ExpertCounts):
+    """Counts of experts in host memory: those of a device would be what its memory happens to hold."""
+
+    def __init__(self, layers: list[int], num_experts: int, device: torch.device) -> None:
+        super().__init__(layers, num_experts, torch.device("cpu"))
+
+    def add(self, loads: Tensor, routers: dict[int, Router], multiplicity: int, update_biases: bool) -> None:
+        self.current.add_(NUM_TOKENS)
+        for index, router in routers.items():
+            router.load.copy_(loads[index])
+            router.update_bias(update_biases)
+
+
 def give_numbers() -> None:
     """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     host_counts.read_counts = balanced_counts
     trainer.PendingCopies = GivenStepSums
+    learner.ExpertCounts = GivenExpertCounts
     sum_over_ranks = evaluator._sum_over_ranks
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
     for module in (rank_records, step_profiler):

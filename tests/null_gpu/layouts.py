@@ -27,7 +27,20 @@ SCHEDULES: dict[str, Table] = {
     "dualpipe-v": {},
 }
 
+TWO_EXPERTS: Table = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
+"""Fewer experts than ranks, which share the rows of each."""
+
 SINGLE_AXES: dict[str, Case] = {
+    "two-experts-zero1": (4, {"model": TWO_EXPERTS, "layout.data_parallel": "zero1"}),
+    "two-experts-zero1-fp32": (
+        4,
+        {"model": TWO_EXPERTS, "layout.data_parallel": "zero1", "training.precision": "fp32"},
+    ),
+    "two-experts-zero2-offload": (
+        4,
+        {"model": TWO_EXPERTS, "layout.data_parallel": "zero2", "layout.offload": "cpu"},
+    ),
+    "two-experts-zero3": (4, {"model": TWO_EXPERTS, "layout.data_parallel": "zero3"}),
     "single": (1, {}),
     "single-compile": (1, {"training.compile": True}),
     "single-offload": (1, {"layout.data_parallel": "zero1", "layout.offload": "cpu"}),
