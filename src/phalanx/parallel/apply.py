@@ -249,13 +249,13 @@ def _connect_loss(
     strategy: Strategy, vocab_size: int, tp: TensorParallelGroup | None, precision: str, kernels: Kernels
 ) -> None:
     """Give a strategy the loss of a transformer's logits, and that of its head in chunks (step 6)."""
-    strategy.loss_of_logits = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=strategy.loss_scale)
+    strategy.loss_of_logits = partial(in_place_cross_entropy, tp=tp, kernels=kernels, scale=strategy.backward_scale)
     strategy.head_loss = ChunkedLoss(
         columns=vocab_size if tp is None else -(-vocab_size // tp.size),
         itemsize=2 if precision in BF16_PRECISIONS else PARAMETER_DTYPES[precision].itemsize,
         tp=tp,
         kernels=kernels,
-        scale=strategy.loss_scale,
+        scale=strategy.backward_scale,
     )
 
 

@@ -21,7 +21,7 @@ from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.cross_entropy import run_scaled_backward
+from phalanx.parallel.cross_entropy import UNSCALED, LossScale
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
@@ -71,8 +71,8 @@ class Strategy:
     has_loss = True
     """True if this rank computes the loss; in a pipeline only the rank with the last stage does."""
 
-    loss_scale = 1.0
-    """Factor of the loss, which makes gradients sums over ranks."""
+    backward_scale: LossScale = UNSCALED
+    """Factor of the loss in backward passes, which makes gradients sums over ranks."""
     autocast = True
     """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16.
 
@@ -107,6 +107,11 @@ class Strategy:
         """The passes of this rank in the last step, with start and end by its clock."""
 
     @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in backward passes, which makes gradients sums over ranks."""
+        return self.backward_scale.factor
+
+    @property
     def wait_timers(self) -> dict[str, WaitTimer]:
         """Other recorded waiting times of this rank, by reason."""
         return self.model_parallel.wait_timers
@@ -133,7 +138,7 @@ class Strategy:
             with self.accumulate(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
                 backward_start = self.clock.record()
-                run_scaled_backward(loss + auxiliary, self.loss_scale)
+                self.backward_scale.run_backward(loss + auxiliary)
             end = self.clock.record()
             self.timeline += [
                 (Action(0, "F", index), start, backward_start),

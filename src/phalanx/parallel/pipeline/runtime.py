@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
 from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
 from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
@@ -78,7 +79,7 @@ class PipelineStrategy(Strategy):
         self.comm_wait = data_parallel.comm_wait
         self.model_parallel = data_parallel.model_parallel
         self.wait_for_weights = data_parallel.wait_for_weights  # type: ignore[method-assign]
-        self.loss_scale = data_parallel.loss_scale
+        self.backward_scale = data_parallel.backward_scale
         self.head_loss = data_parallel.head_loss
         self.autocast = data_parallel.autocast
         self.pipeline_wait: WaitTimer = WaitTimer()
@@ -178,14 +179,14 @@ class PipelineStrategy(Strategy):
         if case in self._loaded_cases:
             return
         self._loaded_cases.add(case)
-        self.passes.loss_scale = 0.0  # gradients of zero
+        self.passes.backward_scale = LossScale(0.0)  # gradients of zero
         for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
             sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
             for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
-        self.passes.loss_scale = self.loss_scale
+        self.passes.backward_scale = self.data_parallel.backward_scale
         self.data_parallel.end_rehearsal()
         torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
 
