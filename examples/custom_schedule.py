@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule, to_csv
-from phalanx.schedule.simulate import ActionTimes, micro_batches_in_flight, simulate
+from phalanx.schedule.simulate import ActionTimes, in_flight_by_step, simulate
 from phalanx.schedule.validate import check_schedule
 
 
@@ -32,6 +32,6 @@ times = ActionTimes(forward=1.0, input_grad=1.0, weight_grad=1.0, transfer=0.5)
 schedules = {"1F1B": build_schedule("1f1b", 4, 8), "eager 1F1B": eager_1f1b(4, 8)}
 for name, schedule in schedules.items():
     check_schedule(schedule)  # raises UserError with the first violations
-    timeline, in_flight = simulate(schedule, times), max(micro_batches_in_flight(schedule, 0))
+    timeline, in_flight = simulate(schedule, times), max(in_flight_by_step(schedule, 0))
     print(f"{name}: {timeline.makespan:.1f} s, bubble {timeline.bubble:.1%}, {in_flight} micro-batches on rank 0")
 Path("eager.csv").write_text(to_csv(schedules["eager 1F1B"]))

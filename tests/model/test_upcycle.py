@@ -116,7 +116,7 @@ def gather_initial_weights(run: RunSpec) -> dict[str, Tensor]:
     """What a rank trains at first, put together again."""
     strategy = make_trainer(run).strategy
     parts = {
-        name: strategy.as_global_dtensor(name, parameter.detach())
+        name: strategy.model_parallel.as_global_dtensor(name, parameter.detach())
         for name, parameter in strategy.trainable_parameters.items()
     }
     return {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in parts.items()}

@@ -8,10 +8,10 @@ from phalanx.parallel import cross_entropy
 from phalanx.parallel.cross_entropy import (
     EAGER,
     Kernels,
+    LossScale,
     in_place_cross_entropy,
-    log_sum_exp_to_compile,
-    replace_to_compile,
-    run_scaled_backward,
+    log_sum_exp_in_one_pass,
+    replace_by_gradient_in_one_pass,
 )
 from phalanx.testing import rank_pool
 
@@ -100,21 +100,38 @@ def test_known_gradient_of_the_loss_is_not_multiplied(scale, monkeypatch):
     logits, targets = logits_and_targets(50, torch.float64)
     _, expected_grad = exact_loss(logits, targets, scale)
     leaf = logits.requires_grad_()
-    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, scale=scale) + torch.zeros(())
+    loss_scale = LossScale(scale)
+    loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, scale=loss_scale) + torch.zeros(())
     monkeypatch.setattr(torch.Tensor, "mul_", None)  # would fail
-    run_scaled_backward(loss, scale)
+    loss_scale.run_backward(loss)
     torch.testing.assert_close(leaf.grad, expected_grad)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0, 3.0])
+def test_gradient_other_than_the_expected_is_multiplied(factor):
+    logits, targets = logits_and_targets(50, torch.float64)
+    _, expected_grad = exact_loss(logits, targets, 3 * factor)
+    leaf = logits.requires_grad_()
+    scale = LossScale(3.0)
+    loss = 3 * in_place_cross_entropy(leaf * 1, targets, IGNORED, scale=scale)
+    LossScale(factor).run_backward(loss)
+    torch.testing.assert_close(leaf.grad, expected_grad)
+    # The same scale, but the loss is multiplied in between.
+    leaf.grad = None
+    scale.run_backward(3 * in_place_cross_entropy(leaf * 1, targets, IGNORED, scale=scale))
+    torch.testing.assert_close(leaf.grad, exact_loss(logits.detach(), targets, 9)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kernels_to_compile_equal_the_others(dtype):
     logits, targets = logits_and_targets(50, dtype)
-    kernels = Kernels(log_sum_exp_to_compile, replace_to_compile)
+    kernels = Kernels(log_sum_exp_in_one_pass, replace_by_gradient_in_one_pass)
     losses, gradients = [], []
+    scale = LossScale(0.5)
     for each in (EAGER, kernels):
         leaf = logits.clone().requires_grad_()
-        loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=each, scale=0.5)
-        run_scaled_backward(loss, 0.5)
+        loss = in_place_cross_entropy(leaf * 1, targets, IGNORED, kernels=each, scale=scale)
+        scale.run_backward(loss)
         losses.append(loss.detach())
         gradients.append(leaf.grad)
     torch.testing.assert_close(*losses)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from phalanx.parallel.cross_entropy import (
     EAGER,
+    UNSCALED,
     Kernels,
+    LossScale,
     in_place_cross_entropy,
-    log_sum_exp_to_compile,
-    replace_to_compile,
-    run_scaled_backward,
+    log_sum_exp_in_one_pass,
+    replace_by_gradient_in_one_pass,
 )
 from phalanx.parallel.linear_cross_entropy import ChunkedLoss, _Gradients
 from phalanx.spec import chunks
@@ -22,7 +23,7 @@ from phalanx.testing import rank_pool
 
 IGNORED = -100
 VOCAB, WIDTH = 50, 8
-COMPILABLE = Kernels(log_sum_exp_to_compile, replace_to_compile)
+COMPILABLE = Kernels(log_sum_exp_in_one_pass, replace_by_gradient_in_one_pass)
 CHUNKS = pytest.mark.parametrize("rows", [1, 2, 5, 20], ids="rows-{}".format)
 
 
@@ -40,32 +41,37 @@ def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 def whole_loss(x: Tensor, weight: Tensor, targets: Tensor, scale: float) -> list[Tensor]:
     """Return the loss of all logits, and the gradients of both operands."""
     x, weight = (tensor.detach().clone().requires_grad_() for tensor in (x, weight))
-    loss = in_place_cross_entropy(F.linear(x, weight), targets, IGNORED, scale=scale)
-    run_scaled_backward(loss, scale)
+    loss_scale = LossScale(scale)
+    loss = in_place_cross_entropy(F.linear(x, weight), targets, IGNORED, scale=loss_scale)
+    loss_scale.run_backward(loss)
     return [loss.detach(), x.grad, weight.grad]  # type: ignore[list-item]
 
 
-def chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, factor: float, **options: Any) -> list[Tensor]:
+def chunked_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: LossScale, expected_scale: LossScale = UNSCALED, **options: Any
+) -> list[Tensor]:
     """Return what `whole_loss` does, in chunks."""
     x, weight = (tensor.detach().clone().requires_grad_() for tensor in (x, weight))
-    loss = ChunkedLoss(columns=VOCAB, itemsize=x.itemsize, **options)
+    loss = ChunkedLoss(columns=VOCAB, itemsize=x.itemsize, scale=expected_scale, **options)
     head = loss(targets, IGNORED)
     assert head is not None
     result = head(x, weight)
-    run_scaled_backward(result, factor)
+    scale.run_backward(result)
     return [result.detach(), x.grad, weight.grad]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("kernels", [EAGER, COMPILABLE], ids=["eager", "compilable"])
-@pytest.mark.parametrize("expected_scale", [1.0, 3.0])
+@pytest.mark.parametrize("is_expected", [True, False], ids=["expected-scale", "other-scale"])
 @CHUNKS
 def test_chunked_loss_equals_whole_loss_in_fp64(
-    rows: int, expected_scale: float, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    rows: int, is_expected: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_chunks(monkeypatch, rows, VOCAB, itemsize=8)
     x, weight, targets = head_inputs(torch.float64)
     expected = whole_loss(x, weight, targets, 3.0)
-    found = chunked_loss(x, weight, targets, 3.0, scale=expected_scale, kernels=kernels)
+    scale = LossScale(3.0)
+    expected_scale = scale if is_expected else UNSCALED
+    found = chunked_loss(x, weight, targets, scale, expected_scale=expected_scale, kernels=kernels)
     for result, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
 
@@ -77,7 +83,7 @@ def test_chunked_loss_in_bf16_is_as_exact_as_whole_loss(rows: int, monkeypatch: 
     x, weight, targets = head_inputs(torch.bfloat16)
     exact = whole_loss(x.double(), weight.double(), targets, 1.0)
     whole = whole_loss(x, weight, targets, 1.0)
-    for result, other, truth in zip(chunked_loss(x, weight, targets, 1.0), whole, exact, strict=True):
+    for result, other, truth in zip(chunked_loss(x, weight, targets, UNSCALED), whole, exact, strict=True):
         assert result.dtype == other.dtype
         errors = [float((found.double() - truth).norm() / truth.norm()) for found in (result, other)]
         assert errors[0] <= 1.2 * errors[1] + 1e-6
@@ -96,7 +102,7 @@ def test_autocast_accumulates_matrix_gradient_in_fp32(rows: int, monkeypatch: py
     assert head is not None
     with torch.autocast("cpu", torch.bfloat16):
         loss = head(*leaves)
-    run_scaled_backward(loss, 1.0)
+    UNSCALED.run_backward(loss)
     for result, other, truth in zip([loss.detach(), *(leaf.grad for leaf in leaves)], whole, exact, strict=True):
         assert result is not None
         assert result.dtype == torch.float32
@@ -167,7 +173,7 @@ def losses_of_ranks(cases: list[tuple[int, bool]]) -> list[list[Tensor]]:
             head = ChunkedLoss(columns=columns, itemsize=8, tp=tp)(targets.clamp(max=VOCAB - 2), IGNORED)
         assert head is not None
         loss = head(leaf, local)
-        run_scaled_backward(loss, 1.0)
+        UNSCALED.run_backward(loss)
         found.append([loss.detach(), leaf.grad, local.grad])
     return found  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Action, Grid, Schedule, ScheduleStep, read_csv, to_csv
-from phalanx.schedule.simulate import ActionTimes, micro_batches_in_flight, peak_activations, simulate
+from phalanx.schedule.simulate import ActionTimes, in_flight_by_step, peak_activations, simulate
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.errors import UserError
 
@@ -148,7 +148,7 @@ def test_published_schedules_satisfy_dependencies_when_simulated(
 def test_peak_activations_is_positive_and_at_most_micro_batch_count(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         assert 0 < peak_activations(schedule, rank) <= schedule.micro_batches
-        assert micro_batches_in_flight(schedule, rank)[-1] == 1, "the last action gives back the last activation"
+        assert in_flight_by_step(schedule, rank)[-1] == 1, "the last action gives back the last activation"
 
 
 @given(schedules())

@@ -29,46 +29,45 @@ DeferOrCompute = Callable[[GradientEdge | None, Callable[[], Tensor]], Tensor | 
 """Function of a weight's place in the graph and of a function for its gradient; returns it, or None if deferred."""
 
 
+Vjp = Callable[[Tensor], TensorTuple]
+"""Vector-Jacobian product: function from an output's gradient, which it may overwrite, to those of the inputs."""
+
+
 @dataclass(frozen=True)
 class Activation:
     """An elementwise function and its gradients."""
 
-    output: Callable[..., Tensor]
-    """Function of the inputs."""
-    recompute: Callable[..., tuple[Tensor, Callable[[Tensor], TensorTuple]]]
-    """Function of the inputs that returns the output, and a function from its gradient to those of the inputs."""
-    gradients: Callable[..., TensorTuple]
-    """Function of the output's gradient and the inputs that returns those of the inputs, the first in the memory of the
-    output's: one kernel if compiled."""
+    forward: Callable[..., Tensor]
+    forward_and_vjp: Callable[..., tuple[Tensor, Vjp]]
+    """Function of the inputs that returns the output and its vector-Jacobian product, which share intermediates."""
+    vjp: Callable[..., TensorTuple]
+    """Function of the output's gradient and the inputs, which is one kernel if compiled. It returns the gradients of
+    the inputs, the first in the memory of the output's."""
 
 
 @cache
 def compiled_activation(activation: Activation) -> Activation:
     """Return the activation with one kernel for its output and one for its gradients, for any number of tokens."""
-    output = torch.compile(activation.output, dynamic=True)
-    gradients = torch.compile(activation.gradients, dynamic=True)
+    forward = torch.compile(activation.forward, dynamic=True)
+    vjp = torch.compile(activation.vjp, dynamic=True)
 
-    def recompute(*inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
-        return output(*inputs), lambda gradient: gradients(gradient, *inputs)
+    def forward_and_vjp(*inputs: Tensor) -> tuple[Tensor, Vjp]:
+        return forward(*inputs), lambda gradient: vjp(gradient, *inputs)
 
-    return Activation(output, recompute, gradients)
-
-
-def _identity_again(x: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
-    return x, lambda gradient: (gradient,)
+    return Activation(forward, forward_and_vjp, vjp)
 
 
-def _swiglu_again(gate: Tensor, up: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
+def _swiglu_forward_and_vjp(gate: Tensor, up: Tensor) -> tuple[Tensor, Vjp]:
     silu = F.silu(gate)
 
-    def gradients(gradient: Tensor) -> TensorTuple:
+    def vjp(gradient: Tensor) -> TensorTuple:
         grad_up = silu.mul_(gradient)
         return SILU_BACKWARD(gradient.mul_(up), gate, grad_input=gradient), grad_up
 
-    return silu * up, gradients
+    return silu * up, vjp
 
 
-def _swiglu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
+def _swiglu_vjp(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple:
     grad_up = gradient * F.silu(gate)
     return gradient.copy_(torch.ops.aten.silu_backward(gradient * up, gate)), grad_up
 
@@ -77,19 +76,24 @@ def _swiglu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> TensorTuple
 def gelu(approximate: str) -> Activation:
     """Return GELU, exact ("none") or approximated by a hyperbolic tangent ("tanh")."""
 
-    def again(x: Tensor) -> tuple[Tensor, Callable[[Tensor], TensorTuple]]:
-        return F.gelu(x, approximate=approximate), lambda gradient: (
-            GELU_BACKWARD(gradient, x, approximate=approximate, grad_input=gradient),
-        )
+    def forward(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=approximate)
 
-    def gradients(gradient: Tensor, x: Tensor) -> TensorTuple:
+    def forward_and_vjp(x: Tensor) -> tuple[Tensor, Vjp]:
+        return forward(x), lambda gradient: (GELU_BACKWARD(gradient, x, approximate=approximate, grad_input=gradient),)
+
+    def vjp(gradient: Tensor, x: Tensor) -> TensorTuple:
         return (gradient.copy_(torch.ops.aten.gelu_backward(gradient, x, approximate=approximate)),)
 
-    return Activation(lambda x: F.gelu(x, approximate=approximate), again, gradients)
+    return Activation(forward, forward_and_vjp, vjp)
 
 
-IDENTITY = Activation(lambda x: x, _identity_again, lambda gradient, x: (gradient,))
-SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_again, _swiglu_gradients)
+IDENTITY = Activation(
+    forward=lambda x: x,
+    forward_and_vjp=lambda x: (x, lambda gradient: (gradient,)),
+    vjp=lambda gradient, x: (gradient,),
+)
+SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
 
 
@@ -107,13 +111,7 @@ class Product:
     """The product of rows and a weight, for the output and for the gradient of the rows."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product, [..., O].
-
-        Args:
-            x: Rows, [..., I].
-            weight: W, [O, I].
-            bias: Added to the product, [O].
-        """
+        """Return the product [..., O] of rows x [..., I] and the weight W [O, I], plus the bias [O]."""
         return self.linear(x, weight, bias)
 
     def receive_gradient(self, gradient: Tensor) -> Tensor:
@@ -125,13 +123,7 @@ class Product:
         return self.linear(gradient, weight.T)
 
     def weight_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the weight.
-
-        Args:
-            gradient: Gradient of the product, [..., O].
-            x: Rows, [..., I].
-            weight: W, [O, I].
-        """
+        """Return the gradient of the weight from that of the product, [..., O]."""
         return gradient.flatten(0, -2).T @ x.flatten(0, -2)
 
     def weight_edge(self, weight: Tensor) -> GradientEdge | None:
@@ -161,11 +153,7 @@ def activated_product(
 ) -> Tensor:
     """Return activation(inputs) W^T + b, in the dtype of autocast if it is enabled.
 
-    Args:
-        activation: The function whose inputs are saved for the backward pass.
-        weight: The weight, W.
-        inputs: Inputs of the activation, of one shape.
-        bias: The bias, b.
+    The inputs of the activation, which have one shape, are saved for the backward pass.
     """
     weight, *operands = autocast_operands(weight, *inputs)
     if bias is not None:
@@ -174,12 +162,7 @@ def activated_product(
 
 
 def activated_linear(layer: ProductLinear, activation: Activation, *inputs: Tensor) -> Tensor:
-    """Return the output of a linear layer whose input is activation(inputs).
-
-    Args:
-        activation: The function whose inputs are saved for the backward pass.
-        inputs: Inputs of the activation, of one shape.
-    """
+    """Return the output of a linear layer whose input is activation(inputs), of which the inputs are saved."""
     return activated_product(layer.product, activation, layer.weight, *inputs, bias=layer.bias)
 
 
@@ -201,7 +184,7 @@ class _ActivatedProduct(torch.autograd.Function):
         ctx.weight_edge = product.weight_edge(weight)
         is_input_needed = ctx.needs_input_grad[2] or activation is not IDENTITY
         ctx.save_for_backward(weight, *(inputs if is_input_needed else (None,)))
-        return product.forward(activation.output(*inputs), weight, bias)
+        return product.forward(activation.forward(*inputs), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -209,11 +192,11 @@ class _ActivatedProduct(torch.autograd.Function):
         product: Product = ctx.product
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         gradient = product.receive_gradient(gradient)
-        x, input_gradients = ctx.activation.recompute(*inputs)
+        x, activation_vjp = ctx.activation.forward_and_vjp(*inputs)
         grad_weight = None
         if ctx.needs_input_grad[2]:
             grad_weight = product.defer_or_compute(
                 ctx.weight_edge, partial(product.weight_gradient, gradient, x.detach(), weight)
             )
         del x  # one tensor less at the peak, unless the weight's gradient is deferred
-        return None, None, grad_weight, grad_bias, *input_gradients(product.input_gradient(gradient, weight))
+        return None, None, grad_weight, grad_bias, *activation_vjp(product.input_gradient(gradient, weight))

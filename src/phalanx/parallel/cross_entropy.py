@@ -3,6 +3,8 @@
 Logits are the largest tensor of a step. Nothing of their size is allocated here: the forward pass already computes the
 gradient, softmax(x) - onehot(target), into the memory of the logits. Values in fp32 exist for one chunk at a time.
 
+Two kernels do it: `log_sum_exp` of each row, and `replace_by_gradient`. Each has a variant to be compiled.
+
 With tensor parallelism each rank has some columns of the logits (Megatron-LM, arXiv 1909.08053, section 3). Two
 all-reduces follow: the maximum of the log-sum-exps of each row, then their sum and its target's logit.
 
@@ -25,71 +27,45 @@ from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import loss_chunk_rows
 
 
-def log_sum_exp(x_NV: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return log sum_v exp(x_v) of each row, [N], at least in fp32."""
-    max_N = at_least_fp32(x_NV.amax(1))
-    return torch.add(max_N, torch.sub(x_NV, max_N[:, None]).exp_().sum(1).log_(), out=out)
+def log_sum_exp(x_NV: Tensor) -> Tensor:
+    """Return log sum_v exp(x_v) of each row, [N], at least in fp32: in chunks of rows, or in one pass if compiled."""
+    if torch.compiler.is_compiling():
+        return log_sum_exp_in_one_pass(x_NV)
+    logsumexp_N = x_NV.new_empty(len(x_NV), dtype=torch.promote_types(x_NV.dtype, torch.float32))
+    for x, logsumexp in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N):
+        maximum = at_least_fp32(x.amax(1))
+        torch.add(maximum, torch.sub(x, maximum[:, None]).exp_().sum(1).log_(), out=logsumexp)
+    return logsumexp_N
 
 
-def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-    """Replace logits by the gradient of their cross entropy, and return them.
-
-    Args:
-        x_NV: Logits, or some of their columns.
-        logsumexp_N: Log-sum-exp of the full rows.
-        column_N: Column of each target; -1 if it is not among those of `x_NV`, or not counted.
-        scale: Factor of the loss.
-    """
-    gradient_NV = torch.sub(x_NV, logsumexp_N[:, None]).exp_()
-    gradient_NV.scatter_add_(1, column_N.clamp(min=0)[:, None], -(column_N >= 0).to(gradient_NV.dtype)[:, None])
-    return x_NV.copy_(gradient_NV if scale == 1 else gradient_NV.mul_(scale))
-
-
-def log_sum_exp_to_compile(x_NV: Tensor) -> Tensor:
-    """Return `log_sum_exp`, written such that torch.compile reads the logits once."""
+def log_sum_exp_in_one_pass(x_NV: Tensor) -> Tensor:
+    """Compiled variant of `log_sum_exp`: the logits are read once."""
     x_NV = at_least_fp32(x_NV)
     max_N1 = x_NV.amax(1, keepdim=True)
     return (max_N1 + (x_NV - max_N1).exp().sum(1, keepdim=True).log())[:, 0]
 
 
-def replace_to_compile(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-    """Do what `replace_by_gradient` does, in one pass over the logits if compiled.
+def replace_by_gradient(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+    """Replace logits by the gradient of `scale` times their cross entropy, and return them.
 
-    Args:
-        x_NV: Logits, or some of their columns.
-        logsumexp_N: Log-sum-exp of the full rows.
-        column_N: Column of each target, or -1.
-        scale: Factor of the loss.
+    The logits may be some columns of those whose log-sum-exp is given. `column_N` has the column of each target, or -1
+    if the target is in another rank's columns or not counted.
     """
+    if torch.compiler.is_compiling():
+        return replace_by_gradient_in_one_pass(x_NV, logsumexp_N, column_N, scale)
+    for x, logsumexp, column in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
+        gradient = torch.sub(x, logsumexp[:, None]).exp_()
+        gradient.scatter_add_(1, column.clamp(min=0)[:, None], -(column >= 0).to(gradient.dtype)[:, None])
+        x.copy_(gradient if scale == 1 else gradient.mul_(scale))
+        del gradient  # before that of the next chunk is computed
+    return x_NV
+
+
+def replace_by_gradient_in_one_pass(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
+    """Compiled variant of `replace_by_gradient`: one pass over the logits."""
     is_target_NV = torch.arange(x_NV.shape[1], device=x_NV.device) == column_N[:, None]
     probs_NV = (at_least_fp32(x_NV) - logsumexp_N[:, None]).exp()
     return x_NV.copy_((probs_NV - is_target_NV.to(probs_NV.dtype)) * scale)
-
-
-KNOWN_VALUE = "known_value"
-"""Attribute of a tensor with its value, which the host then need not read from the device."""
-
-
-def log_sum_exp_in_chunks(x_NV: Tensor) -> Tensor:
-    """Return `log_sum_exp` of chunks of rows, because it allocates values of the size of its rows."""
-    logsumexp_N = x_NV.new_empty(len(x_NV), dtype=torch.promote_types(x_NV.dtype, torch.float32))
-    for rows, logsumexp in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N):
-        log_sum_exp(rows, out=logsumexp)
-    return logsumexp_N
-
-
-def replace_in_chunks(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-    """Replace logits by their gradient in chunks of rows, and return them.
-
-    Args:
-        x_NV: Logits, or some of their columns.
-        logsumexp_N: As in `replace_by_gradient`.
-        column_N: As in `replace_by_gradient`.
-        scale: Factor of the loss.
-    """
-    for rows, logsumexp, columns in row_chunks(_chunk_rows(x_NV), x_NV, logsumexp_N, column_N):
-        replace_by_gradient(rows, logsumexp, columns, scale=scale)
-    return x_NV
 
 
 def _chunk_rows(x_NV: Tensor) -> int:
@@ -97,39 +73,54 @@ def _chunk_rows(x_NV: Tensor) -> int:
 
 
 class Kernels(NamedTuple):
-    """Functions of rows of logits."""
+    """The two functions of rows of logits, eager or compiled."""
 
-    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp_in_chunks
-    replace_by_gradient: Callable[..., Tensor] = replace_in_chunks
+    log_sum_exp: Callable[[Tensor], Tensor]
+    replace_by_gradient: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-EAGER = Kernels()
+EAGER = Kernels(log_sum_exp, replace_by_gradient)
 
 
 @cache
 def compiled_kernels() -> Kernels:
     """Return the functions compiled: each is one kernel on a GPU.
 
-    Where a profiler disables the compiler, they are those of `EAGER`."""
-
-    def compute_log_sum_exp(x_NV: Tensor) -> Tensor:
-        return log_sum_exp_to_compile(x_NV) if torch.compiler.is_compiling() else EAGER.log_sum_exp(x_NV)
-
-    def replace(x_NV: Tensor, logsumexp_N: Tensor, column_N: Tensor, scale: float) -> Tensor:
-        function = replace_to_compile if torch.compiler.is_compiling() else EAGER.replace_by_gradient
-        return function(x_NV, logsumexp_N, column_N, scale=scale)
-
-    return Kernels(torch.compile(compute_log_sum_exp), torch.compile(replace))
+    Where a profiler disables the compiler, they run as those of `EAGER`."""
+    return Kernels(torch.compile(log_sum_exp), torch.compile(replace_by_gradient))
 
 
-def run_scaled_backward(loss: Tensor, scale: float) -> None:
-    """Run the backward pass of a loss multiplied by `scale`.
+class LossScale:
+    """Factor of the loss in its backward pass.
 
-    The gradient tensor of the loss carries its value for the host, which cannot read a GPU without waiting.
+    The loss's gradient is computed with this factor in the forward pass. To know that the backward pass has the same
+    one, the host compares tensors by identity: reading the factor from a GPU would wait for it.
     """
-    gradient = torch.full_like(loss, scale)
-    setattr(gradient, KNOWN_VALUE, scale)
-    loss.backward(gradient)
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self._gradient: Tensor | None = None
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Run the backward pass of the loss times the factor."""
+        self._gradient = torch.full_like(loss, self.factor)
+        try:
+            loss.backward(self._gradient)
+        finally:
+            self._gradient = None
+
+    def scale_saved_gradients(self, saved: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return gradients of the loss times the factor, multiplied by `gradient` instead.
+
+        Nothing is multiplied if `gradient` is the tensor of `run_backward`, perhaps passed on by sums of losses.
+        """
+        if gradient is not self._gradient:
+            for tensor in saved:
+                tensor.mul_(gradient / self.factor)
+        return saved
+
+
+UNSCALED = LossScale()
 
 
 def in_place_cross_entropy(
@@ -138,19 +129,13 @@ def in_place_cross_entropy(
     ignored: int,
     tp: TensorParallelProtocol | None = None,
     kernels: Kernels = EAGER,
-    scale: float = 1.0,
+    scale: LossScale = UNSCALED,
 ) -> Tensor:
     """Return the negative log-likelihood of the targets in nats, summed, at least in fp32.
 
-    If they need a gradient, the logits are overwritten.
-
-    Args:
-        logits_BTV: Logits, or this rank's columns of them.
-        targets_BT: Target token ids.
-        ignored: Token id of targets that are not counted.
-        tp: The ranks with the other columns.
-        kernels: Functions of rows of logits.
-        scale: Expected factor of the loss in `run_scaled_backward`; others cost a pass over the logits.
+    If they need a gradient, the logits are overwritten. They may be this rank's columns; then `tp` has the other ranks.
+    Targets equal to `ignored` are not counted. A backward pass other than `scale.run_backward` costs one more pass over
+    the logits.
     """
     logits_NV = logits_BTV.flatten(0, 1)
     return cast(Tensor, _InPlaceCrossEntropy.apply(logits_NV, targets_BT.flatten(), ignored, tp, kernels, scale))
@@ -165,40 +150,32 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         ignored: int,
         tp: TensorParallelProtocol | None,
         kernels: Kernels,
-        scale: float,
+        scale: LossScale,
     ) -> Tensor:
+        x_NV = logits_NV.detach()  # it becomes a gradient, which must not hold the graph
         needs_gradient = ctx.needs_input_grad[0]
-        loss = sum_losses(
-            logits_NV.detach(), target_N, ignored, tp=tp, kernels=kernels, scale=scale if needs_gradient else None
-        )
+        loss = sum_losses(x_NV, target_N, ignored, tp, kernels, scale if needs_gradient else None)
         if needs_gradient:
-            ctx.save_for_backward(logits_NV.detach())  # it becomes a gradient, which must not hold the graph
+            ctx.save_for_backward(x_NV)
             ctx.scale = scale
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *scale_saved_gradients(ctx, gradient), None, None, None, None, None
+        return *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient), None, None, None, None, None
 
 
 def sum_losses(
     x_NV: Tensor,
     target_N: Tensor,
     ignored: int,
-    *,
     tp: TensorParallelProtocol | None,
     kernels: Kernels,
-    scale: float | None,
+    scale: LossScale | None,
 ) -> Tensor:
-    """Return the loss of rows of logits, and replace them by their gradient.
+    """Return the loss of rows of logits, and replace the logits by their gradient unless `scale` is None.
 
-    Args:
-        x_NV: Logits, or this rank's columns of them.
-        target_N: Target token ids.
-        ignored: Token id of targets that are not counted.
-        tp: The ranks with the other columns.
-        kernels: Functions of rows of logits.
-        scale: Factor of the loss in its gradient; None if no gradient is needed.
+    The other arguments are those of `in_place_cross_entropy`.
     """
     logsumexp_N = kernels.log_sum_exp(x_NV)
     column_N = target_N - (0 if tp is None else tp.first_row)
@@ -212,17 +189,8 @@ def sum_losses(
         # exp(x - infinity) is 0: rows that are not counted have no gradient.
         logsumexp_N = logsumexp_N.masked_fill(is_ignored_N, torch.inf)
         column_N = column_N.masked_fill_(is_remote_N | is_ignored_N, -1)
-        kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale=scale)
+        kernels.replace_by_gradient(x_NV, logsumexp_N, column_N, scale.factor)
     return loss_N.sum()
-
-
-def scale_saved_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Return the saved gradients of a loss that was scaled by `ctx.scale`, multiplied by `gradient` instead."""
-    saved: tuple[Tensor, ...] = ctx.saved_tensors
-    if getattr(gradient, KNOWN_VALUE, None) != ctx.scale:
-        for tensor in saved:
-            tensor.mul_(gradient / ctx.scale)
-    return saved
 
 
 def _sum_over_ranks(tp: TensorParallelProtocol, logsumexp_N: Tensor, target_logit_N: Tensor) -> tuple[Tensor, Tensor]:

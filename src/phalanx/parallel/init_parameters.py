@@ -30,7 +30,7 @@ def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) ->
         name: Name of the parameter in the model.
         weights: Values of full parameters; a rank draws only the rows of `DrawnWeights` that it trains.
     """
-    part = strategy.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
+    part = strategy.model_parallel.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
     own = tuple(slice(begin, begin + size) for size, begin in zip(*local_shape_and_offset(part), strict=True))
     if isinstance(weights, DrawnWeights) and part.ndim > 1:
         full = weights.draw(name, part.shape, range(own[0].start, own[0].stop))

@@ -24,7 +24,7 @@ from torch import Tensor
 from phalanx.model.dtypes import at_least_fp32
 from phalanx.model.products import autocast_operands
 from phalanx.model.transformer import HeadFunction
-from phalanx.parallel.cross_entropy import EAGER, Kernels, scale_saved_gradients, sum_losses
+from phalanx.parallel.cross_entropy import EAGER, UNSCALED, Kernels, LossScale, sum_losses
 from phalanx.parallel.data.zero_parameters import needs_fp32_sum
 from phalanx.parallel.protocols import TensorParallelProtocol
 from phalanx.spec.chunks import logits_chunk_rows, loss_chunk_rows
@@ -42,17 +42,14 @@ class ChunkedLoss:
     """The ranks with the other columns."""
     kernels: Kernels = EAGER
     """Functions of rows of logits."""
-    scale: float = 1.0
-    """Expected factor of the loss in `run_scaled_backward`; others cost a pass over the gradients."""
+    scale: LossScale = UNSCALED
+    """Factor of the loss. A backward pass other than its `run_backward` costs a pass over the gradients."""
 
     def __call__(self, targets_BT: Tensor, ignored: int) -> HeadFunction | None:
         """Return the function of the head's input and matrix that computes the loss; None if a chunk has all logits.
 
-        The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32.
-
-        Args:
-            targets_BT: Target token ids.
-            ignored: Token id of targets that are not counted.
+        The loss is the negative log-likelihood of the targets in nats, summed, at least in fp32. Targets equal to
+        `ignored` are not counted.
         """
         tokens = targets_BT.numel()
         rows = logits_chunk_rows(tokens, self.columns, self.itemsize)
@@ -71,14 +68,7 @@ class _Gradients:
     weight: Tensor
 
     def add_chunk(self, rows: slice, logits_gradient: Tensor, x: Tensor, weight_VD: Tensor) -> None:
-        """Compute the gradient of a chunk's input, and add that of the matrix.
-
-        Args:
-            rows: Rows of the chunk.
-            logits_gradient: Gradient of the chunk's logits.
-            x: Input of the chunk.
-            weight_VD: The head's matrix.
-        """
+        """Compute the gradient of a chunk's input, the given rows, and add that of the matrix."""
         torch.mm(logits_gradient, weight_VD, out=self.x[rows])
         if self.weight.dtype == x.dtype:
             self.weight.addmm_(logits_gradient.T, x)
@@ -109,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sum_dtype = torch.float32 if needs_fp32_sum(weight_VD.dtype, len(targets)) else weight_VD.dtype
             gradients = _Gradients(torch.empty_like(x).flatten(0, 1), torch.zeros_like(weight_VD, dtype=sum_dtype))
         with torch.autocast(x.device.type, enabled=False):
-            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets=targets, ignored=ignored, gradients=gradients)
+            total = _sum_chunks(loss, x.flatten(0, 1), weight, targets, ignored, gradients)
         if gradients is not None:
             grad_x = gradients.x.view_as(x)
             if loss.tp is not None:
@@ -120,27 +110,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *scale_saved_gradients(ctx, gradient)
+        return None, None, None, None, *ctx.scale.scale_saved_gradients(ctx.saved_tensors, gradient)
 
 
 def _sum_chunks(
     loss: ChunkedLoss,
     x_ND: Tensor,
     weight_VD: Tensor,
-    *,
     targets: Sequence[Tensor],
     ignored: int,
     gradients: _Gradients | None,
 ) -> Tensor:
-    """Return the loss of all chunks, and compute the gradients.
-
-    Args:
-        x_ND: The head's input.
-        weight_VD: The head's matrix.
-        targets: Targets of each chunk.
-        ignored: Token id of targets that are not counted.
-        gradients: The gradients to compute; None if they are not needed.
-    """
+    """Return the loss of all chunks of targets, and compute the gradients, if any are needed."""
     scale = None if gradients is None else loss.scale
     total = at_least_fp32(x_ND.new_zeros(()))
     start = 0
@@ -148,8 +129,8 @@ def _sum_chunks(
         rows = slice(start, start + len(target))
         start = rows.stop
         logits = F.linear(x_ND[rows], weight_VD)
-        total += sum_losses(logits, target, ignored, tp=loss.tp, kernels=loss.kernels, scale=scale)
+        total += sum_losses(logits, target, ignored, loss.tp, loss.kernels, scale)
         if gradients is not None:
-            gradients.add_chunk(rows, logits, x_ND[rows], weight_VD=weight_VD)
+            gradients.add_chunk(rows, logits, x_ND[rows], weight_VD)
         del logits  # before those of the next chunk are computed
     return total

@@ -85,3 +85,15 @@ class ModelParallelism:
     """Returns the number of rows of this rank's experts since the last call, with expert parallelism."""
     router_count_multiplicity: int = 1
     """Number of ranks whose routers count each choice of an expert."""
+
+    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor like the trained parameter `name` as part of one of the full model (shared memory)."""
+        return tensor if self.sharding is None else self.sharding.as_global_dtensor(name, tensor)
+
+    def sync_scalars(self, sums: Tensor) -> None:
+        """Synchronize sums between ranks that share products, by their maximum.
+
+        The sums of tokens and losses are equal on these ranks. Counts of requests may differ: a signal to stop, a
+        request to finish, or a pending save reaches some ranks only."""
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.all_reduce(sums, dist.ReduceOp.MAX)

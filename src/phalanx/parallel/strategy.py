@@ -21,7 +21,7 @@ from phalanx.model.transformer import HeadFunction
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.cross_entropy import run_scaled_backward
+from phalanx.parallel.cross_entropy import UNSCALED
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
@@ -71,14 +71,6 @@ class Strategy:
     has_loss = True
     """True if this rank computes the loss; in a pipeline only the rank with the last stage does."""
 
-    loss_scale = 1.0
-    """Factor of the loss, which makes gradients sums over ranks."""
-    autocast = True
-    """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16.
-
-    Why: `docs/design/decisions/two-meanings-of-bf16.md`.
-    """
-
     pipeline_wait: WaitTimer | None = None
     """Time in which this rank waited for the other stages of a pipeline."""
 
@@ -97,29 +89,32 @@ class Strategy:
         self.model_parallel = ModelParallelism()
         """The ranks that share the model."""
         self.clock: DeviceClock = HOST_CLOCK
-        self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
-        """The loss of the logits."""
+        self.autocast = True
+        """True if bf16 uses autocast over fp32 parameters; False if the computing parameters are bf16.
+
+        Why: `docs/design/decisions/two-meanings-of-bf16.md`."""
+        self.backward_scale = UNSCALED
+        """Factor of the loss in backward passes, which makes gradients sums over ranks."""
+        self.cross_entropy: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
+        """Function of the logits [B, T, V], or this rank's columns, of the targets, and of the target to ignore.
+
+        It returns their loss, summed. The logits of a transformer are overwritten."""
         self.head_loss: Callable[[Tensor, int], HeadFunction | None] = lambda targets, ignored: None
         """Function of the targets, and of the target to ignore, that returns their loss without all logits in memory.
 
-        None: all logits fit (`loss_of_logits`)."""
+        None: all logits fit (`cross_entropy`)."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """The passes of this rank in the last step, with start and end by its clock."""
 
     @property
-    def wait_timers(self) -> dict[str, WaitTimer]:
-        """Other recorded waiting times of this rank, by reason."""
-        return self.model_parallel.wait_timers
+    def loss_scale(self) -> float:
+        """Factor of the loss in backward passes, which makes gradients sums over ranks."""
+        return self.data_parallel.backward_scale.factor
 
     @property
-    def pop_expert_rows(self) -> Callable[[], int] | None:
-        """Function that returns the number of rows of this rank's experts since the last call; None without them."""
-        return self.model_parallel.pop_expert_rows
-
-    @property
-    def router_count_multiplicity(self) -> int:
-        """Number of ranks whose routers count each choice of an expert."""
-        return self.model_parallel.router_count_multiplicity
+    def data_parallel(self) -> Strategy:
+        """The strategy of the ranks with the same part of the model: this one, except for a pipeline."""
+        return self
 
     def forward_backward(
         self, micros: Sequence[MicroBatchProtocol], losses: LossFunction
@@ -133,7 +128,7 @@ class Strategy:
             with self.accumulate(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
                 backward_start = self.clock.record()
-                run_scaled_backward(loss + auxiliary, self.loss_scale)
+                self.backward_scale.run_backward(loss + auxiliary)
             end = self.clock.record()
             self.timeline += [
                 (Action(0, "F", index), start, backward_start),
@@ -165,8 +160,7 @@ class Strategy:
     def accumulate(self, last: bool = True) -> Iterator[None]:
         """Add the gradients of a micro-batch: run its forward and backward pass inside this context.
 
-        Args:
-            last: Whether it is the last micro-batch of the step. Most strategies communicate only then.
+        Most strategies communicate only in the `last` micro-batch of a step.
         """
         yield
 
@@ -204,11 +198,6 @@ class Strategy:
         """Return the summed gradients of trained parameters by name; scaling them in place scales the step."""
         return {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
 
-    def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor like the trained parameter `name` as part of one of the full model (shared memory)."""
-        sharding = self.model_parallel.sharding
-        return tensor if sharding is None else sharding.as_global_dtensor(name, tensor)
-
     def reduce_partial_gradients(self) -> None:
         """Sum gradients of which several ranks that share the model have a term each.
 
@@ -224,56 +213,31 @@ class Strategy:
             for (group, _), partial_gradients in terms.items():
                 start_all_reduce(partial_gradients, group, self.comm_wait)()
 
-    def sync_scalars(self, sums: Tensor) -> None:
-        """Synchronize sums between ranks that share products, by their maximum.
-
-        The sums of tokens and losses are equal on these ranks. Counts of requests may differ: a signal to stop, a
-        request to finish, or a pending save reaches some ranks only."""
-        if self.model_parallel.tensor_parallel is not None:
-            self.model_parallel.tensor_parallel.all_reduce(sums, dist.ReduceOp.MAX)
-
     def grad_norm(self) -> Tensor:
         """Return the norm of the gradient of the full model (a scalar)."""
-        return global_grad_norm(
-            [self.as_global_dtensor(name, gradient) for name, gradient in sorted(self.gradients().items())],
-            self.comm_wait,
-        )
-
-    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """Return the loss of the model's logits, summed over the targets that are not `ignored`.
-
-        Args:
-            logits: Logits [B, T, V], or this rank's part of the vocabulary. Those of a transformer are overwritten.
-            targets_BT: Target token ids.
-            ignored: Token id of targets that are not counted.
-        """
-        return self.loss_of_logits(logits, targets_BT, ignored)
+        gradients = sorted(self.gradients().items())
+        as_global = self.model_parallel.as_global_dtensor
+        return global_grad_norm([as_global(name, gradient) for name, gradient in gradients], self.comm_wait)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Sum values over ranks, and normalize and clip the gradients.
 
-        The gradient of the summed losses becomes that of their mean over the first of `sums`. Only sums are divided,
-        never values per rank or micro-batch, because their numbers of tokens may differ.
-
-        Args:
-            sums: Values of this rank to sum (fp64).
-            clip_norm: Maximum norm of the gradient; 0: unlimited.
+        The gradient of the summed losses becomes that of their mean over the first of `sums`, which are in fp64. Only
+        sums are divided, never values per rank or micro-batch, because their numbers of tokens may differ. A
+        `clip_norm` of 0 clips nothing.
         """
         self.reduce_partial_gradients()
         norm = self.grad_norm()
         if self.group is not None:
             with self.comm_wait.measure():
                 dist.all_reduce(sums, group=self.group)
-        self.sync_scalars(sums)
+        self.model_parallel.sync_scalars(sums)
         return StepReduction(norm=self.normalize_and_clip(norm, sums[0], clip_norm), sums=sums)
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
-        """Divide the gradients by `weight`, clip them, and return the norm after division and before clipping.
+        """Divide the gradients and their `norm` by `weight`, clip the gradients, and return the norm before clipping.
 
-        Args:
-            norm: Norm of the summed gradients.
-            weight: Divisor of the gradients.
-            clip_norm: Maximum norm; 0: unlimited.
+        A `clip_norm` of 0 clips nothing.
         """
         norm = norm / weight.to(norm.dtype)
         scale_gradients(list(self.gradients().values()), clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
@@ -319,23 +283,8 @@ class Strategy:
             "optimizer": optimizer_state_tensors(optimizers),
         }
 
-    def resizable_buffers(self) -> list[list[Tensor]]:
-        """Return communication buffers whose storage is freed and reallocated behind persistent tensors.
-
-        The buffers of each group are freed and reallocated together."""
-        return []
-
-    def reshard_parameters(self) -> None:
-        """Free the parameters that a forward pass without a backward pass has gathered."""
-
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-    """Return the negative log-likelihood of the targets in nats, summed, and at least in fp32.
-
-    Args:
-        logits_BTV: Logits of the full vocabulary.
-        targets_BT: Target token ids.
-        ignored: Token id of targets that are not counted.
-    """
+    """Return the negative log-likelihood of the targets other than `ignored` in nats, summed, at least in fp32."""
     logits = at_least_fp32(logits_BTV.flatten(0, 1))
     return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")

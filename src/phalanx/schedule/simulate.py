@@ -113,9 +113,7 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
     while any(remaining):
         for rank, steps in enumerate(remaining):
             while steps:
-                ready_times = [
-                    ready_time(action, schedule.rank_of, end_times, times=times) for action in actions(steps[-1])
-                ]
+                ready_times = [ready_time(action, schedule.rank_of, end_times, times) for action in actions(steps[-1])]
                 known_times = [time for time in ready_times if time is not None]
                 if len(known_times) < len(ready_times):
                     break
@@ -129,13 +127,9 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
 def ready_time(
     action: Action, rank_of: Mapping[int, int], end_times: Mapping[Action, Time], times: ActionTimes
 ) -> Time | None:
-    """Return the time at which all inputs of an action are on its rank; None while it is unknown.
+    """Return the time at which all inputs of an action are on its rank; None while one is not finished.
 
-    Args:
-        action: Action that waits.
-        rank_of: Rank of each stage.
-        end_times: End of each finished action.
-        times: Durations, with the transfer between ranks.
+    `rank_of` has the rank of each stage, and `end_times` the end of each finished action.
     """
     latest: Time = 0
     for alternatives in dependencies(action, len(rank_of)):
@@ -147,7 +141,7 @@ def ready_time(
     return latest
 
 
-def micro_batches_in_flight(schedule: Schedule, rank: int) -> list[int]:
+def in_flight_by_step(schedule: Schedule, rank: int) -> list[int]:
     """Return the number of micro-batches with saved activations after each step of a rank.
 
     A micro-batch counts from the forward pass to the end of the backward pass (of its weight half, if split). It counts
@@ -162,7 +156,7 @@ def micro_batches_in_flight(schedule: Schedule, rank: int) -> list[int]:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:
-    """Return the maximum of `micro_batches_in_flight`, in micro-batches of all of the rank's stages.
+    """Return the maximum of `in_flight_by_step`, in micro-batches of all of the rank's stages.
 
     A rank of 1F1B with 4 micro-batches has 4; a rank with 4 micro-batches of one of its two stages has 2."""
-    return Fraction(max(micro_batches_in_flight(schedule, rank), default=0), len(schedule.stages_of(rank)))
+    return Fraction(max(in_flight_by_step(schedule, rank), default=0), len(schedule.stages_of(rank)))

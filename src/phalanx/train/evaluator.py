@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.data.checked_loader import check_ids
 from phalanx.data.loader import evaluation_batches
 from phalanx.data.packing import IGNORE_INDEX
+from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.runs.metrics import MetricsRecord
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
             num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
             sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
     trainer.module.train()
-    trainer.strategy.reshard_parameters()
+    reshard_parameters(trainer.module)
     loss, tokens, text_bytes = (float(x) for x in _sum_over_ranks(trainer, sums))
     record: MetricsRecord = {
         "step": trainer.step,

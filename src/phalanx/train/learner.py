@@ -92,7 +92,7 @@ class Learner:
         self.routers = {moe_layers.index(int(name.split(".")[1])): router for name, router in routers.items()}
         """This rank's routers, by their index among the layers with experts."""
         self.optimizers = build_optimizers(
-            run.optimizer, self.strategy.trainable_parameters, self.strategy.as_global_dtensor
+            run.optimizer, self.strategy.trainable_parameters, self.strategy.model_parallel.as_global_dtensor
         )
 
     def _build_strategy(
@@ -189,11 +189,11 @@ class Learner:
 
     def compute_held_out_loss(self, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy and the auxiliary loss, summed over tokens, whatever the loss of training."""
-        head = self.strategy.head_loss(micro.targets, IGNORE_INDEX)
+        head = self.strategy.data_parallel.head_loss(micro.targets, IGNORE_INDEX)
         if head is not None:
             return self._run_model(model, micro, head=head)
         logits, auxiliary = self._run_model(model, micro)
-        return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
+        return self.strategy.data_parallel.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def _run_model(
         self, model: Callable[..., Any], micro: MicroBatch, **options: HeadFunction

@@ -9,6 +9,7 @@ import torch
 from phalanx.model.sampling import generate
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
+from phalanx.parallel.data.fsdp import reshard_parameters
 from phalanx.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -65,5 +66,5 @@ def generate_sample(trainer: Trainer) -> str:
             vocab=tokenizer.vocab,
         )
     trainer.module.train()
-    trainer.strategy.reshard_parameters()
+    reshard_parameters(trainer.module)
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -73,7 +73,7 @@ def time_metrics(step_record: StepRecord, strategy: Strategy) -> MetricsRecord:
     metrics: MetricsRecord = {f"{phase}_seconds": phase_seconds for phase, phase_seconds in seconds.items()}
     if waited and strategy.runs_model:
         metrics["exposed_communication_seconds"] = sum(waited[phase] for phase in seconds)
-    metrics |= {f"{name}_seconds": waited[name] for name in strategy.wait_timers if name in waited}
+    metrics |= {f"{name}_seconds": waited[name] for name in strategy.model_parallel.wait_timers if name in waited}
     if "pipeline" in waited:
         metrics["pipeline_wait_seconds"] = waited["pipeline"]
     return metrics

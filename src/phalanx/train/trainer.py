@@ -262,7 +262,7 @@ class Trainer(Learner):
             self.experts.add(
                 StepSums.unpack(reduced.sums, self.experts.load_shape).expert_loads,
                 self.routers,
-                self.strategy.router_count_multiplicity,
+                self.strategy.model_parallel.router_count_multiplicity,
                 update_biases=is_finite and bool(self.strategy.trainable_parameters),  # a worker receives its biases
             )
         if is_finite:
@@ -274,12 +274,13 @@ class Trainer(Learner):
         phases.end("optimizer")
         phases.finish()
         self.step += 1
+        pop_expert_rows = self.strategy.model_parallel.pop_expert_rows
         results = LaunchedResults(
             step=self.step,
             reduced=reduced,
             on_host=on_host,
             phases=phases,
-            expert_rows=None if self.strategy.pop_expert_rows is None else self.strategy.pop_expert_rows(),
+            expert_rows=None if pop_expert_rows is None else pop_expert_rows(),
             learning_rate=self.optimizers[-1].param_groups[0]["lr"] if self.optimizers else None,
             peak_memory_bytes=peak_memory_bytes(self.device),
         )

@@ -410,7 +410,7 @@ def _stages(learner: Learner) -> list[list[nn.Module]]:
     layout = learner.run.layout
     if not isinstance(module, Transformer) or layout.activation_checkpointing == "offload":
         return []
-    is_autocast = learner.strategy.autocast and learner.run.training.precision in BF16_PRECISIONS
+    is_autocast = learner.strategy.data_parallel.autocast and learner.run.training.precision in BF16_PRECISIONS
     if is_autocast and layout.activation_checkpointing != "none":
         return []
     if layout.pp > 1 and representative_schedule(layout).splits_backward:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.estimate.constants import memory_constants
-from phalanx.cost.estimate.memory import estimate_memory, micro_batches_in_flight, oom_probability, reserved_bytes
+from phalanx.cost.estimate.memory import estimate_memory, oom_probability, peak_in_flight_by_stage, reserved_bytes
 from phalanx.cost.exact.rank_memory import rank_memory, rank_model_states
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.search.candidate_columns import candidate_jobs
@@ -214,9 +214,9 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
     ],
 )
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
-def test_micro_batches_in_flight_match_schedule_peak_activations(name, order, v, p, m):
+def test_peak_in_flight_by_stage_matches_schedule_peak_activations(name, order, v, p, m):
     schedule = build_schedule(name, p, m, v)
-    said = micro_batches_in_flight(
+    said = peak_in_flight_by_stage(
         make_job_table(make_job_row(pp=p, virtual_stages=v, schedule=order, micro_batches=m))
     )
     for place, count in zip((0, 1, p - 1), said, strict=True):

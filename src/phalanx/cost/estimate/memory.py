@@ -98,7 +98,7 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
 
 def _pipeline_stages(jobs: JobTable) -> tuple[_Stage, _Stage, _Stage]:
     """Return the first, the second and the last stage. Without a pipeline, the first and the last have all blocks."""
-    first_in_flight, middle_in_flight, last_in_flight = micro_batches_in_flight(jobs)
+    first_in_flight, middle_in_flight, last_in_flight = peak_in_flight_by_stage(jobs)
     shares_rank = jobs.embedding_and_head_share_rank
     num_tables = np.where(shares_rank, 2 - jobs.tied, 1.0)
     first = _Stage(
@@ -191,24 +191,12 @@ def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -
 
 
 def oom_probability(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """Return the probability that the device's memory, or with offload the CPU's, is insufficient.
-
-    Args:
-        constants: Fitted constants of memory.
-        jobs: Columns of jobs.
-        stage_memory: Estimated bytes of the same jobs.
-    """
+    """Return the probability that the device's memory, or with offload the CPU's, is insufficient."""
     return exceedance_probability(constants, memory_utilization(constants, jobs, stage_memory), np.ones(1))
 
 
 def memory_utilization(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """Return used / available memory of the device, or with offload of the CPU if that is fuller.
-
-    Args:
-        constants: Fitted constants of memory.
-        jobs: Columns of jobs.
-        stage_memory: Estimated bytes of the same jobs.
-    """
+    """Return used / available memory of the device, or with offload of the CPU if that is fuller."""
     device_utilization: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
     if not (jobs.offload.any() or (jobs.recompute == ActivationCheckpointing.OFFLOAD).any()):
         return device_utilization
@@ -216,20 +204,14 @@ def memory_utilization(constants: MemoryConstants, jobs: JobTable, stage_memory:
 
 
 def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
-    """Return the probability that a run uses more than `memory_bytes`, with a log-normal prediction error.
-
-    Args:
-        constants: Fitted constants of memory.
-        used_bytes: Predicted bytes.
-        memory_bytes: Available bytes.
-    """
+    """Return the probability that a run uses more than `memory_bytes`, with a log-normal error of `used_bytes`."""
     excess = np.log(used_bytes / memory_bytes) / constants.spread
     erf_value: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
     return 0.5 * (1 + erf_value)
 
 
-def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
-    """Return the micro-batches whose activations the first, the second and the last stage hold at once.
+def peak_in_flight_by_stage(jobs: JobTable) -> tuple[Column, Column, Column]:
+    """Return the maximum number of micro-batches whose activations the first, the second and the last stage hold.
 
     1F1B: stage s of p holds p - s. Interleaved: the first holds p + (p-1)/v (arXiv 2205.05198, section 4.2.3), each
     further one 2/v less. ZB-H1: p on all stages, as 1F1B's first. ZB-H2: 2p - 1. ZB-V: p (arXiv 2401.10241 and
@@ -292,12 +274,12 @@ def _logit_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     of a chunk and the gradient of the head's matrix.
     """
     is_fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
-    bytes_per_logit = (
+    pytorch_bytes = (
         np.where(is_fused, constants.logit_fused_bytes, constants.logit_bytes)
         * master_weight_bytes(jobs.compute_dtype_bytes)
         / STATE_BYTES["bf16"]
     )
-    bytes_per_logit = np.where(jobs.lean_activations > 0, jobs.compute_dtype_bytes, bytes_per_logit)
+    bytes_per_logit = np.where(jobs.lean_activations > 0, jobs.compute_dtype_bytes, pytorch_bytes)
     gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
     vocab = jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp)
     matrix_bytes = np.where(jobs.loss_chunks > 1, jobs.gradient_bytes * vocab * jobs.width, 0.0)

@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.parallel.comm.collectives import start_all_reduce
+from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.grad_norm import scale_gradients
 from phalanx.parallel.module_tensors import CHECKPOINT_WRAPPER_PREFIX
 from phalanx.parallel.strategy import Strategy
@@ -69,7 +70,7 @@ class DDP(Strategy):
     ) -> None:
         """Create a replica; `excluded` names parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale = float(group.size())
+        self.backward_scale = LossScale(float(group.size()))
         self.excluded_names = excluded
         self.finds_unused_parameters = layout.ddp_find_unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.

@@ -222,25 +222,29 @@ class FSDP(Strategy):
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """Return the persistent tensors of this rank by part."""
         resident = super().resident_tensors(optimizers)
-        # Full parameters are gathered buffers, which `resizable_buffers` returns.
+        # Full parameters are gathered buffers, which `all_gather_buffers` returns.
         resident["parameters"] = list(self.trainable_parameters.values())
         if self.offload is None:
             return resident
         return {"offloaded": [tensor for part in resident.values() for tensor in part]}
 
-    def resizable_buffers(self) -> list[list[Tensor]]:
-        """Return the all-gather buffers of FSDP2, by unit."""
-        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
-        return [
-            [buffer for parameter in group.fsdp_params for buffer in getattr(parameter, "all_gather_outputs", [])]
-            for group in groups
-            if group is not None
-        ]
 
-    def reshard_parameters(self) -> None:
-        """Reshard the parameters that a forward pass without a backward pass left gathered."""
-        for unit in self.units:
-            unit.reshard()
+def all_gather_buffers(module: nn.Module) -> list[list[Tensor]]:
+    """Return the all-gather buffers of FSDP2's units, of which there are none in other modules.
+
+    The storage of a unit's buffers is freed and reallocated together, behind persistent tensors."""
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in _units_in_forward_order(module)]
+    return [
+        [buffer for parameter in group.fsdp_params for buffer in getattr(parameter, "all_gather_outputs", [])]
+        for group in groups
+        if group is not None
+    ]
+
+
+def reshard_parameters(module: nn.Module) -> None:
+    """Free the parameters that a forward pass without a backward pass has left gathered in FSDP2's units."""
+    for unit in _units_in_forward_order(module):
+        unit.reshard()
 
 
 def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
+from phalanx.parallel.comm.device_clock import HOST_CLOCK
 from phalanx.parallel.comm.wait_timer import WaitTimer
+from phalanx.parallel.cross_entropy import LossScale
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
 from phalanx.parallel.pipeline.split_backward import split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
@@ -65,22 +67,21 @@ class PipelineStrategy(Strategy):
             activation_template: Tensor with the dtype and device of the activations that stages send.
             cp_size: Number of ranks that share the tokens of a row.
         """
-        super().__init__(data_parallel.module, loss_group)
-        self.data_parallel = data_parallel
+        # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
+        self._data_parallel = data_parallel
+        self.module = data_parallel.module
+        self.group = loss_group
+        self.trainable_parameters = data_parallel.trainable_parameters
+        self.comm_wait = data_parallel.comm_wait
+        self.model_parallel = data_parallel.model_parallel
+        self.clock = HOST_CLOCK
+        self.timeline = []
         self.stages = stage_module
         self.schedule_of = make_schedule
         self.passes = StagePasses(data_parallel, stage_module, forward_context)
         self.p2p_groups = p2p_groups
         self.pipe = p2p_groups[0]
         self.activation_template = activation_template
-        # Both strategies share these objects, and the scale and the precision never change.
-        self.trainable_parameters = data_parallel.trainable_parameters
-        self.comm_wait = data_parallel.comm_wait
-        self.model_parallel = data_parallel.model_parallel
-        self.wait_for_weights = data_parallel.wait_for_weights  # type: ignore[method-assign]
-        self.loss_scale = data_parallel.loss_scale
-        self.head_loss = data_parallel.head_loss
-        self.autocast = data_parallel.autocast
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers
@@ -98,6 +99,11 @@ class PipelineStrategy(Strategy):
             connect_peers(representative, self.rank, p2p_groups, token=activation_template.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
             split_backward(stage_module, stage_module.deferred_weight_grads)
+
+    @property
+    def data_parallel(self) -> Strategy:
+        """The strategy of this rank's stages."""
+        return self._data_parallel
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -178,14 +184,14 @@ class PipelineStrategy(Strategy):
         if case in self._loaded_cases:
             return
         self._loaded_cases.add(case)
-        self.passes.loss_scale = 0.0  # gradients of zero
+        self.passes.backward_scale = LossScale(0.0)  # gradients of zero
         for index in sorted({0, len(micros) - 1}):  # only the last micro-batch may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
             sizes = rows, tokens * self.cp_size, micro.tokens.device  # kernels of a ring depend on lengths of documents
             for documents in (None, Documents.whole_rows(*sizes), Documents.single_tokens_first(*sizes)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
-        self.passes.loss_scale = self.loss_scale
+        self.passes.backward_scale = self.data_parallel.backward_scale
         self.data_parallel.end_rehearsal()
         torch.cuda.empty_cache()  # a rehearsal's tensors have other sizes than a step's, such as its sums of gradients
 
@@ -220,8 +226,8 @@ class PipelineStrategy(Strategy):
             if isinstance(router, Router):
                 router.load.zero_()
                 router.dropped.zero_()
-        if self.pop_expert_rows is not None:
-            self.pop_expert_rows()
+        if self.model_parallel.pop_expert_rows is not None:
+            self.model_parallel.pop_expert_rows()
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""
@@ -246,10 +252,6 @@ class PipelineStrategy(Strategy):
         """Return the gradients of the data-parallel strategy."""
         return self.data_parallel.gradients()
 
-    def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:
-        """Return the summed loss of the logits."""
-        return self.data_parallel.cross_entropy(logits, targets_BT, ignored)
-
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Reduce as `Strategy.reduce`, with the gradient norm of all stages."""
         self.tied_embedding.reduce_gradient()
@@ -259,7 +261,7 @@ class PipelineStrategy(Strategy):
         with self.comm_wait.measure():
             dist.all_reduce(square, group=self.pipe)
             dist.all_reduce(sums, group=self.group)
-        self.data_parallel.sync_scalars(sums)
+        self.model_parallel.sync_scalars(sums)
         return StepReduction(norm=self.data_parallel.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums=sums)
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -270,6 +272,10 @@ class PipelineStrategy(Strategy):
     def zero_grad(self) -> None:
         """Drop the gradients of this step."""
         self.data_parallel.zero_grad()
+
+    def wait_for_weights(self) -> None:
+        """Finish the last update of the data-parallel strategy."""
+        self.data_parallel.wait_for_weights()
 
     def sync_model_weights(self) -> None:
         """Copy the trained weights to the model, and the tied embedding to the last stage."""
@@ -286,11 +292,3 @@ class PipelineStrategy(Strategy):
         if self.stages.tied_embedding_copy is not None:
             resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
         return resident
-
-    def resizable_buffers(self) -> list[list[Tensor]]:
-        """Return the resizable buffers of the data-parallel strategy."""
-        return self.data_parallel.resizable_buffers()
-
-    def reshard_parameters(self) -> None:
-        """Reshard the parameters of the data-parallel strategy."""
-        self.data_parallel.reshard_parameters()

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.parallel.cross_entropy import run_scaled_backward
 from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.parallel.protocols import LossFunction, MicroBatchProtocol
@@ -61,7 +60,7 @@ class StagePasses:
         self.data_parallel = data_parallel
         self.stages = stages
         self.forward_context = forward_context
-        self.loss_scale = data_parallel.loss_scale
+        self.backward_scale = data_parallel.backward_scale
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run an action, and return its output for another stage, if any.
@@ -119,9 +118,9 @@ class StagePasses:
 
     def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
         if output_grad is None:
-            run_scaled_backward(activation.output + activation.auxiliary, self.loss_scale)
+            self.backward_scale.run_backward(activation.output + activation.auxiliary)
         else:
-            auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
+            auxiliary_grad = torch.full_like(activation.auxiliary, self.backward_scale.factor)
             pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
             trained = [pair for pair in pairs if pair[0].requires_grad]
             torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])

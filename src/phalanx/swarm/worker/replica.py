@@ -85,7 +85,7 @@ def _write_tensors(
     """
     is_writer = _is_first(mesh)
     for name, tensor in tensors.items():
-        global_tensor = strategy.as_global_dtensor(name, tensor.detach())
+        global_tensor = strategy.model_parallel.as_global_dtensor(name, tensor.detach())
         full_tensor = global_tensor.full_tensor() if isinstance(global_tensor, DTensor) else global_tensor
         if not is_writer:
             continue

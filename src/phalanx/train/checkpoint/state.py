@@ -37,8 +37,9 @@ _decode_rank_file: Decode[_RankFile] = decoder(_RankFile)
 
 def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer state under layout-free names."""
+    as_global_dtensor = strategy.model_parallel.as_global_dtensor
     tensors = {
-        f"model.{name}": strategy.as_global_dtensor(name, tensor.detach())
+        f"model.{name}": as_global_dtensor(name, tensor.detach())
         for name, tensor in strategy.trainable_parameters.items()
     }
     tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
@@ -51,7 +52,7 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
                 if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
                     raise _unsupported_state(optimizer, key)
                 name = names[id(parameter)]
-                tensors[f"optimizer.{key}.{name}"] = strategy.as_global_dtensor(name, value) if value.ndim else value
+                tensors[f"optimizer.{key}.{name}"] = as_global_dtensor(name, value) if value.ndim else value
     return tensors
 
 

@@ -133,7 +133,7 @@ def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
     trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
         if id(parameter) not in trained:  # parameters that compute, where ranks train only rows of them
-            tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
+            tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.model_parallel.as_global_dtensor(name, parameter.detach())
     values = map(int, copy_to_host(*(tensor_hash(local_tensor(tensor)) for tensor in tensors.values())))
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
         yield shard_id(name, tensor), name, value

@@ -88,7 +88,7 @@ def build_optimizers(
     Args:
         spec: Optimizer of the run.
         parameters: Trained parameters by name.
-        part: Returns a parameter as part of the full model's tensor (`Strategy.as_global_dtensor`).
+        part: Returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`).
     """
     muon_parameters = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
     other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}

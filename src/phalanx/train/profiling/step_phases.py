@@ -22,10 +22,10 @@ class StepPhaseTimer:
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self.clock = strategy.clock
-        for timer in (strategy.comm_wait, *strategy.wait_timers.values()):
+        for timer in (strategy.comm_wait, *strategy.model_parallel.wait_timers.values()):
             timer.pop_seconds()  # discards the waits of an evaluation
-        if strategy.pop_expert_rows is not None:
-            strategy.pop_expert_rows()
+        if strategy.model_parallel.pop_expert_rows is not None:
+            strategy.model_parallel.pop_expert_rows()
         self.phase_names: list[str] = []
         self.timestamps: list[Timestamp] = [self.clock.record()]
         self.comm_wait_seconds: dict[str, float] = {}
@@ -44,7 +44,7 @@ class StepPhaseTimer:
         """Keep what the next step replaces: the timeline of passes, and on a CPU the waiting times."""
         self.timeline = self.strategy.timeline
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
-            timers = dict(self.strategy.wait_timers)
+            timers = dict(self.strategy.model_parallel.wait_timers)
             if self.strategy.pipeline_wait is not None:
                 timers["pipeline"] = self.strategy.pipeline_wait
             waits = {name: timer.pop_seconds() for name, timer in timers.items()}

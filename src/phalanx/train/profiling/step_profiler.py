@@ -14,6 +14,7 @@ import torch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
+from phalanx.parallel.data.fsdp import all_gather_buffers
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.measured import write_measured
@@ -166,7 +167,7 @@ class StepRecorders:
         strategy = learner.strategy
         self.memory = MemoryMeter(
             lambda: strategy.resident_tensors(learner.optimizers),
-            strategy.resizable_buffers(),
+            all_gather_buffers(strategy.module),
             history,
             other_memory=() if learner.device.type == "cpu" else ("offloaded",),
             known_after_collectives=lambda: strategy.resident_tensors(()),  # no collective creates optimizer state
@@ -267,7 +268,7 @@ def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> lis
 
 @contextmanager
 def _recorded_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
-    timers = {COMMUNICATION: strategy.comm_wait, **strategy.wait_timers}
+    timers = {COMMUNICATION: strategy.comm_wait, **strategy.model_parallel.wait_timers}
     if strategy.pipeline_wait is not None:
         timers[PIPELINE] = strategy.pipeline_wait
     waits: dict[str, list[Wait]] = {}
