@@ -93,6 +93,7 @@ def memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     """Count the bytes that each rank of a run allocates under its layout, tensor by tensor.
 
     Args:
+        run: The run.
         world_size: The number of ranks.
 
     Returns:
@@ -115,6 +116,7 @@ def traffic(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
     """Count the bytes that each rank of a run sends in one optimizer step, per collective operation.
 
     Args:
+        run: The run.
         world_size: The number of ranks.
 
     Returns:
