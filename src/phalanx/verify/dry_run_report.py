@@ -113,6 +113,7 @@ def dry_run(
     `if __name__ == "__main__":`.
 
     Args:
+        run: The run.
         world_size: The number of ranks of the run, of any size.
         ranks: The ranks to trace. By default the first and the last rank of every axis.
         max_workers: The number of ranks that are traced at a time, each on one core.
