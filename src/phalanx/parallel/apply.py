@@ -274,11 +274,7 @@ def _init_weights(
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
     """Build this rank's stages.
 
-    Args:
-        spec: The model.
-        layout: The layout, with a pipeline.
-        mesh: The ranks.
-        layers: The layers of every stage.
+    `layers` has the layers of every stage.
     """
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
@@ -289,13 +285,7 @@ def build_pipeline(
 ) -> PipelineStrategy:
     """Connect this rank's stages with those of the other ranks (step 7).
 
-    Args:
-        data_parallel: The strategy of the stages, connected to the groups that share the model.
-        stage_module: The stages.
-        layout: The layout.
-        mesh: The ranks.
-        precision: The precision of the run.
-        device: The device of this rank.
+    `data_parallel` is already connected to the groups that share the model.
     """
     assert mesh.loss_group is not None
     # Under autocast the residual stream stays in the parameters' precision.
@@ -315,13 +305,7 @@ def build_pipeline(
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise.
-
-    Args:
-        strategy: The strategy, which may have parameters in bf16.
-        precision: The precision of the run.
-        device: The device of this rank.
-    """
+    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise."""
     if precision not in BF16_PRECISIONS or not strategy.data_parallel.autocast:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
