@@ -41,8 +41,6 @@ from phalanx.spec.tensor_sharding import data_parallel_axis
 class FSDP(Strategy):
     """A sharded model; gradients are summed over ranks, not averaged, as the trainer divides the loss."""
 
-    autocast = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -90,6 +88,7 @@ class FSDP(Strategy):
             _shard_outside_blocks(module, shard, reshard)
         self.root = shard(module, reshard_after_forward=False)
         super().__init__(module, group)
+        self.autocast = False
         self.units = _units_in_forward_order(module)
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)

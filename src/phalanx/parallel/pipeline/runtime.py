@@ -68,7 +68,6 @@ class PipelineStrategy(Strategy):
             cp_size: Number of ranks that share the tokens of a row.
         """
         # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
-        self._data_parallel = data_parallel
         self.module = data_parallel.module
         self.group = loss_group
         self.trainable_parameters = data_parallel.trainable_parameters
@@ -103,7 +102,7 @@ class PipelineStrategy(Strategy):
     @property
     def data_parallel(self) -> Strategy:
         """The strategy of this rank's stages."""
-        return self._data_parallel
+        return self.passes.data_parallel
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

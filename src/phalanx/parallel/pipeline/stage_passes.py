@@ -50,13 +50,7 @@ class StagePasses:
         stages: StageModule,
         forward_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """Create the passes.
-
-        Args:
-            data_parallel: Data-parallel strategy of the stages.
-            stages: This rank's stages.
-            forward_context: Returns the context manager of forward passes.
-        """
+        """Create the passes; `forward_context` returns the context manager of forward passes."""
         self.data_parallel = data_parallel
         self.stages = stages
         self.forward_context = forward_context
@@ -65,10 +59,7 @@ class StagePasses:
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run an action, and return its output for another stage, if any.
 
-        Args:
-            action: A pass of a stage and micro-batch.
-            received: The input from another stage, if any: an activation, or the gradient of the stage's output.
-            state: The state of the step.
+        `received` is the input from another stage, if any: an activation, or the gradient of the stage's output.
         """
         key = action.stage, action.micro
         if action.kind == "F":
@@ -101,14 +92,7 @@ class StagePasses:
         return activation.x.grad
 
     def forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
-        """Return the output of a stage; for the last stage, the loss.
-
-        Args:
-            stage: Index of the stage.
-            x: The stage's input; for the first stage, the tokens.
-            micro: The micro-batch.
-            losses: Computes the loss and the auxiliary loss.
-        """
+        """Return the output of a stage for its input, which is the tokens for the first; for the last, the loss."""
         if stage == self.stages.last:
             model = self.data_parallel.model
             last_stage = partial(model, stage=stage)
