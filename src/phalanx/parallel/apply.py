@@ -265,13 +265,7 @@ def _init_weights(
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
     """Build this rank's stages.
 
-<<<<<<< HEAD
-    Args:
-        layout: The layout, with a pipeline.
-        layers: The layers of every stage.
-=======
     `layers` has the layers of every stage.
->>>>>>> s-kernels
     """
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
@@ -282,12 +276,7 @@ def build_pipeline(
 ) -> PipelineStrategy:
     """Connect this rank's stages with those of the other ranks (step 7).
 
-<<<<<<< HEAD
-    Args:
-        data_parallel: The strategy of the stages, connected to the groups that share the model.
-=======
     `data_parallel` is already connected to the groups that share the model.
->>>>>>> s-kernels
     """
     assert mesh.loss_group is not None
     # Under autocast the residual stream stays in the parameters' precision.
@@ -307,15 +296,7 @@ def build_pipeline(
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:
-<<<<<<< HEAD
-    """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise.
-
-    Args:
-        strategy: The strategy, which may have parameters in bf16.
-    """
-=======
     """Return the context of forward passes: bf16 computation over fp32 parameters, unless cast otherwise."""
->>>>>>> s-kernels
     if precision not in BF16_PRECISIONS or not strategy.data_parallel.autocast:
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
