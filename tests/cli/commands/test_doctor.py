@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,8 @@ def cpu_run(tmp_path: Path) -> Path:
 
 def test_doctor_exits_0_for_healthy_node(h100: Path, run: Path) -> None:
     out = doctor_output(run, "--from-snapshot", h100)
-    assert out.splitlines()[-1].startswith("node1: 0 failures, 0 warnings, ")
+    assert re.fullmatch(r"node1: 0 failures, 0 warnings, \d+ passed, \d+ not checked", out.splitlines()[-1])
+    assert re.search(r"^passed checks: gpu \d+, ecc 4, ", out, re.MULTILINE)
     found = doctor_json(run, "--from-snapshot", h100)
     assert found["exit_code"] == 0
     assert all(set(each) == FINDING_KEYS for each in found["findings"])

@@ -15,7 +15,7 @@ from phalanx.spec.terminal import Terminal
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
 MIN_TABLE_WIDTH = 110
 """Terminal width below which a finding has lines instead of columns."""
-SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
+SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "passed"), ("SKIP", "not checked"))
 
 
 def print_findings(findings: Sequence[DoctorFinding]) -> None:
@@ -31,8 +31,8 @@ def print_findings(findings: Sequence[DoctorFinding]) -> None:
         console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
     ok_counts = Counter(finding.id.partition(".")[0] for finding in findings if finding.severity == "OK")
     if ok_counts:
-        listed = ", ".join(f"{count} of {room}" for room, count in ok_counts.items())
-        console.print(Text(f"well: {listed}", "dim"), soft_wrap=True)
+        listed = ", ".join(f"{family} {count}" for family, count in ok_counts.items())
+        console.print(Text(f"passed checks: {listed}", "dim"), soft_wrap=True)
     counts = ", ".join(
         f"{sum(finding.severity == kind for finding in findings)} {name}" for kind, name in SEVERITY_LABELS
     )
