@@ -52,7 +52,7 @@ def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None
     begun = time.monotonic()
     answer = run_command(["sh", "-c", program], 2)
     assert time.monotonic() - begun < 60
-    assert (answer.text, answer.code) == ("begun\n", None)
+    assert (answer.text, answer.code) == ("started\n", None)
     assert all(process_exits(int(pid)) for pid in pids.read_text().split())
 
 
