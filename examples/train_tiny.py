@@ -29,7 +29,7 @@ print(f"bottleneck: {report.bottleneck}")
 for row in report.comparison:
     if row["predicted"] and row["measured"]:
         print(
-            f"{row['role']:6} {row['what']:24} {row['measured']:>14,.4g} {row['unit']:3} {row['ratio']:.3f} x predicted"
+            f"{row['role']:6} {row['quantity']:24} {row['measured']:>14,.4g} {row['unit']:3} {row['ratio']:.3f} x predicted"
         )
 
 model, tokenizer = phalanx.load_model(result.run_dir)

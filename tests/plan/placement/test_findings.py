@@ -105,7 +105,7 @@ def findings_by_axis(
     run, where = make_run(layout, model), make_node_layout(nproc)
     parts = traffic_matrices(run, world_size, where.ranks_per_island)
     found = placement_findings(parallel_dims(run.layout, world_size), parts, where, ClusterSpec(**cluster))
-    return {f"{finding.verdict} {finding.axis}": f"{finding.said}; {finding.fix}" for finding in found}
+    return {f"{finding.verdict} {finding.axis}": f"{finding.message}; {finding.fix}" for finding in found}
 
 
 def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
