@@ -28,9 +28,8 @@ report = result.report()
 print(f"bottleneck: {report.bottleneck}")
 for row in report.comparison:
     if row["predicted"] and row["measured"]:
-        print(
-            f"{row['role']:6} {row['quantity']:24} {row['measured']:>14,.4g} {row['unit']:3} {row['ratio']:.3f} x predicted"
-        )
+        measured = f"{row['measured']:>14,.4g} {row['unit']:3}"
+        print(f"{row['role']:6} {row['quantity']:24} {measured} {row['ratio']:.3f} x predicted")
 
 model, tokenizer = phalanx.load_model(result.run_dir)
 prompt = torch.tensor(tokenizer.encode_batch(["def "])[0])
