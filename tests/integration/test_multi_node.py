@@ -112,7 +112,7 @@ def test_rendezvous_rejects_second_run_on_same_port(tmp_path: Path) -> None:
         at.run.write_text((tmp_path / "run.toml").read_text().replace('name = "parity"', 'name = "other"'))
         at.start("first")
         assert at.wait_for_exit("first") == 2
-        assert "another run" in at.log_text("first")
+        assert "use a port that no other run uses" in at.log_text("first")
         last = len(recorded_losses(directory))
         wait_until(has_reached_step(directory, last + 2), "steps of the first run")
         at.processes["first"] = first
