@@ -91,12 +91,12 @@ def test_failure_count_and_uptime_counts_each_failure_once(event_kinds: list[str
 
 def test_describe_failures_merges_records_of_several_nodes(tmp_path: Path) -> None:
     append_event(tmp_path, STARTED, ranks=4, step=0)
-    append_event(tmp_path, FAILED, rank=0, step=7, reason="lost the ranks of another node", here=False)
-    append_event(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
-    append_event(tmp_path, FAILED, rank=1, step=7, reason="lost the ranks of another node", here=False)
+    append_event(tmp_path, FAILED, rank=0, step=7, reason="lost the ranks of another node", local=False)
+    append_event(tmp_path, FAILED, rank=2, step=7, reason="was killed", local=True)
+    append_event(tmp_path, FAILED, rank=1, step=7, reason="lost the ranks of another node", local=False)
     assert failure_count_and_uptime(tmp_path)[0] == 1
     append_event(tmp_path, STARTED, ranks=4, step=5)
-    append_event(tmp_path, FAILED, rank=0, step=9, reason="lost the ranks of another node", here=False)
+    append_event(tmp_path, FAILED, rank=0, step=9, reason="lost the ranks of another node", local=False)
     first, second = describe_failures(read_events(tmp_path), exclude_last=False)
     assert first.endswith(": rank 2 was killed, step 7")
     assert second.endswith(": rank 0 lost the ranks of another node, step 9")

@@ -71,14 +71,15 @@ def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]
 def accept_old_keys(decode: Decode[T], new_keys: Mapping[str, str]) -> Decode[T]:
     """Return a decoder that also accepts lines of earlier versions, in which keys had other names.
 
-    Args:
-        decode: The decoder of today's lines.
-        new_keys: Today's key by the key of before 2026-11-28.
+    `new_keys` has today's key by the key of before 2026-11-28. Today's lines have the first of them.
     """
+    renamed = {f'"{old}":'.encode(): f'"{new}":'.encode() for old, new in new_keys.items()}
+    first_of_today = next(iter(renamed.values()))
 
     def decode_renamed(content: bytes) -> T:
-        for old, new in new_keys.items():  # in a text, the quotes around a key are escaped
-            content = content.replace(f'"{old}":'.encode(), f'"{new}":'.encode(), 1)
+        if first_of_today not in content:
+            for old, new in renamed.items():  # in a text, the quotes around a key are escaped
+                content = content.replace(old, new, 1)
         return decode(content)
 
     return decode_renamed

@@ -4,6 +4,7 @@ give the same state."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,8 @@ def test_journal_accepts_keys_of_earlier_versions() -> None:
     line = b'{"what":"refused","round":1,"node":"bob","why":"closed","said":"closed: round 1","at":1.0}'
     event = {"kind": "refused", "round": 1, "node": "bob", "reason": "closed", "message": "closed: round 1", "at": 1.0}
     assert decode_journal_event(line) == event
+
+
+def test_journal_leaves_node_with_name_of_old_key() -> None:
+    event = {"kind": "joined", "node": "ann", "capacity": 4, "text": "t", "at": 1.0, "extra": {"what": 1, "why": 2}}
+    assert decode_journal_event(json.dumps(event).encode()) == event
