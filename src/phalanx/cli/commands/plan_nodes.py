@@ -56,22 +56,22 @@ def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool)
     """
     from phalanx.cli.views.plan_nodes import node_counts_to_json, print_node_counts
 
-    planned = list(_plan_node_counts(load, counts))
-    run, _ = load(counts[0])
+    loaded = [load(nodes) for nodes in counts]
+    planned = list(_plan_node_counts(loaded))
+    run, _ = loaded[0]
     if as_json:
         print(json.dumps(node_counts_to_json(run, planned), indent=2))
     else:
         print_node_counts(run, planned)
 
 
-def _plan_node_counts(load: LoadRun, counts: Sequence[int | None]) -> Iterator[NodeCount]:
+def _plan_node_counts(loaded: Sequence[tuple[RunSpec, int]]) -> Iterator[NodeCount]:
     from phalanx.cli.views.plan_nodes import NodeCount
     from phalanx.plan.search.explain import plan_or_raise
 
     error = None
     fits = False
-    for nodes in counts:
-        run, ranks = load(nodes)
+    for run, ranks in loaded:
         try:
             with search_progress(ranks) as report:
                 yield NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best)

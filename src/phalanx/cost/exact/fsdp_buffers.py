@@ -62,10 +62,7 @@ def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
     """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
 
     They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
-    if unit.ranks == 1:
-        return 0
-    last_stack = unit.stacks[-1] if unit.stacks and not unit.ends_with_stack else 0
-    return COMPUTE_BYTES[precision] * (unit.last_gradient + last_stack)
+    return COMPUTE_BYTES[precision] * unit.last_gradients if unit.ranks > 1 else 0
 
 
 def _num_buffers(unit: FsdpUnit) -> int:

@@ -104,14 +104,10 @@ class FsdpUnit:
         return [num_elements(shape) for shape in self.shapes.values() if data_parallel_axis(shape, self.ranks)]
 
     @property
-    def ends_with_stack(self) -> bool:
-        """True if the last parameter is one of `stacks`."""
-        return bool(self.shapes) and data_parallel_axis(list(self.shapes.values())[-1], self.ranks) == 1
-
-    @property
-    def last_gradient(self) -> int:
-        """Elements of the gradient of the last parameter."""
-        return num_elements(list(self.shapes.values())[-1]) if self.shapes else 0
+    def last_gradients(self) -> int:
+        """Elements of the gradients of the last parameter and of the last of `stacks`, which may be the same."""
+        stacks = [name for name, shape in self.shapes.items() if data_parallel_axis(shape, self.ranks)]
+        return sum(num_elements(self.shapes[name]) for name in {*list(self.shapes)[-1:], *stacks[-1:]})
 
 
 def backward_fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:

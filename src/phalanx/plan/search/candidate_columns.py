@@ -104,12 +104,12 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
     cuts = [_stage_block_kinds(run, c) for c in example_of.values()]
     index_of = {pipeline: index for index, pipeline in enumerate(example_of)}
     cut = np.array([index_of[pipeline] for pipeline in pipelines], dtype=int)
-    splits_backward = np.array([stage_blocks.splits_backward for stage_blocks in cuts])[cut]
     whole_blocks = np.array(
         [
-            compiles_whole_blocks(c.tp * c.cp * c.ep, bool(splits))
-            for c, splits in zip(layouts, splits_backward, strict=True)
-        ]
+            compiles_whole_blocks(c.tp * c.cp * c.ep, cuts[index].splits_backward)
+            for c, index in zip(layouts, cut, strict=True)
+        ],
+        dtype=bool,
     )
     return {
         **{name: list(map(attrgetter(name), layouts)) for name in ("dp", "tp", "pp", "cp", "ep")},
