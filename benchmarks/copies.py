@@ -70,8 +70,8 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
         os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
         wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
         # The remaining rank reports this step.
-        told = [event["step"] for event in read_events(directory) if event["kind"] == FAILED][-1]
-        finished.append(max(told, read_metrics(directory)[-1]["step"]))
+        failed_at = [event["step"] for event in read_events(directory) if event["kind"] == FAILED][-1]
+        finished.append(max(failed_at, read_metrics(directory)[-1]["step"]))
     wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
     again = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][1:]
     # A copy of a step is complete shortly before metrics.jsonl contains the step.

@@ -132,12 +132,12 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
             under_way.wait_all(SECONDS)
             events = under_way.events()
         refused = Counter(event["reason"] for event in events if event["kind"] == "refused")
-        told = [len(event["nodes"]) for event in events if event["kind"] == "committed"]
+        updates = [len(event["nodes"]) for event in events if event["kind"] == "committed"]
         opened = [event["at"] for event in events if event["kind"] in ("opened", "committed")]
         return {
             "loss": held_out_loss(folder / "nodes" / NODES[0]),
-            "rounds": len(told),
-            "updates": statistics.mean(told),
+            "rounds": len(updates),
+            "updates": statistics.mean(updates),
             "seconds": opened[-1] - opened[0],
             "faults": done,
             "refused": refused,

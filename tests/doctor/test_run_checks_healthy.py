@@ -1,5 +1,4 @@
-"""What is usual on healthy machines is not a finding; and what cannot be seen is said to be so, and taken for well by
-nobody."""
+"""Usual states of healthy machines are not findings; what cannot be read is reported as not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every layout is compared with: the losses and gradient norms of a short run of the real trainer."""
+"""Short runs of the real trainer, with whose losses and gradient norms every layout is compared."""
 
 from __future__ import annotations
 

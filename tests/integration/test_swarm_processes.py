@@ -159,8 +159,8 @@ def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_d
     assert all(spent["sent_bytes"] > 0 and spent["refused"] == "" for spent in rounds)
     assert all(spent["held_bytes"] > 0 for spent in rounds)
     (found,) = command_json("report", swarm_directory / "nodes" / "ann")["runs"]
-    told = [event["bytes"] for event in events if event["kind"] == "accepted" and event["node"] == "ann"]
-    assert found["swarm"]["rounds"]["bytes"]["sent"] == told
+    update_bytes = [event["bytes"] for event in events if event["kind"] == "accepted" and event["node"] == "ann"]
+    assert found["swarm"]["rounds"]["bytes"]["sent"] == update_bytes
     assert "rounds 50 of 50" in command_output("report", swarm_directory / "runs" / "tiny")
     said = [
         command_output("generate", swarm_directory / place, "--prompt", "def ") for place in ("runs/tiny", "nodes/bob")

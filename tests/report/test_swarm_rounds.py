@@ -66,11 +66,11 @@ def comparison_row(found: dict[str, Any], role: str, what: str) -> dict[str, Any
 
 def test_swarm_node_and_coordinator_record_equal_bytes_per_round(swarm_run):
     _, folder = swarm_run
-    told = report_facts(read_run(folder / "lead"))["swarm"]["updates"]
-    assert [each["round"] for each in told] == [0, 1, 2, 3]
+    updates = report_facts(read_run(folder / "lead"))["swarm"]["updates"]
+    assert [each["round"] for each in updates] == [0, 1, 2, 3]
     for name in ("ann", "bob"):
         own = report_facts(read_run(folder / name))["swarm"]["rounds"]
-        assert own["bytes"]["sent"] == [each["bytes"][name] for each in told]
+        assert own["bytes"]["sent"] == [each["bytes"][name] for each in updates]
         assert own["steps"] == [3] * 4
 
 
@@ -208,11 +208,11 @@ def test_report_page_swarm_figure_matches_facts(swarm_run, name):
     figure = parse_embedded_json(text, "figures")["rounds-0"]
     Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
     drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
-    own, told = found["swarm"]["rounds"], found["swarm"]["updates"]
+    own, updates = found["swarm"]["rounds"], found["swarm"]["updates"]
     if own:
         assert drawn == own["seconds"] | own["bytes"]
     else:
-        assert drawn == {who: [each["bytes"][who] for each in told] for who in ("ann", "bob")}
+        assert drawn == {who: [each["bytes"][who] for each in updates] for who in ("ann", "bob")}
     for title, value, _ in formatting.round_totals(found):
         assert f"<dt>{title}</dt><dd>{value}<" in text
     assert "No step was profiled" not in text

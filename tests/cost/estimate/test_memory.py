@@ -216,10 +216,10 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
 def test_peak_in_flight_by_stage_matches_schedule_peak_activations(name, order, v, p, m):
     schedule = build_schedule(name, p, m, v)
-    said = peak_in_flight_by_stage(
+    in_flight = peak_in_flight_by_stage(
         make_job_table(make_job_row(pp=p, virtual_stages=v, schedule=order, micro_batches=m))
     )
-    for place, count in zip((0, 1, p - 1), said, strict=True):
+    for place, count in zip((0, 1, p - 1), in_flight, strict=True):
         assert float(count[0]) == pytest.approx(float(peak_activations(schedule, place)), abs=0.5)
 
 

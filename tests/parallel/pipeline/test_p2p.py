@@ -1,5 +1,5 @@
-"""What a rank of a pipeline knows of its messages from those it gets, and that none hangs by NCCL's and CUDA's
-rules of order (tests/helpers/nccl_model.py)."""
+"""A rank of a pipeline knows the shapes of its messages from those it receives, and none hangs by the rules of order of
+NCCL and CUDA (tests/helpers/nccl_model.py)."""
 
 from __future__ import annotations
 
