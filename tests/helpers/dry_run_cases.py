@@ -18,6 +18,7 @@ MOE: Table = {
     **DENSE,
     "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 96, "num_shared_experts": 1, "bias_update_rate": 0.01},
 }
+FEW_EXPERTS: Table = {**DENSE, "moe": {"num_experts": 2, "top_k": 1, "expert_ffn_size": 96}}
 TIED: Table = {**DENSE, "tie_embeddings": True}
 FEW_HEADS: Table = {**DENSE, "num_kv_heads": 2, "qk_norm": "full"}
 WINDOWS: Table = {**DENSE, "sliding_window": 40, "full_attention_layers": [0], "attention_sinks": True}
@@ -44,6 +45,7 @@ def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
+SGD = {"optimizer.name": "sgd"}
 LAYOUTS: list[tuple[int, Table]] = [
     *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "norms", "selective", "full", "offload")],
     dry_run_case(1, activation_checkpointing="full", recomputed_blocks=1),
@@ -69,6 +71,10 @@ LAYOUTS: list[tuple[int, Table]] = [
     dry_run_case(2, WINDOWS, cp=2, cp_method="ulysses"),
     dry_run_case(4, WINDOWS, tp=2, data_parallel="zero1"),
     dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
+    *[dry_run_case(4, FEW_EXPERTS, data_parallel=data) for data in ("zero1", "zero2", "zero3")],
+    dry_run_case(8, FEW_EXPERTS, data_parallel="hsdp", dp_shard=4, **SGD),
+    dry_run_case(8, FEW_EXPERTS, data_parallel="zero1", tp=2, **BF16),
+    dry_run_case(8, FEW_EXPERTS, data_parallel="zero3", pp=2),
     dry_run_case(2, MOE, ep=2),
     dry_run_case(4, MOE, ep=4, data_parallel="zero1", **BF16),
     dry_run_case(8, MOE, ep=4, tp=2, data_parallel="zero3"),

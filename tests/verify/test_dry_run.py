@@ -14,14 +14,14 @@ from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import MEMORY_TOLERANCE, SMALL_TOLERANCE, compare_with_plan
 from tests.helpers import cli_runner
-from tests.helpers.dry_run_cases import BF16, DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, WINDOWS, Table, dry_run_case
+from tests.helpers.dry_run_cases import BF16, DENSE, FEW_EXPERTS, FEW_HEADS, LAYOUTS, MOE, TIED, WINDOWS, Table, dry_run_case
 from tests.helpers.small_runs import measure_steady_step, small_run
 
 
 def _case_id(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
-    models = (("moe", MOE), ("tied", TIED), ("few-heads", FEW_HEADS), ("windows", WINDOWS))
+    models = (("moe", MOE), ("few-experts", FEW_EXPERTS), ("tied", TIED), ("few-heads", FEW_HEADS), ("windows", WINDOWS))
     model = [name for name, one in models if value["model"] == {**one, "num_layers": value["model"]["num_layers"]}]
     layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
@@ -73,6 +73,28 @@ def test_dry_run_in_bf16_sends_what_plan_says(world_size: int, changes: Table, t
     lines = [line for line in compare_with_plan(run, world_size, traced) if line.kind == "collective"]
     assert lines
     assert [line for line in lines if not line.agrees] == []
+
+
+EXACT_PEAKS = {
+    "zero1-of-few-experts": (4, FEW_EXPERTS, {"data_parallel": "zero1"}, 0.01),
+    "zero3-of-few-experts": (4, FEW_EXPERTS, {"data_parallel": "zero3"}, 0.005),
+    "zero3-of-few-experts-bf16": (4, FEW_EXPERTS, {"data_parallel": "zero3", **BF16}, 0.005),
+    "zero3-pipeline-of-few-experts": (8, FEW_EXPERTS, {"data_parallel": "zero3", "pp": 2}, 0.005),
+    "zero3-pipeline": (8, DENSE, {"data_parallel": "zero3", "pp": 2}, 0.005),
+}
+"""Ranks with so few tokens that the peak is where buffers and gradients are, which are counted exactly."""
+
+
+@pytest.mark.parametrize("name", EXACT_PEAKS)
+def test_peak_of_few_tokens_is_planned_exactly(name: str, text: Path, tmp_path: Path) -> None:
+    world_size, model, layout, tolerance = EXACT_PEAKS[name]
+    replicas = world_size // layout.get("pp", 1)
+    wide = {**model, "hidden_size": 256, "num_layers": 4, "vocab_size": 64}
+    changes = {"training.seq_len": 16, "training.tokens_per_step": 64 * replicas, "layout.micro_batch_size": 1}
+    run = small_run(text, tmp_path, {**dry_run_case(world_size, wide, **layout)[1], "model": wide, **changes})
+    (traced,) = trace_ranks(run, world_size, [0])
+    (peak,) = [line for line in compare_with_plan(run, world_size, traced) if line.quantity == "total"]
+    assert peak.traced == pytest.approx(peak.planned, rel=tolerance)
 
 
 def _peak_bytes(measured: Table) -> int:

@@ -166,6 +166,11 @@ class Layout(Spec):
         return self.activation_checkpointing in ("full", "offload")
 
     @property
+    def offloads(self) -> bool:
+        """True if state or activations are off the device."""
+        return self.offload != "none" or self.activation_checkpointing == "offload"
+
+    @property
     def recomputes_attention(self) -> bool:
         """True if the backward pass recomputes attention, alone or in full blocks."""
         return self.activation_checkpointing not in ("none", "norms")

@@ -127,6 +127,8 @@ class TraceError(RuntimeError):
 def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
     try:
         return trace_rank(run, world_size, rank, full=full)
+    except UserError:
+        raise
     except Exception:
         raise TraceError(f"rank {rank}:\n{traceback.format_exc()}") from None
 

@@ -227,8 +227,7 @@ def _describe_available(run: RunSpec, rows: list[MemoryRow]) -> list[str]:
     """Describe a rank's device memory limit if known, and the CPU memory that the run's layout needs."""
     limit = [describe_memory_limit(run.cluster)] if run.cluster.rank_memory_bytes is not None else []
     host_bytes = max((row.memory.host for row in rows if row.own and row.memory), default=0)
-    offloads = run.layout.offload != "none" or run.layout.activation_checkpointing == "offload"
-    need = describe_host_need(run.cluster, host_bytes, offloads=offloads)
+    need = describe_host_need(run.cluster, host_bytes, offloads=run.layout.offloads)
     return [*limit, *([need] if need else [])]
 
 

@@ -16,8 +16,8 @@ from phalanx.cli.commands.plan_checks import (
     check_layout_text,
     check_number,
     check_options,
+    check_output_files,
     check_picture,
-    check_writable,
     given_options,
 )
 from phalanx.cli.commands.plan_cluster import run_on_cluster
@@ -117,9 +117,8 @@ def plan(
         check_number("--explain", explain)
     if why_not is not None:
         check_layout_text("--why-not", why_not)
-    for option, file in {"--out": out, "--picture": picture, "--html": html}.items():
-        if file is not None:
-            check_writable(option, file)
+    files = {"--out": out, "--picture": picture, "--html": html}
+    check_output_files(run, {option: file for option, file in files.items() if file is not None})
     if batch is not None:
         predict_file(batch, json_)
         return

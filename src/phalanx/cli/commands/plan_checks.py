@@ -55,8 +55,6 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
             f"cannot be combined with {views[0]}",
             fix=f"remove {views[0]}: the JSON of `phalanx plan --json` has all parts",
         )
-    if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", fix="choose another file")
     without_layout = [view for view in views if view in ("--diff", "--web")]
     if out is not None and without_layout:
         fix = f"remove --out or {without_layout[0]}"
@@ -87,7 +85,22 @@ def check_export(run: RunSpec, trainer: str) -> None:
     check_run(run, trainer)  # type: ignore[arg-type]
 
 
-def check_writable(option: str, file: Path) -> None:
+def check_output_files(run: Path | None, files: dict[str, Path]) -> None:
+    """Raise UserError for an output file that cannot be written, or that is another file of the command.
+
+    Args:
+        run: Run file; None if it is not given.
+        files: Output files by option.
+    """
+    owners = {} if run is None else {run.resolve(): "the run file itself"}
+    for option, file in files.items():
+        if (owner := owners.get(file.resolve())) is not None:
+            raise UserError(option, str(file), f"is {owner}", fix="choose another file")
+        owners[file.resolve()] = f"the file of {option}"
+        _check_writable(option, file)
+
+
+def _check_writable(option: str, file: Path) -> None:
     """Raise UserError for an output file that cannot be written, before the search."""
     problem = ""
     if file.is_dir():

@@ -26,7 +26,7 @@ from phalanx.spec.layout import LARGE_MESSAGE_BYTES, Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.precision import BF16_PRECISIONS
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import data_parallel_axis, max_shard_elements
+from phalanx.spec.tensor_sharding import max_shard_elements
 
 
 def comm_buffer_peaks(
@@ -252,12 +252,7 @@ def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int)
         rank: Tensors of the rank.
         bytes_per_element: Bytes of a number of parameters and gradients.
     """
-    shapes = rank.all
-
-    def ranks_and_axis(name: str) -> tuple[bool, int]:
-        return name in rank.expert, data_parallel_axis(shapes[name], rank.shards_of(name))
-
-    return bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, ranks_and_axis)
+    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert.__contains__)
 
 
 def bucket_names(shapes: Shapes, limit: float, kind: Callable[[str], object] = lambda _: None) -> list[list[str]]:

@@ -58,11 +58,11 @@ def _sum_bytes(unit: FsdpUnit, precision: Precision) -> int:
     return STATE_BYTES[precision] * unit.owned
 
 
-def _last_gradient_bytes(unit: FsdpUnit, precision: Precision) -> int:
+def _last_gradient_bytes(unit: FsdpUnit, bytes_per_element: int) -> int:
     """Return the bytes of the gradients that FSDP2 keeps during the exchange: of the unit's last parameter and stack.
 
     They are the variables of loops of `foreach_reduce`, which has no loop on a single rank."""
-    return COMPUTE_BYTES[precision] * unit.last_gradients if unit.ranks > 1 else 0
+    return bytes_per_element * unit.last_gradients if unit.ranks > 1 else 0
 
 
 def _num_buffers(unit: FsdpUnit) -> int:
@@ -82,7 +82,7 @@ def _pipeline_peaks(units: list[FsdpUnit], precision: Precision) -> list[CommBuf
         gathered_bytes -= _gathered_bytes(unit, precision)
         freed_bytes += STATE_BYTES[precision] * unit.gradients
         sums_bytes += _sum_bytes(unit, precision)
-        kept_bytes = STATE_BYTES[precision] * (unit.stacks or [0])[-1]  # the last stack, whose copy is sent
+        kept_bytes = _last_gradient_bytes(unit, STATE_BYTES[precision])
         exchanged_bytes = _num_buffers(unit) * _sent_bytes(unit, precision) + kept_bytes
         size = gathered_bytes + exchanged_bytes + sums_bytes - freed_bytes
         peaks.append(CommBufferPeak(backward_fraction=1.0, bytes=size, moment="after_block"))
@@ -197,17 +197,19 @@ class _CpuBackwardPass:
             self.root_gradients = 0
         if unit is self.units[-1]:
             self.backward_fraction = 1.0
-        copied = max(unit.stacks, default=0)  # one after the other
-        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients + copied))
+        yield self._peak(self._moment_after(unit), self._compute_bytes(unit.gradients))
 
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
-        """Free the parameters of a unit and send its gradients, which ends the exchange before."""
+        """Free the parameters of a unit, and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
+        if unit.stacks:  # are copied one after the other
+            copied = unit.gradients + max(unit.stacks)
+            yield self._peak(self._moment_after(unit), self._compute_bytes(copied))
         self.sums += self.pending_sum
         self.pending_sum = _sum_bytes(unit, self.precision)
         self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
         moment = self._moment_after(unit)
-        yield self._peak(moment, _last_gradient_bytes(unit, self.precision))
+        yield self._peak(moment, _last_gradient_bytes(unit, COMPUTE_BYTES[self.precision]))
         if moment == "after_experts":
             yield self._peak("in_dispatch")
         if not self.is_deferred or unit.ranks == 1:

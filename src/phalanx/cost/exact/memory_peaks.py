@@ -101,10 +101,11 @@ def split_persistent_memory(
 def weight_gradients(run: RunSpec, strategy: Strategy) -> WeightGradients:
     """Return the bytes of a number of the gradients of weights inside a block.
 
-    A unit of FSDP sends them together; other strategies add each to a sum at once. ZeRO-2 without a pipeline has them
-    in the buffer of the next bucket. On CUDA they are not counted."""
+    A unit of FSDP sends them together, or in a pipeline casts them together to the dtype of their sum; other strategies
+    add each to a sum at once. ZeRO-2 without a pipeline has them in the buffer of the next bucket. On CUDA they are not
+    counted."""
     size = 0 if run.cluster.uses_cuda else COMPUTE_BYTES[run.training.precision]
-    if strategy in ("zero3", "hsdp"):
+    if strategy in ("zero3", "hsdp") and (run.layout.pp == 1 or run.training.precision in BF16_PRECISIONS):
         return WeightGradients(block=size)
     return WeightGradients(own=0 if strategy == "zero2" and run.layout.pp == 1 else size)
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from phalanx.cost.exact.rank_memory import worker_memories
 from phalanx.launch.jobs.job import ClusterJob, shell_join
-from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, describe_fit, ranks_oom_probability
+from phalanx.plan.search.oom_risk import (
+    MAX_OOM_PROBABILITY,
+    describe_fit,
+    describe_host_need,
+    device_and_host_bytes,
+    layout_oom_probability,
+)
 from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_gib, plural
@@ -31,8 +37,12 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
     if not is_small_model(run.model) and not run.layout.model_fields_set and job.max_nodes * job.nproc > 1:
         problem = f"not set; by default ({run.layout.data_parallel}) each rank holds the whole model"
         yield f"layout: {problem}. Choose one with {_command(job, 'plan', '--out', 'FILE')}"
+    if run.model.implementation is not None:
+        yield "memory: not checked, because model.implementation is a network that Phalanx does not count"
+        return
     if run.cluster.memory_bytes is None:
-        yield "memory: not checked, because that of a GPU is unknown; set cluster.preset or cluster.memory_bytes"
+        owner = "GPU" if run.cluster.uses_cuda else "rank"
+        yield f"memory: not checked, because that of a {owner} is unknown; set cluster.preset or cluster.memory_bytes"
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
         yield _memory_note(job, nodes)
@@ -41,19 +51,23 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
 def _memory_note(job: ClusterJob, nodes: int) -> str:
     """Return a line on the memory of the fullest rank. Raises UserError if it does not fit."""
     run = _with_recomputation(job, nodes)
-    memories = worker_memories(run, run.cluster.ranks)
-    p_oom = ranks_oom_probability(run.cluster, memories)
+    cluster = run.cluster
+    memories = worker_memories(run, cluster.ranks)
+    device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
+    p_oom = layout_oom_probability(cluster, device_bytes, host_bytes)
     planned = format_gib(max(memory.device for memory in memories))
     size = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
-    device = "GPU" if run.cluster.uses_cuda else "rank"
-    available = f"{format_gib(run.cluster.rank_memory_bytes or 0)} of a {device}"
-    available += f" ({run.cluster.preset})" if run.cluster.preset else ""
+    owner = "GPU" if cluster.uses_cuda else "rank"
+    available = f"{format_gib(cluster.rank_memory_bytes or 0)} of a {owner}"
+    available += f" ({cluster.preset})" if cluster.preset else ""
     if p_oom < MAX_OOM_PROBABILITY or job.force:
         return f"memory: with {size}, {planned} on the fullest rank; {describe_fit(p_oom)} in the {available}"
-    fix = (
-        f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} the layouts that fit; "
-        "or add --force"
-    )
+    fix = f"{_command(job, 'plan')} lists the layouts that fit; or add --force"
+    if layout_oom_probability(cluster, device_bytes, 0) < MAX_OOM_PROBABILITY:
+        need = describe_host_need(cluster, host_bytes, offloads=run.layout.offloads)
+        problem = f"with {size}: does not fit. {need}"
+        raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix=fix)
+    fix = f"{_command(job, 'advise oom')} lists what frees memory, {fix.replace(' lists', '')}"
     raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix=fix)
 
 

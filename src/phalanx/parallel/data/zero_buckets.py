@@ -47,14 +47,17 @@ class Bucket:
             if owned.full_gradient is None:
                 owned.add_to_full_gradient(torch.zeros_like(owned.parameter))
         sent = self.parameters[0].parameter.new_empty(self.group.size(), sum(self.sizes))
-        if self.parameters[0].axis == 0:
-            torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
-        else:
+        if any(owned.axis for owned in self.parameters):
             for owned, gradient, part in zip(
                 self.parameters, self._full_gradients(), sent.split(self.sizes, dim=1), strict=True
             ):
-                rows = owned.sharding.by_rank(gradient)
-                part.view(rows.shape).copy_(rows)
+                if owned.axis:
+                    rows = owned.sharding.by_rank(gradient)
+                    part.view(rows.shape).copy_(rows)
+                else:
+                    torch._chunk_cat([gradient.view(owned.matrix)], dim=0, num_chunks=self.group.size(), out=part)
+        else:
+            torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:
             for owned in self.parameters:
                 owned.drop_full_gradient()
@@ -143,7 +146,7 @@ class Bucket:
 
 
 def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
-    """Return buckets of about `limit` bytes of one dtype and axis, in the order of the backward pass."""
+    """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
     for owned in reversed(list(parameters)):
@@ -157,5 +160,4 @@ def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[lis
 
 
 def _fit_one_message(owned: OwnedParameter, other: OwnedParameter) -> bool:
-    kinds = [(each.sharding, each.parameter.dtype, each.axis) for each in (owned, other)]
-    return kinds[0] == kinds[1]
+    return owned.sharding == other.sharding and owned.parameter.dtype == other.parameter.dtype

@@ -58,7 +58,7 @@ class MemoryMeter(TorchDispatchMode):
         Args:
             known: Returns tensors by part.
             elastic: Communication buffers whose storage is resized without PyTorch operations, such as FSDP2's gathered
-                parameters. Those of a group are resized together.
+                parameters. Those of a group are resized one after the other.
             history: List to which the bytes by part are appended after each change, with the time by
                 time.perf_counter().
             other_memory: Parts that are not in this device's memory.
@@ -70,7 +70,8 @@ class MemoryMeter(TorchDispatchMode):
         self.known = known
         self.known_after_collectives = known_after_collectives or known
         self._elastic = [[tensor.untyped_storage() for tensor in group] for group in elastic if group]
-        self._first_elastic = [group[0] for group in self._elastic]
+        # FSDP2 computes between the first and the last, if it copies shards of another dimension than rows.
+        self._elastic_ends = [storage for group in self._elastic for storage in (group[0], group[-1])]
         self._elastic_keys = {storage._cdata for group in self._elastic for storage in group}
         self.part_by_storage: dict[int, str] = {}
         self.bytes_by_storage: dict[int, int] = {}
@@ -89,8 +90,8 @@ class MemoryMeter(TorchDispatchMode):
         self.part_of_new = "activations"
         """The part of tensors that operations create, other than collectives."""
         self._elastic_bytes = 0
-        self._first_elastic_bytes: list[int] | None = None
-        """Bytes of the first buffer of each group, when all were last counted."""
+        self._elastic_end_bytes: list[int] | None = None
+        """Bytes of the first and last buffer of each group, when all were last counted."""
         self._changes: list[MemoryChange] = []
         """Changes that are being recorded, one inside the other."""
         self.reclassify()
@@ -162,9 +163,9 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_total = max(self.peak_total, self._total_bytes)
 
     def _count_elastic(self) -> None:
-        first_bytes = [*map(torch.UntypedStorage.nbytes, self._first_elastic)]
-        if first_bytes != self._first_elastic_bytes:  # after each operation, so only the first of each group are read
-            self._first_elastic_bytes = first_bytes
+        end_bytes = [*map(torch.UntypedStorage.nbytes, self._elastic_ends)]
+        if end_bytes != self._elastic_end_bytes:  # after each operation, so only the ends of each group are read
+            self._elastic_end_bytes = end_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
             self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
             self._elastic_bytes = size_bytes
