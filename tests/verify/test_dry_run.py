@@ -14,14 +14,31 @@ from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import MEMORY_TOLERANCE, SMALL_TOLERANCE, compare_with_plan
 from tests.helpers import cli_runner
-from tests.helpers.dry_run_cases import BF16, DENSE, FEW_EXPERTS, FEW_HEADS, LAYOUTS, MOE, TIED, WINDOWS, Table, dry_run_case
+from tests.helpers.dry_run_cases import (
+    BF16,
+    DENSE,
+    FEW_EXPERTS,
+    FEW_HEADS,
+    LAYOUTS,
+    MOE,
+    TIED,
+    WINDOWS,
+    Table,
+    dry_run_case,
+)
 from tests.helpers.small_runs import measure_steady_step, small_run
 
 
 def _case_id(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
-    models = (("moe", MOE), ("few-experts", FEW_EXPERTS), ("tied", TIED), ("few-heads", FEW_HEADS), ("windows", WINDOWS))
+    models = (
+        ("moe", MOE),
+        ("few-experts", FEW_EXPERTS),
+        ("tied", TIED),
+        ("few-heads", FEW_HEADS),
+        ("windows", WINDOWS),
+    )
     model = [name for name, one in models if value["model"] == {**one, "num_layers": value["model"]["num_layers"]}]
     layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])

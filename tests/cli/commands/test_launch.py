@@ -335,11 +335,25 @@ def test_launch_refuses_what_memory_says_does_not_fit(run_file: Path) -> None:
         launch_output(run_file, "slurm", "--nodes", "1:2", *fitting)
 
 
+def test_launch_names_the_memory_that_is_too_small(run_file: Path) -> None:
+    run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "") + "[cluster]\npreset = 'h100'\n")
+    offload = ("layout.data_parallel=zero3", "layout.offload=cpu", "cluster.host_memory_bytes=8000000000")
+    options = [word for change in offload for word in ("--set", change)]
+    with pytest.raises(UserError, match="CPU memory: a node of 8 ranks needs up to 209") as caught:
+        launch_output(run_file, "slurm", *options)
+    assert caught.value.field == "cluster.host_memory_bytes"
+    unknown = ("--set", "model.implementation=torch.nn:Linear")
+    assert "memory: not checked, because model.implem" in command_stderr(
+        "launch", run_file, "--to", "slurm", "--nproc", 8, *unknown
+    )
+
+
 def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
     launch = ("launch", run_file, "--to", "slurm", "--nproc", 8)
     assert command_stderr(*launch).splitlines() == [
         "phalanx: memory: not checked, because that of a GPU is unknown; set cluster.preset or cluster.memory_bytes"
     ]
+    assert "that of a rank is unknown" in command_stderr(*launch, *CPU)
     run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", ""))
     errors = command_stderr(*launch)
     assert (

@@ -628,6 +628,7 @@ def test_memory_rejects_run_with_auto_layout(tmp_path):
         (("--explain", 1, "--json"), "--json: cannot be combined with --explain"),
         (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "cannot be combined with"),
         (("--out", "run.toml"), "is the run file itself"),
+        (("--html", "page.html", "--out", "./page.html"), "is the file of --out"),
     ],
 )
 def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):

@@ -158,16 +158,20 @@ DDP2, ZERO4, ZERO2 = (
     (4, {"layout.data_parallel": "zero3"}),
     (2, {"layout.data_parallel": "zero3"}),
 )
+ZERO1_OF_4 = (4, {"layout.data_parallel": "zero1"})
+FEW_EXPERTS = {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}}
 HSDP4 = (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2})
 LAYOUT_CHANGES = {
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
     "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
+    "zero1x4-zero3x2-few-experts": (ZERO1_OF_4, ZERO2, FEW_EXPERTS),
+    "zero3x4-ddpx2-few-experts-sgd": (ZERO4, DDP2, {**FEW_EXPERTS, "optimizer.name": "sgd"}),
     "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.activation_checkpointing": "full"}),
 }
 
 
 @pytest.mark.parametrize(("before", "after", "common"), LAYOUT_CHANGES.values(), ids=LAYOUT_CHANGES)
-def test_resume_across_layouts_matches_for_muon_sgd_and_recomputation(
+def test_resume_across_layouts_matches_for_optimizers_recomputation_and_few_experts(
     before: Any, after: Any, common: Any, text: Path, tmp_path: Path
 ) -> None:
     common = {"model": MOE, **SHORT, **common}

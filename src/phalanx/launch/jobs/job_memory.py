@@ -41,7 +41,7 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
         yield "memory: not checked, because model.implementation is a network that Phalanx does not count"
         return
     if run.cluster.memory_bytes is None:
-        owner = "GPU" if run.cluster.uses_cuda else "rank"
+        owner = "rank" if run.cluster.device == "cpu" else "GPU"
         yield f"memory: not checked, because that of a {owner} is unknown; set cluster.preset or cluster.memory_bytes"
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
@@ -57,7 +57,7 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
     p_oom = layout_oom_probability(cluster, device_bytes, host_bytes)
     planned = format_gib(max(memory.device for memory in memories))
     size = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
-    owner = "GPU" if cluster.uses_cuda else "rank"
+    owner = "rank" if cluster.uses_cpu else "GPU"
     available = f"{format_gib(cluster.rank_memory_bytes or 0)} of a {owner}"
     available += f" ({cluster.preset})" if cluster.preset else ""
     if p_oom < MAX_OOM_PROBABILITY or job.force:
