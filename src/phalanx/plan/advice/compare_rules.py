@@ -10,8 +10,7 @@ from typing import Literal
 from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.plan.advice.rule_conditions import RunSituation
-from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb
+from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb, RunSituation
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.enumerate_layouts import enumerate_layouts
 from phalanx.plan.search.evaluate import can_run, evaluate
@@ -45,13 +44,13 @@ class Advice:
     rule: RuleOfThumb
     why_rule_applies: str
     verdict: Verdict
-    option: EvaluatedLayout | None
-    """Fastest layout that satisfies the rule and fits; the smallest, if none fits."""
-    slower: float
-    """Relative slowdown of its step compared with the best one; 0 if it does not fit or run."""
-    more_bytes: float
-    """Additional memory of its fullest rank, compared with the best layout."""
     reason: str
+    option: EvaluatedLayout | None = None
+    """Fastest layout that satisfies the rule and fits; the smallest, if none fits."""
+    slower: float = 0.0
+    """Relative slowdown of its step compared with the best one; 0 if it does not fit or run."""
+    more_bytes: float = 0.0
+    """Additional memory of its fullest rank, compared with the best layout."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,12 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     bands = TimeBands(run, world_size, ordered, fastest=fastest)
     best = next(runnable_layouts(run, world_size, bands, order=bands.order))
     situation = describe_situation(every)
-    applying = [(rule, because) for rule in RULES if (because := rule.applies(situation))]
-    spoken = [rule for rule, _ in applying]
-    advice = [compare_with_best(every, best, situation, rule=rule, because=because) for rule, because in applying]
-    return AdviceReport(situation, best, advice, inapplicable_rules=[rule for rule in RULES if rule not in spoken])
+    return AdviceReport(
+        situation,
+        best,
+        advice=[compare_with_best(every, best, situation, rule=rule) for rule in RULES if rule.applies(situation)],
+        inapplicable_rules=[rule for rule in RULES if not rule.applies(situation)],
+    )
 
 
 @dataclass(frozen=True)
@@ -110,45 +111,43 @@ class EvaluatedLayouts:
 
 
 def compare_with_best(
-    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
+    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb
 ) -> Advice:
-    """Return the comparison of a rule with the planner's best layout.
-
-    Args:
-        every: All layouts of the run.
-        best: Planner's best layout.
-        situation: Facts of the run.
-        rule: Rule that applies.
-        because: Evidence that it applies.
-    """
+    """Return the comparison of a rule that applies with the planner's best layout."""
 
     def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
 
+    evidence = rule.evidence(situation)
     if obeys_rule(best.candidate):
+        reason = _explain_agreement(every, best, obeys_rule)
+        return Advice(rule=rule, why_rule_applies=evidence, verdict="agrees", option=best, reason=reason)
+    if option := every.best(obeys_rule):
+        slower = option.step_seconds / best.step_seconds - 1
         return Advice(
             rule=rule,
-            why_rule_applies=because,
-            verdict="agrees",
-            option=best,
-            slower=0.0,
-            more_bytes=0.0,
-            reason=_explain_agreement(every, best, obeys_rule),
+            why_rule_applies=evidence,
+            verdict="agrees" if slower < AGREEMENT_TOLERANCE else "costs",
+            option=option,
+            slower=slower,
+            more_bytes=option.memory_bytes - best.memory_bytes,
+            reason=explain_slowdown(every.run, option, best),
         )
-    option = every.best(obeys_rule)
-    if option is None:
-        return _impossible_advice(every, best, situation, rule=rule, because=because)
-    slower = option.step_seconds / best.step_seconds - 1
-    more = option.memory_bytes - best.memory_bytes
-    verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
+    obeying = list(filter(obeys_rule, every.candidates))
+    if not obeying:
+        reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
+        return Advice(rule=rule, why_rule_applies=evidence, verdict="does not run", reason=reason)
+    smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
+    if smallest.p_oom < MAX_OOM_PROBABILITY:
+        reason = f"none of the {len(obeying):,} such layouts that fit can run"
+        return Advice(rule=rule, why_rule_applies=evidence, verdict="does not run", reason=reason)
     return Advice(
         rule=rule,
-        why_rule_applies=because,
-        verdict=verdict,
-        option=option,
-        slower=slower,
-        more_bytes=more,
-        reason=explain_slowdown(every.run, option, best),
+        why_rule_applies=evidence,
+        verdict="does not fit",
+        option=smallest,
+        more_bytes=smallest.memory_bytes - best.memory_bytes,
+        reason=_explain_missing_memory(every.run, smallest),
     )
 
 
@@ -162,54 +161,17 @@ def _explain_agreement(
     return "all layouts satisfy the rule" if all(map(obeyed, every.candidates)) else "no other layout fits"
 
 
-def _impossible_advice(
-    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
-) -> Advice:
-    """Return the advice for a rule that no fitting and running layout satisfies."""
-    obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
-    if not obeying:
-        reason = f"no layout of {situation.ranks} devices for this model and this batch has {rule.requirements_text}"
-        return _unrunnable_advice(rule, because, reason)
-    smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
-    if smallest.p_oom < MAX_OOM_PROBABILITY:
-        reason = f"none of the {len(obeying):,} such layouts that fit can run"
-        return _unrunnable_advice(rule, because, reason)
-    cluster = every.run.cluster
+def _explain_missing_memory(run: RunSpec, smallest: EvaluatedLayout) -> str:
+    """Return the memory that the smallest of some layouts needs, by part."""
+    cluster = run.cluster
     part_bytes = _fullest_stage_bytes(smallest)
     if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
         part_bytes = part_bytes | {"driver and libraries": libraries}
     largest_parts = sorted(part_bytes.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
-    reason = (
+    return (
         f"the smallest such layout uses {describe_memory_use(cluster, smallest)}, "
         f"but the limit is {MAX_OOM_PROBABILITY:.0%}; device memory in GiB: {parts}"
-    )
-    return Advice(
-        rule=rule,
-        why_rule_applies=because,
-        verdict="does not fit",
-        option=smallest,
-        slower=0.0,
-        more_bytes=smallest.memory_bytes - best.memory_bytes,
-        reason=reason,
-    )
-
-
-def _unrunnable_advice(rule: RuleOfThumb, because: str, reason: str) -> Advice:
-    """Return the advice for a rule that no layout that could run satisfies.
-
-    Args:
-        because: Why the rule applies.
-        reason: Why no layout runs.
-    """
-    return Advice(
-        rule=rule,
-        why_rule_applies=because,
-        verdict="does not run",
-        option=None,
-        slower=0.0,
-        more_bytes=0.0,
-        reason=reason,
     )
 
 

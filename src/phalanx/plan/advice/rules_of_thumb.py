@@ -1,15 +1,16 @@
-"""Published rules of thumb for choosing a layout, as data: their conditions, and their requirements.
+"""Published rules of thumb for choosing a layout: when each applies, and what it requires.
 
 The rules are quoted, not endorsed: `plan.advice.compare_rules` compares each with the planner. GiB is 2**30 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Literal
 
+from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints
 from phalanx.plan.advice.papers import (
     CHECKPOINTING,
     DDP,
@@ -26,265 +27,348 @@ from phalanx.plan.advice.papers import (
     ZERO_BUBBLE,
     no_paper,
 )
-from phalanx.plan.advice.rule_conditions import (
-    AT_LEAST_TWO,
-    BILLION,
-    DATA_ONLY,
-    ONE,
-    THREE_D,
-    WITHIN_DOMAIN,
-    DegreeRange,
-    Requirements,
-    RunSituation,
-    activations_are_largest,
-    activations_are_largest_on_many_ranks,
-    activations_exceed_device,
-    block_exceeds_device,
-    copy_fits_device,
-    copy_spans_fast_link_domains,
-    data_parallel_is_outer,
-    has_experts,
-    has_fewer_sequences_than_ranks,
-    has_many_ranks,
-    has_memory_for_zb_h2,
-    has_parameters_between,
-    has_sequences_for_all_ranks,
-    lacks_memory_for_zb_h2,
-    optimizer_state_is_largest,
-    sharded_state_fits,
-    state_exceeds_device,
-)
 from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.spec.formatting import format_gib
 from phalanx.spec.layout import SHARDED_STRATEGIES
 
 Kind = Literal["size", "bottleneck", "schedule", "placement"]
+BILLION = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSituation:
+    """Facts of a run that rules depend on.
+
+    They describe a full copy of the model on one device, with one sequence per pass and no recomputation, and the
+    available devices and sequences.
+    """
+
+    parameters: int
+    """Parameters of the model, including all experts."""
+    layers: int
+    experts: bool
+    sequences: int
+    """Sequences of a step."""
+    ranks: int
+    domain: int
+    """Devices that fast links connect."""
+    memory_bytes: float
+    """Memory of a device."""
+    state: Mapping[str, float]
+    """Bytes of a copy: parameters, gradients, optimizer."""
+    activation_bytes: float
+    """Activations of one sequence, including logits."""
+    recomputed_bytes: float
+    """Activations of one sequence, including logits, if blocks are recomputed."""
+    layer_bytes: float
+    """State and activations of the largest block."""
+    fits_one_device: bool
+    """True if the planner predicts that a copy fits one device, with recomputation if necessary."""
+    fits_with_zb_h2: bool = False
+    """True if the fastest 1F1B pipeline leaves memory for ZB-H2's activations, almost twice as many."""
+
+    @property
+    def state_bytes(self) -> float:
+        """State bytes of a copy."""
+        return sum(self.state.values())
+
+    @property
+    def step_activation_bytes(self) -> float:
+        """Activations of all sequences of a step."""
+        return self.sequences * self.activation_bytes
+
+    @property
+    def largest(self) -> str:
+        """Largest part of a copy."""
+        parts = {**self.state, "activations": self.activation_bytes}
+        return max(parts, key=lambda part: parts[part])
+
+
+Requirement = str | tuple[str, ...]
+"""Allowed names of a field; or the range of a degree, such as "1", "at least 2" or "at most the domain" of fast links.
+"""
+
+
+@dataclass(frozen=True)
 class RuleOfThumb:
     """One rule of thumb."""
 
     kind: Kind
     name: str
     recommendation: str
-    requirements: Requirements
-    """Requirements on the planner's layouts."""
-    applies: Callable[[RunSituation], str]
-    """Return the evidence that the rule applies, or ""."""
+    requirements: Mapping[str, Requirement]
+    """Requirements on the planner's layouts, by field or product of fields such as "tp x cp"."""
     source: str
+    applies: Callable[[RunSituation], bool]
+    evidence: Callable[[RunSituation], str]
+    """Returns why the rule applies, where it does."""
     unplanned_part: str = ""
     """Parts of the rule about options that the planner does not have, and the reason."""
 
     def is_satisfied_by(self, candidate: CandidateLayout, domain: int) -> bool:
-        """Return whether a layout satisfies the rule."""
+        """Return whether a layout satisfies the rule, with `domain` devices in the domain of fast links."""
         return all(
-            _meets_requirement(candidate, field, requirement, domain=domain)
+            getattr(candidate, field) in requirement
+            if isinstance(requirement, tuple)
+            else is_in_range(prod(getattr(candidate, axis) for axis in field.split(" x ")), requirement, domain)
             for field, requirement in self.requirements.items()
         )
 
     @property
     def requirements_text(self) -> str:
         """Requirements of the rule as text."""
-        texts = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.requirements.items()}
+        texts = {
+            field: need if isinstance(need, str) else " or ".join(need) for field, need in self.requirements.items()
+        }
         return ", ".join(f"{field} {text}" for field, text in texts.items())
 
 
-def _meets_requirement(
-    candidate: CandidateLayout, field: str, requirement: DegreeRange | tuple[str, ...], domain: int
-) -> bool:
-    if isinstance(requirement, tuple):
-        return getattr(candidate, field) in requirement
-    return requirement.contains(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
+def is_in_range(degree: int, text: str, domain: int) -> bool:
+    """Return whether a degree is in the range of a requirement, with `domain` devices in the domain of fast links."""
+    bound = domain if text.endswith("the domain") else int(text.split()[-1])
+    lower, upper = (bound, inf) if text.startswith("at least") else (1 if text.startswith("at most") else bound, bound)
+    return lower <= degree <= upper
 
 
+TWO = "at least 2"
+DATA_ONLY = {"tp": "1", "pp": "1", "cp": "1", "ep": "1"}
+THREE_D = {"dp": TWO, "tp": TWO, "pp": TWO}
 ZERO3_PIPELINE_NOTE = (
     "the planner has no ZeRO-3 in pipelines, where it stores and sends at least as much as ZeRO-1. It offloads only "
     "layouts that do not fit otherwise, because offload only saves memory"
 )
+
+
+def _size_rule(
+    name: str,
+    recommendation: str,
+    requirements: Mapping[str, Requirement],
+    source: str,
+    *,
+    billions: tuple[float, float],
+    unplanned_part: str = "",
+) -> RuleOfThumb:
+    """Return a rule for models of a half-open range of billions of parameters, to which no guide assigns the bounds."""
+    return RuleOfThumb(
+        "size",
+        name,
+        recommendation,
+        requirements,
+        no_paper(source),
+        applies=lambda s: billions[0] <= s.parameters / BILLION < billions[1],
+        evidence=lambda s: f"the model has {s.parameters / 1e9:.3g}B parameters",
+        unplanned_part=unplanned_part,
+    )
+
+
 SIZE_RULES = (
-    RuleOfThumb(
-        kind="size",
-        name="fewer than 1B parameters",
-        recommendation="data parallelism (DDP)",
-        requirements={"data_parallel": ("ddp",), **DATA_ONLY},
-        applies=has_parameters_between(0, BILLION),
-        source=no_paper(DDP),
+    _size_rule(
+        "fewer than 1B parameters",
+        "data parallelism (DDP)",
+        {"data_parallel": ("ddp",), **DATA_ONLY},
+        DDP,
+        billions=(0, 1),
     ),
-    RuleOfThumb(
-        kind="size",
-        name="1B to 10B parameters",
-        recommendation="data parallelism with ZeRO-2",
-        requirements={"data_parallel": ("zero2",), **DATA_ONLY},
-        applies=has_parameters_between(BILLION, 10 * BILLION),
-        source=no_paper(ZERO),
+    _size_rule(
+        "1B to 10B parameters",
+        "data parallelism with ZeRO-2",
+        {"data_parallel": ("zero2",), **DATA_ONLY},
+        ZERO,
+        billions=(1, 10),
     ),
-    RuleOfThumb(
-        kind="size",
-        name="10B to 100B parameters",
-        recommendation="3D: data, tensor and pipeline parallelism",
-        requirements=THREE_D,
-        applies=has_parameters_between(10 * BILLION, 100 * BILLION),
-        source=no_paper(MEGATRON_ON_CLUSTERS),
+    _size_rule(
+        "10B to 100B parameters",
+        "3D: data, tensor and pipeline parallelism",
+        THREE_D,
+        MEGATRON_ON_CLUSTERS,
+        billions=(10, 100),
     ),
-    RuleOfThumb(
-        kind="size",
-        name="100B parameters or more",
-        recommendation="3D with ZeRO-3 and offload to CPU or NVMe",
-        requirements=THREE_D,
-        applies=has_parameters_between(100 * BILLION, None),
-        source=no_paper(OFFLOAD_TO_FILES),
+    _size_rule(
+        "100B parameters or more",
+        "3D with ZeRO-3 and offload to CPU or NVMe",
+        THREE_D,
+        OFFLOAD_TO_FILES,
+        billions=(100, inf),
         unplanned_part=ZERO3_PIPELINE_NOTE,
     ),
 )
-"""Rules by size. Classes are half-open: exactly 1B, 10B or 100B parameters are in the larger class."""
-BOTTLENECK_RULES = (
+RULES = (
+    *SIZE_RULES,
     RuleOfThumb(
-        kind="bottleneck",
-        name="activation memory",
-        recommendation="data parallelism",
-        requirements={"dp": AT_LEAST_TWO},
-        applies=activations_exceed_device,
-        source=no_paper(DDP),
+        "bottleneck",
+        "activation memory",
+        "data parallelism",
+        {"dp": TWO},
+        no_paper(DDP),
+        applies=lambda s: s.ranks > 1 and s.state_bytes <= s.memory_bytes < s.state_bytes + s.step_activation_bytes,
+        evidence=lambda s: (
+            f"a step's {s.sequences} sequences have {format_gib(s.step_activation_bytes)} of activations, "
+            f"but a device has {format_gib(s.memory_bytes)}"
+        ),
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="parameter memory",
-        recommendation="pipeline parallelism",
-        requirements={"pp": AT_LEAST_TWO},
-        applies=state_exceeds_device,
-        source=GPIPE,
+        "bottleneck",
+        "parameter memory",
+        "pipeline parallelism",
+        {"pp": TWO},
+        GPIPE,
+        applies=lambda s: s.state_bytes > s.memory_bytes,
+        evidence=lambda s: f"a copy's state takes {format_gib(s.state_bytes)} of {format_gib(s.memory_bytes)}",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="a single layer too big",
-        recommendation="add tensor parallelism",
-        requirements={"tp": AT_LEAST_TWO},
-        applies=block_exceeds_device,
-        source=MEGATRON,
+        "bottleneck",
+        "a single layer too big",
+        "add tensor parallelism",
+        {"tp": TWO},
+        MEGATRON,
+        applies=lambda s: s.layer_bytes > s.memory_bytes,
+        evidence=lambda s: f"one block takes {format_gib(s.layer_bytes)} of {format_gib(s.memory_bytes)}",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="compute inside layers",
-        recommendation="tensor parallelism on fast links",
-        requirements={"tp": AT_LEAST_TWO},
-        applies=has_fewer_sequences_than_ranks,
-        source=SERVERS,
+        "bottleneck",
+        "compute inside layers",
+        "tensor parallelism on fast links",
+        {"tp": TWO},
+        SERVERS,
+        applies=lambda s: s.domain > 1 and s.ranks > s.sequences,
+        evidence=lambda s: f"{s.ranks} devices are more than the {s.sequences} sequences of a step",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="more capacity at the same compute",
-        recommendation="experts, and expert parallelism",
-        requirements={"ep": AT_LEAST_TWO},
-        applies=has_experts,
-        source=EXPERTS,
+        "bottleneck",
+        "more capacity at the same compute",
+        "experts, and expert parallelism",
+        {"ep": TWO},
+        EXPERTS,
+        applies=lambda s: s.experts and s.ranks > 1,
+        evidence=lambda _: "the model has experts",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="a large dataset",
-        recommendation="data parallelism",
-        requirements={"dp": AT_LEAST_TWO},
-        applies=has_sequences_for_all_ranks,
-        source=SCALE_OUT,
+        "bottleneck",
+        "a large dataset",
+        "data parallelism",
+        {"dp": TWO},
+        SCALE_OUT,
+        applies=lambda s: 1 < s.ranks <= s.sequences,
+        evidence=lambda s: f"a step has {s.sequences} sequences",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="optimizer state",
-        recommendation="ZeRO or FSDP",
-        requirements={"data_parallel": SHARDED_STRATEGIES},
-        applies=optimizer_state_is_largest,
-        source=ZERO,
+        "bottleneck",
+        "optimizer state",
+        "ZeRO or FSDP",
+        {"data_parallel": SHARDED_STRATEGIES},
+        ZERO,
+        applies=lambda s: s.ranks > 1 and s.largest == "optimizer",
+        evidence=lambda s: f"optimizer state is the largest part of a copy, {format_gib(s.state['optimizer'])}",
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="state that ranks can share",
-        recommendation="ZeRO and recomputation before model parallelism",
-        requirements={"data_parallel": SHARDED_STRATEGIES, "tp": ONE, "pp": ONE},
-        applies=sharded_state_fits,
-        source=f"{ZERO}; {CHECKPOINTING}",
+        "bottleneck",
+        "state that ranks can share",
+        "ZeRO and recomputation before model parallelism",
+        {"data_parallel": SHARDED_STRATEGIES, "tp": "1", "pp": "1"},
+        f"{ZERO}; {CHECKPOINTING}",
+        applies=lambda s: (
+            not s.fits_one_device and s.ranks > 1 and s.state_bytes / s.ranks + s.recomputed_bytes <= s.memory_bytes
+        ),
+        evidence=lambda s: (
+            f"a copy does not fit one device, but its state sharded over {s.ranks} does: "
+            f"{format_gib(s.state_bytes / s.ranks)}"
+        ),
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="activations of a sequence",
-        recommendation="recompute",
-        requirements={"activation_checkpointing": ("norms", "selective", "full", "offload")},
-        applies=activations_are_largest,
-        source=f"{CHECKPOINTING}; {SEQUENCE_PARALLELISM}",
+        "bottleneck",
+        "activations of a sequence",
+        "recompute",
+        {"activation_checkpointing": ("norms", "selective", "full", "offload")},
+        f"{CHECKPOINTING}; {SEQUENCE_PARALLELISM}",
+        applies=lambda s: s.largest == "activations",
+        evidence=lambda s: (
+            f"activations of one sequence are the largest part, {format_gib(s.activation_bytes)} "
+            f"(sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; "
+            "Phalanx saves every block's input)"
+        ),
     ),
     RuleOfThumb(
-        kind="bottleneck",
-        name="long context",
-        recommendation="sequence parallelism, with tensor parallelism",
-        requirements={"tp": AT_LEAST_TWO},
-        applies=activations_are_largest_on_many_ranks,
-        source=SEQUENCE_PARALLELISM,
+        "bottleneck",
+        "long context",
+        "sequence parallelism, with tensor parallelism",
+        {"tp": TWO},
+        SEQUENCE_PARALLELISM,
+        applies=lambda s: s.largest == "activations" and s.ranks > 1,
+        evidence=lambda s: f"activations of one sequence are the largest part, {format_gib(s.activation_bytes)}",
+    ),
+    RuleOfThumb(
+        "schedule",
+        "a copy fits one device",
+        "no pipeline; DP or ZeRO",
+        {"pp": "1"},
+        SCALE_OUT,
+        applies=lambda s: s.fits_one_device,
+        evidence=lambda _: "a copy fits one device",
+    ),
+    RuleOfThumb(
+        "schedule",
+        "it does not fit, memory to spare",
+        "ZB-H2",
+        {"pp": TWO, "schedule": ("zb-h2",)},
+        ZERO_BUBBLE,
+        applies=lambda s: s.fits_with_zb_h2 and not s.fits_one_device,
+        evidence=lambda _: "a copy does not fit; the fastest 1F1B pipeline leaves memory for ZB-H2",
+    ),
+    RuleOfThumb(
+        "schedule",
+        "it does not fit, memory tight",
+        "ZB-H1 or 1F1B",
+        {"pp": TWO, "schedule": ("zb-h1", "1f1b")},
+        ZERO_BUBBLE,
+        applies=lambda s: s.ranks > 1 and not s.fits_with_zb_h2 and not s.fits_one_device,
+        evidence=lambda _: "a copy does not fit, and the fastest 1F1B pipeline leaves too little memory for ZB-H2",
+    ),
+    RuleOfThumb(
+        "schedule",
+        "the smallest structure that fits",
+        "DDP, where it fits",
+        {"data_parallel": ("ddp",), **DATA_ONLY},
+        SCALE_OUT,
+        applies=lambda s: s.fits_one_device,
+        evidence=lambda _: "a copy fits one device",
+    ),
+    RuleOfThumb(
+        "placement",
+        "tensor parallelism",
+        "inside the domain of fast links",
+        {"tp": "at most the domain"},
+        SERVERS,
+        applies=lambda s: s.ranks > 1,
+        evidence=lambda s: f"{s.ranks} devices",
+    ),
+    RuleOfThumb(
+        "placement",
+        "pipeline",
+        "between nodes",
+        {"pp": TWO, "tp x cp": "at least the domain"},
+        SERVERS,
+        applies=lambda s: s.ranks > s.domain and not s.fits_one_device,
+        evidence=lambda s: f"a copy does not fit, and {s.ranks} devices form several domains of {s.domain}",
+    ),
+    RuleOfThumb(
+        "placement",
+        "data parallelism",
+        "outermost, one exchange in a step",
+        {},
+        MEGATRON_ON_CLUSTERS,
+        applies=lambda s: s.ranks > 1,
+        evidence=lambda _: (
+            "the default of layout.rank_order; with pipelines outermost, the ranks of a node send to other nodes "
+            "together"
+        ),
+    ),
+    RuleOfThumb(
+        "placement",
+        "expert parallelism",
+        "inside the domain of fast links",
+        {"ep x tp": "at most the domain"},
+        MEGATRON_MOE,
+        applies=lambda s: s.experts and s.ranks > 1,
+        evidence=lambda _: "the model has experts",
     ),
 )
-SCHEDULE_RULES = (
-    RuleOfThumb(
-        kind="schedule",
-        name="a copy fits one device",
-        recommendation="no pipeline; DP or ZeRO",
-        requirements={"pp": ONE},
-        applies=copy_fits_device,
-        source=SCALE_OUT,
-    ),
-    RuleOfThumb(
-        kind="schedule",
-        name="it does not fit, memory to spare",
-        recommendation="ZB-H2",
-        requirements={"pp": AT_LEAST_TWO, "schedule": ("zb-h2",)},
-        applies=has_memory_for_zb_h2,
-        source=ZERO_BUBBLE,
-    ),
-    RuleOfThumb(
-        kind="schedule",
-        name="it does not fit, memory tight",
-        recommendation="ZB-H1 or 1F1B",
-        requirements={"pp": AT_LEAST_TWO, "schedule": ("zb-h1", "1f1b")},
-        applies=lacks_memory_for_zb_h2,
-        source=ZERO_BUBBLE,
-    ),
-    RuleOfThumb(
-        kind="schedule",
-        name="the smallest structure that fits",
-        recommendation="DDP, where it fits",
-        requirements={"data_parallel": ("ddp",), **DATA_ONLY},
-        applies=copy_fits_device,
-        source=SCALE_OUT,
-    ),
-)
-PLACEMENT_RULES = (
-    RuleOfThumb(
-        kind="placement",
-        name="tensor parallelism",
-        recommendation="inside the domain of fast links",
-        requirements={"tp": WITHIN_DOMAIN},
-        applies=has_many_ranks,
-        source=SERVERS,
-    ),
-    RuleOfThumb(
-        kind="placement",
-        name="pipeline",
-        recommendation="between nodes",
-        requirements={"pp": AT_LEAST_TWO, "tp x cp": DegreeRange("domain")},
-        applies=copy_spans_fast_link_domains,
-        source=SERVERS,
-    ),
-    RuleOfThumb(
-        kind="placement",
-        name="data parallelism",
-        recommendation="outermost, one exchange in a step",
-        requirements={},
-        applies=data_parallel_is_outer,
-        source=MEGATRON_ON_CLUSTERS,
-    ),
-    RuleOfThumb(
-        kind="placement",
-        name="expert parallelism",
-        recommendation="inside the domain of fast links",
-        requirements={"ep x tp": WITHIN_DOMAIN},
-        applies=has_experts,
-        source=MEGATRON_MOE,
-    ),
-)
-RULES = (*SIZE_RULES, *BOTTLENECK_RULES, *SCHEDULE_RULES, *PLACEMENT_RULES)
