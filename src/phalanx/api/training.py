@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,14 +19,12 @@ from phalanx.api.components import Components, with_components
 from phalanx.api.run_results import Report, report_run
 from phalanx.report.run_data import read_run
 from phalanx.runs.create import RUN_FILE, run_directory
-from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from phalanx.spec.errors import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError, error_from_record
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.result_tables import html_table
 from phalanx.spec.run import RunSpec
 
-EXIT_INVALID = 2
-"""Exit code of a run that did not start because something must be fixed first."""
 ExitReason = Literal["finished", "stopped", "failed"]
 EXIT_REASONS: dict[int, ExitReason] = {0: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "stopped"}
 MAX_KEPT_LINES = 50
@@ -103,15 +102,17 @@ def train_run(
         ['metrics.jsonl']
     """
     run = with_components(run, components)
-    with _run_argument(run) as (argument, directory):
+    with _run_argument(run) as (argument, directory), tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+        error_file = Path(folder) / "error.json"
         options: dict[str, object] = {"--nproc": nproc, "--resume": resume, "--trust": trust}
         options["--profile-memory"] = profile_memory
         if profile_steps is not None:
             options["--profile-steps"] = "{}:{}".format(*profile_steps)
         command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_arguments(options)]
-        exit_code, last_lines = _follow(command, _environment(run), quiet)
-    if exit_code == EXIT_INVALID:
-        raise _parse_user_error("".join(last_lines))
+        environment = {**_environment(run), ERROR_FILE_VARIABLE: str(error_file)}
+        exit_code, last_lines = _follow(command, environment, quiet)
+        if error_file.exists():
+            raise error_from_record(json.loads(error_file.read_text(encoding="utf-8")))
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
         raise UserError("phalanx train", None, problem, fix="read its output")
@@ -174,14 +175,6 @@ def _follow(command: Sequence[str], environment: dict[str, str], quiet: bool) ->
             process.communicate()
             raise
     return process.returncode, list(last_lines)
-
-
-def _parse_user_error(output: str) -> UserError:
-    """Return the UserError that a command printed last."""
-    text = output.rpartition("phalanx: ")[2].strip()
-    head, _, fix = text.partition("\n  fix: ")
-    field, _, problem = head.partition(": ")
-    return UserError(field, None, problem, fix=fix)
 
 
 def _read_result(directory: Path, exit_code: int) -> TrainResult:

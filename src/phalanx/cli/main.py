@@ -5,18 +5,21 @@ Why: `docs/design/decisions/lazy-commands.md`.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
 from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import ERROR_FILE_VARIABLE, UserError
 from phalanx.spec.formatting import printable
 
 PANELS = {
@@ -174,18 +177,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(printable(f"phalanx: {error}"), file=sys.stderr)
-        sys.exit(2)
+        _exit_with(error)
     except PermissionError as error:
         if error.filename is None:  # no file name: the error is about a process or a socket
             raise
         fix = "check its permissions, or choose another file"
-        print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix=fix)}", file=sys.stderr)
-        sys.exit(2)
+        _exit_with(UserError("file", str(error.filename), "permission denied", fix=fix))
     except ModuleNotFoundError as error:
         from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 
         if error.name not in EXTRA_OF_PACKAGE:
             raise
-        print(f"phalanx: {missing_package('this command', None, error.name)}", file=sys.stderr)
-        sys.exit(2)
+        _exit_with(missing_package("this command", None, error.name))
+
+
+def _exit_with(error: UserError) -> NoReturn:
+    if file := os.environ.get(ERROR_FILE_VARIABLE):
+        Path(file).write_text(json.dumps(error.to_record(), default=str), encoding="utf-8")
+    print(printable(f"phalanx: {error}"), file=sys.stderr)
+    sys.exit(2)

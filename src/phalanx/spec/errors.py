@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """An error that the user can fix: the field, its value, the problem and the fix.
@@ -32,6 +34,10 @@ class UserError(ValueError):
         value_text = "" if self.value is None else f" = {self.value!r}"
         return f"{self.field}{value_text}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
+    def to_record(self) -> dict[str, Any]:
+        """Return the error as JSON values."""
+        return {"field": self.field, "value": self.value, "problem": self.problem, "fix": self.fix}
+
 
 class LocalNodeError(UserError):
     """An error of this machine only, which need not occur on other nodes or on the next start.
@@ -52,6 +58,21 @@ class UserErrorGroup(UserError):  # noqa: N818
 
     def __str__(self) -> str:
         return "\n".join(str(error) for error in self.errors)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the errors as JSON values."""
+        return {"errors": [error.to_record() for error in self.errors]}
+
+
+ERROR_FILE_VARIABLE = "PHALANX_ERROR_FILE"
+"""Environment variable that names a file, to which a command writes the record of the UserError that ends it."""
+
+
+def error_from_record(record: dict[str, Any]) -> UserError:
+    """Return the error of a record by `UserError.to_record`."""
+    if "errors" in record:
+        return UserErrorGroup([error_from_record(error) for error in record["errors"]])
+    return UserError(record["field"], record["value"], record["problem"], record["fix"])
 
 
 EXIT_STOPPED = 75
