@@ -140,9 +140,9 @@ def test_debug_lists_damaged_files(copy):
     directory = copy("hung")
     (directory / "hangs" / "rank-00002.json").write_text("{")
     (directory / "hangs" / "rank-00000.calls").write_text("[" * 100_000 + "\n")
-    expected = ["hangs/rank-00002.json", "hangs/rank-00000.calls"]
-    assert command_json("debug", directory)["damaged_files"] == expected
-    assert all(f"! {file} is damaged" in command_output("debug", directory) for file in expected)
+    expected = ["hangs/rank-00002.json cannot be read", "hangs/rank-00000.calls cannot be read"]
+    assert command_json("debug", directory)["problems"] == expected
+    assert all(f"! {problem}" in command_output("debug", directory) for problem in expected)
 
 
 # -- text of files in a terminal ---------------------------------------------------------------------------------------

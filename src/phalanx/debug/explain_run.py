@@ -13,6 +13,7 @@ from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_messages import MISMATCH_FIXES, Explanation, Verdict
 from phalanx.runs.create import RUN_FILE
+from phalanx.runs.decode import unreadable_file
 from phalanx.runs.events import (
     FINISHED,
     LIFECYCLE_EVENTS,
@@ -33,7 +34,6 @@ from phalanx.runs.hang_dumps import (
     read_failures,
 )
 from phalanx.runs.lock import is_running
-from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
@@ -48,13 +48,13 @@ class RunRecords:
     dumps: dict[int, HangDump]
     failures: dict[int, dict[str, Any]]
     events: list[Mapping[str, Any]]
-    problems: list[Problem]
+    problems: list[str]
     """Damaged files."""
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read the records of a run directory."""
-        problems: list[Problem] = []
+        problems: list[str] = []
         dumps = read_dumps(directory, problems)
         failures = read_failures(directory, problems)
         return cls(dumps=dumps, failures=failures, events=read_events(directory, problems), problems=problems)
@@ -96,11 +96,10 @@ def explain_run(directory: Path) -> Explanation:
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
         verdict = Verdict(difference.kind, difference.ranks, difference.message, fix=MISMATCH_FIXES["operation"])
         explanation = replace(explanation, verdict=verdict)
-    damaged = [*records.problems, *map(unreadable_file, order.damaged_files)]
     return replace(
         explanation,
         earlier_failures=tuple(sorted(records.earlier_failures)),
-        damaged_files=tuple(str(problem.values["file"]) for problem in damaged),
+        problems=(*records.problems, *map(unreadable_file, order.damaged_files)),
     )
 
 

@@ -48,7 +48,7 @@ class Explanation:
     """A line on each rank, if any rank wrote a record."""
     earlier_failures: tuple[str, ...] = ()
     """A line on each failure from which the run recovered."""
-    damaged_files: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     """Files of the run directory that could not be read in full, so that the diagnosis may be incomplete."""
 
 

@@ -23,7 +23,7 @@ from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
-from phalanx.report.formatting import format_problem
+from phalanx.report.formatting import format_times, format_tokens
 from phalanx.report.gpu_profile.facts import gpu_facts
 from phalanx.report.gpu_samples import gpu_sample_facts
 from phalanx.report.measured_machine import measured_peak
@@ -33,7 +33,6 @@ from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.report.step_comparison import step_rows
 from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.metrics import has_ignored_targets, have_same_held_out_text
-from phalanx.runs.problems import Problem
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.components import changed_fields
@@ -123,7 +122,7 @@ def collect_facts(run_data: RunData) -> ReportFacts:
     bottlenecks = find_bottlenecks(run_data, times) if times is not None and can_simulate else []
     findings = [asdict(bottleneck) for bottleneck in bottlenecks]
     problems = [
-        *run_data.data_problems,
+        *run_data.problems,
         *_find_changed_held_out_text(run_data.evaluations),
         *_find_unknown_facts(run_data, times, prediction, stage_problem=stage_problem),
     ]
@@ -141,7 +140,7 @@ def collect_facts(run_data: RunData) -> ReportFacts:
         gpu_samples=gpu_sample_facts(run_data),
         traffic=profiled_steps.traffic_matrix(run_data),
         experts=profiled_steps.expert_loads(run_data),
-        problems=[format_problem(problem) for problem in problems],
+        problems=problems,
         swarm=_swarm_facts(run_data) if _is_swarm(run_data) else None,
     )
 
@@ -168,7 +167,7 @@ def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
         return None
 
 
-def _find_missing_stages(run_data: RunData) -> Problem | None:
+def _find_missing_stages(run_data: RunData) -> str | None:
     """Return why a pipeline cannot be simulated with measured times, or None if it can."""
     run = run_data.run
     if run is None or run.layout.pp == 1:
@@ -176,17 +175,18 @@ def _find_missing_stages(run_data: RunData) -> Problem | None:
     stages = representative_schedule(run.layout).stages
     known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
     missing = stages - len(known)
-    return Problem("no verdict", {"missing": missing, "stages": stages}) if missing else None
+    return f"no verdict is possible: no rank recorded {missing} of {stages} stages" if missing else None
 
 
 def _find_unknown_facts(
-    run_data: RunData, times: StepTimes | None, prediction: StepPrediction, stage_problem: Problem | None
-) -> Iterator[Problem]:
+    run_data: RunData, times: StepTimes | None, prediction: StepPrediction, stage_problem: str | None
+) -> Iterator[str]:
     """Yield the reasons for a missing time breakdown, prediction or verdict."""
     if times is None and not _is_swarm(run_data):
-        yield Problem("too few steps")
+        yield "too few steps were recorded for a time breakdown, which excludes the first steps"
     if prediction.error is not None:
-        yield Problem("no prediction", {"error": prediction.error})
+        first_line = prediction.error.partition("\n")[0]
+        yield f"the step time cannot be predicted: {first_line}"
     if times is not None and stage_problem is not None:
         yield stage_problem
 
@@ -350,10 +350,13 @@ def _held_out_curves(evaluations: Sequence[JsonRecord]) -> list[Facts]:
     return curves
 
 
-def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[Problem]:
+def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[str]:
     """Yield a problem if a start of the run evaluated another text than the start before."""
     changes = [pair for pair in pairwise(evaluations) if not have_same_held_out_text(*pair)]
     if changes:
         before, after = changes[-1]
-        tokens = [line.get("held_out_tokens") for line in (before, after)]
-        yield Problem("other held-out text", {"times": len(changes), "step": before["step"], "tokens": tokens})
+        tokens = [format_tokens(line.get("held_out_tokens")) for line in (before, after)]
+        counts = "" if tokens[0] == tokens[1] else f" ({tokens[0]} before, {tokens[1]} since)"
+        last = f"the last time after step {before['step']}{counts}"
+        times = format_times(len(changes))
+        yield f"the held-out text changed {times}, {last}: losses before and after are not comparable"

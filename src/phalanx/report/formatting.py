@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.report.swarm_rounds import ALL_ROUNDS, PER_ROUND
-from phalanx.runs.problems import Problem, ProblemKind
 from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_percent, format_seconds, plural
 
 DISPLAY_NAMES = {
@@ -44,33 +43,6 @@ STATE_DESCRIPTIONS = {
     None: "the run is still active, or has stopped",
 }
 """State of a run before its last step, by whether it is active."""
-PROBLEM_TEXTS: dict[ProblemKind, str] = {
-    "missing file": "{file} is missing",
-    "unreadable file": "{file} cannot be read",
-    "unreadable lines": "{file}: {lines} lines cannot be read",
-    "no header": "{file} has no header",
-    "other format": "{file} has format {format}; this version reads {supported}",
-    "no rank records": "{folder}/ has no records of ranks: no step was finished, metrics.per_rank_records was off, or "
-    "an older version of Phalanx ran",
-    "record ends early": "the record of rank {rank} ends at step {step}, earlier than other records",
-    "missing ranks": "no record of {count} of {world_size} ranks: {ranks}",
-    "no rounds": "no round has been written to {file} yet",
-    "invalid run file": "run.toml {reason}, so there are no predictions: {error}",
-    "failed": "{failure}",
-    "metrics end early": "{file} ends at step {step}, but step {reached} was reached: its last lines are lost",
-    "no steps": "no step has been written yet",
-    "unfinished": "step {step} of {steps}: {is_active}",
-    "restarted": "the run failed {times} and resumed, the last time at {last}",
-    "rolled back": "the run rolled back {times}, the last time at {last}",
-    "damaged checkpoints": "checkpoints were damaged, the last time at {last}",
-    "too few steps": "too few steps were recorded for a time breakdown, which excludes the first steps",
-    "no prediction": "the step time cannot be predicted: {error}",
-    "other held-out text": "the held-out text changed {times}, the last time after step {step}{tokens}: losses "
-    "before and after are not comparable",
-    "no verdict": "no verdict is possible: no rank recorded {missing} of {stages} stages",
-}
-"""Texts of the problems of a run, with the names of their values."""
-MAX_LISTED_RANKS = 8
 
 
 def format_tokens(count: int | None) -> str:
@@ -78,24 +50,9 @@ def format_tokens(count: int | None) -> str:
     return "an unknown number of tokens" if count is None else f"{count:,} tokens"
 
 
-PROBLEM_VALUES: dict[str, Callable[[Any], str]] = {
-    "error": lambda error: error.partition("\n")[0],
-    "is_active": lambda is_active: STATE_DESCRIPTIONS[is_active],
-    "ranks": lambda ranks: (
-        ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (", ..." if len(ranks) > MAX_LISTED_RANKS else "")
-    ),
-    "tokens": lambda pair: (
-        "" if pair[0] == pair[1] else f" ({format_tokens(pair[0])} before, {format_tokens(pair[1])} since)"
-    ),
-    "times": lambda count: "once" if count == 1 else f"{count} times",
-}
-"""Texts of values that are not printed as they are."""
-
-
-def format_problem(problem: Problem) -> str:
-    """Return the text of a problem."""
-    values = {name: PROBLEM_VALUES.get(name, str)(value) for name, value in problem.values.items()}
-    return PROBLEM_TEXTS[problem.kind].format(**values)
+def format_times(count: int) -> str:
+    """Return "once", or a number of times."""
+    return "once" if count == 1 else f"{count} times"
 
 
 def format_number(value: float | None, unit: str) -> str:

@@ -18,7 +18,6 @@ from phalanx.runs.decode import read_bytes
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.runs.measured import measured_file, read_measured_since
 from phalanx.runs.metrics import METRICS_FILE, decode_metrics, peak_from_mfu
-from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
@@ -116,7 +115,7 @@ def _read_measured_step(directory: Path) -> JsonRecord:
     file = measured_file(directory, 0)
     if not file.exists():
         return {}
-    problems: list[Problem] = []
+    problems: list[str] = []
     measured = read_measured_since(directory, 0, world_size=0, problems=problems).get(0)
     if measured is None:
         raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")

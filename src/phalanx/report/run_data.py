@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
-from phalanx.report.formatting import format_problem
+from phalanx.report.formatting import STATE_DESCRIPTIONS, format_times
 from phalanx.report.measured_machine import on_measured_machine
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import (
@@ -24,7 +24,6 @@ from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import read_measured_since
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
-from phalanx.runs.problems import Problem
 from phalanx.runs.step_records import MAX_STEP_LAG, RankRecord, read_rank_records
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, decode_journal_event, read_rounds
 from phalanx.schedule.registry import representative_schedule
@@ -73,7 +72,7 @@ class RunData:
     """Records of metrics.jsonl: of steps and of evaluations."""
     measured: dict[int, JsonRecord] = field(default_factory=dict)
     """Measurements of one step by rank: memory, traffic and compute."""
-    data_problems: list[Problem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """Missing and unreadable data, and what kept the run from finishing."""
     failure: str | None = None
     """The failure of the rank that failed first."""
@@ -98,11 +97,6 @@ class RunData:
     def name(self) -> str:
         """The name of the run."""
         return self.run.name if self.run else self.directory.name
-
-    @property
-    def problems(self) -> list[str]:
-        """The texts of `data_problems`."""
-        return [format_problem(problem) for problem in self.data_problems]
 
     @property
     def step_metrics(self) -> list[JsonRecord]:
@@ -141,7 +135,7 @@ class RunDataReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.problems: list[Problem] = []
+        self.problems: list[str] = []
 
     def read_training(self, machine: ClusterSpec | None) -> RunData:
         """Read the directory of a run that trains: a run of its own, or a node of a swarm."""
@@ -151,7 +145,7 @@ class RunDataReader:
         last_start = self.read_last_start(steps)
         run = self.read_run_file(last_start.world_size)
         if run is not None and run.swarm is not None and not rounds:
-            self.problems.append(Problem("no rounds", {"file": ROUNDS_FILE}))
+            self.problems.append(f"no round has been written to {ROUNDS_FILE} yet")
         if run is not None:
             run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
         failure = describe_first_failure(self.directory, self.problems)
@@ -170,7 +164,7 @@ class RunDataReader:
             metrics=metrics,
             run_events=events,
             measured=measured,
-            data_problems=self.problems,
+            problems=self.problems,
             failure=failure,
             in_progress=is_active,
             rounds=rounds,
@@ -185,12 +179,12 @@ class RunDataReader:
             directory=self.directory,
             run=run,
             world_size=0,
-            data_problems=self.problems,
+            problems=self.problems,
             in_progress=is_active,
             swarm_journal=journal,
         )
         if run is not None and run_data.step < run.training.steps:
-            self.problems.append(_unfinished_problem(run, run_data.step, is_active))
+            self.problems.append(_describe_progress(run, run_data.step, is_active))
         return run_data
 
     def read_metrics(self) -> list[JsonRecord]:
@@ -218,7 +212,8 @@ class RunDataReader:
                 reason = f"does not match the {world_size} ranks"
                 check_layout(run, world_size)
         except UserError as error:
-            self.problems.append(Problem("invalid run file", {"reason": reason, "error": str(error)}))
+            first_line = str(error).partition("\n")[0]
+            self.problems.append(f"run.toml {reason}, so there are no predictions: {first_line}")
             return None
         return run
 
@@ -273,37 +268,37 @@ def _reached_step(events: Sequence[Mapping[str, Any]], ranks: Mapping[int, RankR
 
 def _find_unfinished(
     run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, reached: int, is_active: bool | None
-) -> Iterator[Problem]:
+) -> Iterator[str]:
     """Yield the failure or the progress of a run that has not finished, and whether metrics.jsonl lacks last steps."""
     last_step = int(steps[-1]["step"]) if steps else 0
     expected = reached
     if run is not None and reached < run.training.steps:
         expected -= reached % run.metrics.every
     if last_step < expected and not is_active:  # a run that resumes from an earlier step rewrites them
-        yield Problem("metrics end early", {"file": METRICS_FILE, "step": last_step, "reached": reached})
+        yield f"{METRICS_FILE} ends at step {last_step}, but step {reached} was reached: its last lines are lost"
     if failure:
-        yield Problem("failed", {"failure": failure})
+        yield failure
     elif (last_step >= expected or is_active) and not steps:
-        yield Problem("no steps")
+        yield "no step has been written yet"
     elif (last_step >= expected or is_active) and run is not None and last_step < run.training.steps:
-        yield _unfinished_problem(run, last_step, is_active)
+        yield _describe_progress(run, last_step, is_active)
 
 
-def _unfinished_problem(run: RunSpec, step: int, is_active: bool | None) -> Problem:
-    return Problem("unfinished", {"step": step, "steps": run.training.steps_text, "is_active": is_active})
+def _describe_progress(run: RunSpec, step: int, is_active: bool | None) -> str:
+    return f"step {step} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}"
 
 
-def _find_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[Problem]:
+def _find_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[str]:
     """Yield how often a run failed, rolled back or had a damaged checkpoint."""
     failures = describe_failures(events, exclude_last=failure is not None)
     if failures:
-        yield Problem("restarted", {"times": len(failures), "last": failures[-1]})
+        yield f"the run failed {format_times(len(failures))} and resumed, the last time at {failures[-1]}"
     rollbacks = describe_rollbacks(events)
     if rollbacks:
-        yield Problem("rolled back", {"times": len(rollbacks), "last": rollbacks[-1]})
+        yield f"the run rolled back {format_times(len(rollbacks))}, the last time at {rollbacks[-1]}"
     damaged_checkpoints = describe_damaged_checkpoints(events)
     if damaged_checkpoints:
-        yield Problem("damaged checkpoints", {"last": damaged_checkpoints[-1]})
+        yield f"checkpoints were damaged, the last time at {damaged_checkpoints[-1]}"
 
 
 def step_records(metrics: Iterable[JsonRecord]) -> list[JsonRecord]:

@@ -114,3 +114,8 @@ def read_json(file: Path, decode: Decode[T]) -> T:
         ValueError: The content is damaged.
     """
     return decode(read_bytes(file))
+
+
+def unreadable_file(file: Path) -> str:
+    """Return the problem of a damaged or unreadable file in a folder of the run directory."""
+    return f"{file.parent.name}/{file.name} cannot be read"

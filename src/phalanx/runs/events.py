@@ -18,7 +18,6 @@ from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Count, Rank, WorldSize, accept_old_keys, union_decoder
 from phalanx.runs.jsonl import read_valid_jsonl
-from phalanx.runs.problems import Problem
 from phalanx.spec.files.replace import open_no_link
 
 EVENTS_FILE = "events.jsonl"
@@ -222,7 +221,7 @@ def _format_time(event: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def read_events(directory: Path, problems: list[Problem] | None = None) -> list[Mapping[str, Any]]:
+def read_events(directory: Path, problems: list[str] | None = None) -> list[Mapping[str, Any]]:
     """Return the events of a run, in order. Damaged lines, as after a full disk, are added to `problems`."""
     file = directory / EVENTS_FILE
     if not file.exists() and not file.is_symlink():

@@ -21,9 +21,20 @@ from typing import Any, Final, Literal, NotRequired, TypeVar
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Amount, Count, Decode, Index, Number, Rank, WorldSize, decoder, read_bytes, read_json
+from phalanx.runs.decode import (
+    Amount,
+    Count,
+    Decode,
+    Index,
+    Number,
+    Rank,
+    WorldSize,
+    decoder,
+    read_bytes,
+    read_json,
+    unreadable_file,
+)
 from phalanx.runs.host import host_name
-from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.spec.files.replace import replace_file
 
 HANGS_DIR = "hangs"
@@ -206,7 +217,7 @@ def _write_atomically(file: Path, text: str) -> None:
     replace_file(file, text)
 
 
-def read_dumps(directory: Path, problems: list[Problem] | None = None) -> dict[int, HangDump]:
+def read_dumps(directory: Path, problems: list[str] | None = None) -> dict[int, HangDump]:
     """Return the hang dumps in a run directory by rank. Damaged files are added to `problems`."""
     return _read_records(directory / HANGS_DIR, _decode_dump, problems)
 
@@ -220,13 +231,13 @@ def _decode_dump(content: bytes) -> HangDump:
     return dump
 
 
-def read_failures(directory: Path, problems: list[Problem] | None = None) -> dict[int, dict[str, Any]]:
+def read_failures(directory: Path, problems: list[str] | None = None) -> dict[int, dict[str, Any]]:
     """Return the failure records in a run directory by rank. Damaged files are added to `problems`."""
     records = _read_records(directory / FAILURES_DIR, _decode_failure, problems)
     return {rank: {"code": 1, **record} for rank, record in records.items()}
 
 
-def describe_first_failure(directory: Path, problems: list[Problem] | None = None) -> str | None:
+def describe_first_failure(directory: Path, problems: list[str] | None = None) -> str | None:
     """Return the rank that failed first and its reason, or None. Damaged records are added to `problems`.
 
     A killed rank cannot write its own record. Its launcher writes one without the step, later than the ranks that lost
@@ -243,7 +254,7 @@ def describe_first_failure(directory: Path, problems: list[Problem] | None = Non
 R = TypeVar("R", HangDump, FailureRecord)
 
 
-def _read_records(folder: Path, decode: Decode[R], problems: list[Problem] | None) -> dict[int, R]:
+def _read_records(folder: Path, decode: Decode[R], problems: list[str] | None) -> dict[int, R]:
     """Return the record in each rank's file. A record of another rank than its file's name is damaged."""
     records: dict[int, R] = {}
     for file in sorted(folder.glob("rank-*.json")):

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.runs.decode import Decode, T, decode_object, read_bytes
-from phalanx.runs.problems import Problem, unreadable_file
+from phalanx.runs.decode import Decode, T, decode_object, read_bytes, unreadable_file
 
 JsonRecord = dict[str, Any]
 
@@ -31,7 +30,7 @@ def parse_jsonl(content: bytes, decode: Decode[T]) -> Iterator[tuple[bytes, T | 
         yield line, record
 
 
-def read_valid_jsonl(path: Path, problems: list[Problem], decode: Decode[T]) -> list[T]:
+def read_valid_jsonl(path: Path, problems: list[str], decode: Decode[T]) -> list[T]:
     """Return the records of a file in order, without damaged lines.
 
     Args:
@@ -46,7 +45,7 @@ def read_valid_jsonl(path: Path, problems: list[Problem], decode: Decode[T]) -> 
         return []
     valid = [record for record in records if record is not None]
     if damaged := len(records) - len(valid):
-        problems.append(Problem("unreadable lines", {"file": f"{path.parent.name}/{path.name}", "lines": damaged}))
+        problems.append(f"{path.parent.name}/{path.name}: {damaged} lines cannot be read")
     return valid
 
 

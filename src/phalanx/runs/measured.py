@@ -14,8 +14,7 @@ from typing import Annotated, Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_keys
-from phalanx.runs.problems import Problem, unreadable_file
+from phalanx.runs.decode import Count, Number, Rank, decoder, read_json, require_keys, unreadable_file
 from phalanx.spec.files.replace import replace_file
 
 MEASURED_DIR = "measured"
@@ -74,7 +73,7 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 
 
 def read_measured_since(
-    directory: Path, resumed_at_step: int, world_size: int, problems: list[Problem]
+    directory: Path, resumed_at_step: int, world_size: int, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
     """Return the measurements of each rank since the last start.
 
@@ -90,7 +89,7 @@ def read_measured_since(
     }
 
 
-def _read_files(directory: Path, problems: list[Problem]) -> dict[int, dict[str, Any]]:
+def _read_files(directory: Path, problems: list[str]) -> dict[int, dict[str, Any]]:
     """Return the measurements in all files by rank. Damaged files are added to `problems`."""
     measured_by_rank = {}
     for file in sorted((directory / MEASURED_DIR).glob("rank-*.json")):

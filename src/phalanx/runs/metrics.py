@@ -11,7 +11,6 @@ from typing_extensions import TypedDict
 
 from phalanx.runs.decode import Amount, Count, Finite, Number, WorldSize, decoder
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
-from phalanx.runs.problems import Problem
 
 MetricsRecord = JsonRecord
 METRICS_FILE = "metrics.jsonl"
@@ -64,7 +63,7 @@ decode_metrics = decoder(
 """Decode a line of metrics.jsonl."""
 
 
-def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list[MetricsRecord]:
+def read_metrics(directory: Path, problems: list[str] | None = None) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None.
 
     A missing file and unreadable lines are added to `problems`.
@@ -72,7 +71,7 @@ def read_metrics(directory: Path, problems: list[Problem] | None = None) -> list
     file = directory / METRICS_FILE
     problems = [] if problems is None else problems
     if not file.exists():
-        problems.append(Problem("missing file", {"file": file.name}))
+        problems.append(f"{file.name} is missing")
         return []
     return read_valid_jsonl(file, problems, decode_metrics)
 

@@ -19,17 +19,17 @@ from typing import Annotated, Any, Final, Literal, NotRequired
 from pydantic import Discriminator, Field, StringConstraints, Tag
 from typing_extensions import TypedDict
 
-from phalanx.runs.decode import Count, Index, Number, Rank, WorldSize, decoder, require_keys
+from phalanx.runs.decode import Count, Index, Number, Rank, WorldSize, decoder, require_keys, unreadable_file
 from phalanx.runs.gpu_profile import GpuProfile
 from phalanx.runs.gpu_sample import GpuSample
 from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
-from phalanx.runs.problems import Problem, unreadable_file
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
 FORMAT: Final = 2
 MAX_MEMORY_POINTS = 400
 """Maximum number of samples of memory over a step."""
+MAX_LISTED_RANKS = 8
 MAX_STEP_LAG = 2
 """Maximum number of steps that a rank's record may lag behind others.
 
@@ -222,7 +222,7 @@ class RankRecord:
     pauses: list[JsonRecord] = field(default_factory=list)
 
 
-def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[int, RankRecord], int, int]:
+def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
     """Return the records of each rank since the last start, the number of ranks, and its first step.
 
     The last start continued from that step. Missing and unreadable records are added to `problems`.
@@ -233,7 +233,10 @@ def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[in
         if lines:
             starts[lines[0]["rank"]] = lines
     if not starts:
-        problems.append(Problem("no rank records", {"folder": TRACE_DIR}))
+        problems.append(
+            f"{TRACE_DIR}/ has no records of ranks: no step was finished, metrics.per_rank_records was off, or an "
+            "older version of Phalanx ran"
+        )
         return {}, 0, 0
     start_by_rank = {rank: (lines[0]["step"], lines[0]["ranks"]) for rank, lines in starts.items()}
     last_start = start_by_rank[0] if 0 in starts else max(start_by_rank.values())
@@ -243,18 +246,18 @@ def read_rank_records(directory: Path, problems: list[Problem]) -> tuple[dict[in
     return records, world_size, resumed_at_step
 
 
-def _read_last_start(directory: Path, file: Path, problems: list[Problem]) -> list[JsonRecord]:
+def _read_last_start(directory: Path, file: Path, problems: list[str]) -> list[JsonRecord]:
     """Return the lines of a rank's file from the last header on; none if this version cannot read them."""
     name = f"{TRACE_DIR}/{file.name}"
     lines: list[JsonRecord] = read_valid_jsonl(file, problems, decode_rank_line)
     headers = [index for index, line in enumerate(lines) if "format" in line]
     if not headers:
-        problems.append(Problem("no header", {"file": name}))
+        problems.append(f"{name} has no header")
         return []
     last_start = lines[headers[-1] :]
     file_format = last_start[0]["format"]
     if file_format != FORMAT:
-        problems.append(Problem("other format", {"file": name, "format": file_format, "supported": FORMAT}))
+        problems.append(f"{name} has format {file_format}; this version reads {FORMAT}")
         return []
     rank = last_start[0]["rank"]
     if file != rank_record_file(directory, rank) or rank >= last_start[0]["ranks"]:
@@ -263,15 +266,16 @@ def _read_last_start(directory: Path, file: Path, problems: list[Problem]) -> li
     return last_start
 
 
-def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[Problem]:
+def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[str]:
     """Yield which ranks have no records, or fewer steps than others."""
     last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
     behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
     if behind:
-        yield Problem("record ends early", {"rank": behind[0], "step": last_steps[behind[0]]})
+        yield f"the record of rank {behind[0]} ends at step {last_steps[behind[0]]}, earlier than other records"
     missing = sorted(set(range(world_size)) - set(records))
     if missing:
-        yield Problem("missing ranks", {"count": len(missing), "world_size": world_size, "ranks": missing})
+        listed = [*map(str, missing[:MAX_LISTED_RANKS]), *(["..."] if len(missing) > MAX_LISTED_RANKS else [])]
+        yield f"no record of {len(missing)} of {world_size} ranks: {', '.join(listed)}"
 
 
 def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:

@@ -28,7 +28,6 @@ from phalanx.runs.decode import (
     union_decoder,
 )
 from phalanx.runs.jsonl import read_valid_jsonl
-from phalanx.runs.problems import Problem
 from phalanx.spec.errors import UserError
 
 ROUNDS_FILE = "swarm.jsonl"
@@ -224,7 +223,7 @@ decode_journal_event = accept_old_keys(
 """Decode a line of a coordinator's journal, of which another version may have written other events."""
 
 
-def read_rounds(directory: Path, problems: list[Problem]) -> list[RoundRecord]:
+def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
     """Return the rounds of a node in its last swarm; none if it was in no swarm.
 
     Round numbers start over with each swarm.

@@ -50,8 +50,8 @@ def _show(explanation: Explanation) -> None:
         print_text(f"the last step that all reporting ranks finished: {explanation.step}")
     for line in explanation.earlier_failures:
         print_text(f"before: {line}")
-    for file in explanation.damaged_files:
-        print_text(f"! {file} is damaged, and is left out as far as it cannot be read")
+    for problem in explanation.problems:
+        print_text(f"! {problem}")
     if explanation.ranks:
         print_text("")
     for rank, line in explanation.ranks.items():
