@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.cost.exact.activation_bytes import ActivationBytes
 from phalanx.cost.exact.block_moments import NO_GRADIENTS, WeightGradients, largest_moment
@@ -60,49 +60,59 @@ def peak_in_flight_bytes(
         sums: Sums of gradients of the rank.
     """
     local = {stage: saved[stage] for stage in schedule.stages_of(rank)}
-    temporary = {
-        (stage, kind): size
-        for stage in local
-        for kind, size in _temporary(local[stage], cuda_exchange, sums.weight_gradients).items()
-    }
-    growth = {(stage, kind): size for stage in local for kind, size in _growth(local[stage]).items()}
-    in_last_block = {
-        stage: max(
-            activations.within_blocks(1.0, sums.weight_gradients) + cuda_exchange, activations.embedding_gradient
-        )
+    passes = {
+        (stage, kind): each
         for stage, activations in local.items()
+        for kind, each in _passes(activations, cuda_exchange, sums.weight_gradients).items()
     }
-    live = 0
-    offloaded = 0
-    offloaded_peak = 0
-    num_added = Counter[int]()
-    num_head_gradients = Counter[int]()
+    widens = sums.narrow < 1
+    live = offloaded = offloaded_peak = 0
+    num_added = dict.fromkeys(local, 0)
+    num_head_gradients = dict.fromkeys(local, 0)
     fraction = 0.0
-    peaks = {0.0: 0}
-
-    def update_peak(size: int) -> None:
-        peaks[fraction] = max(peaks.get(fraction, 0), live + size)
-
-    for stage, kind, _ in schedule.actions(rank):
-        update_peak(temporary[stage, kind])
-        if kind in "BI" and num_head_gradients[stage] == MAX_BF16_SUMS and sums.narrow < 1:
-            update_peak(local[stage].widened_head)
-        if kind == "W" and num_added[stage] == MAX_BF16_SUMS and sums.narrow < 1:
-            update_peak(local[stage].widened_gradient)
-        num_head_gradients[stage] += kind in "BI"
-        live += growth[stage, kind]
+    peak = 0
+    peaks = {fraction: peak}
+    for stage, kind, _ in schedule.actions(rank):  # a search counts hundreds of thousands of them
+        temporary, growth, at_end, offloaded_growth = passes[stage, kind]
+        if widens and kind in "BI":
+            if num_head_gradients[stage] == MAX_BF16_SUMS:
+                temporary = max(temporary, local[stage].widened_head)
+            num_head_gradients[stage] += 1
+        if widens and kind == "W" and num_added[stage] == MAX_BF16_SUMS:
+            temporary = max(temporary, local[stage].widened_gradient)
+        if live + temporary > peak:
+            peak = live + temporary
+        live += growth
         if kind in "BW":
             num_added[stage] += 1
-            fraction = sums.fraction(num_added)
-            update_peak(in_last_block[stage] if kind == "B" else 0)
-        if kind != "W":
-            offloaded += local[stage].offloaded * (1 if kind == "F" else -1)
+            if num_added[stage] in (1, MAX_BF16_SUMS + 1):  # a sum begins, or widens
+                peaks[fraction] = peak
+                fraction = sums.fraction(num_added)
+                peak = peaks.get(fraction, 0)
+            if live + at_end > peak:
+                peak = live + at_end
+        if offloaded_growth:
+            offloaded += offloaded_growth
             offloaded_peak = max(offloaded_peak, offloaded)
+    peaks[fraction] = peak
     return PeakInFlightBytes(peaks, offloaded=offloaded_peak)
 
 
-def _temporary(activations: ActivationBytes, cuda_exchange: int, gradients: WeightGradients) -> dict[ActionKind, int]:
-    """Return the peak bytes of each pass of a stage, beyond those that are alive before it."""
+class _Pass(NamedTuple):
+    """Bytes of one pass of a stage."""
+
+    temporary: int
+    """Peak beyond what is alive before it."""
+    growth: int
+    """What it leaves, minus what it frees."""
+    at_end: int
+    """Bytes in its last block, beyond what it leaves."""
+    offloaded_growth: int
+    """What it leaves in CPU memory, minus what it frees."""
+
+
+def _passes(activations: ActivationBytes, cuda_exchange: int, gradients: WeightGradients) -> dict[ActionKind, _Pass]:
+    """Return the bytes of each pass of a stage."""
     whole_backward = max(activations.at_backward_start, activations.within_blocks(0.0, gradients) + cuda_exchange)
     input_gradients = max(
         activations.at_backward_start,
@@ -110,19 +120,13 @@ def _temporary(activations: ActivationBytes, cuda_exchange: int, gradients: Weig
         activations.deferred_weight_grads
         + max(activations.residual_gradient + activations.exchanged + cuda_exchange, activations.embedding_gradient),
     )
+    in_last_block = max(activations.within_blocks(1.0, gradients) + cuda_exchange, activations.embedding_gradient)
+    deferred = activations.deferred_weight_grads
+    total = activations.total
+    offloaded = activations.offloaded
     return {
-        "F": activations.total,
-        "B": whole_backward - activations.total,
-        "I": input_gradients - activations.total,
-        "W": activations.weight_gradient,
-    }
-
-
-def _growth(activations: ActivationBytes) -> dict[ActionKind, int]:
-    """Return the bytes that each pass of a stage leaves, minus those that it frees."""
-    return {
-        "F": activations.total,
-        "B": -activations.total,
-        "I": activations.deferred_weight_grads - activations.total,
-        "W": -activations.deferred_weight_grads,
+        "F": _Pass(total, growth=total, at_end=0, offloaded_growth=offloaded),
+        "B": _Pass(whole_backward - total, growth=-total, at_end=in_last_block, offloaded_growth=-offloaded),
+        "I": _Pass(input_gradients - total, growth=deferred - total, at_end=0, offloaded_growth=-offloaded),
+        "W": _Pass(activations.weight_gradient, growth=-deferred, at_end=0, offloaded_growth=0),
     }
