@@ -1,7 +1,5 @@
 """Memory of many layouts at once: against published figures, against the exact count, against the schedules."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,7 +152,7 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
     chosen, counted = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
     held, kept = (
         estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate]))
-        for candidate in (chosen, replace(chosen, offload="none", offload_directory=None))
+        for candidate in (chosen, chosen._replace(offload="none", offload_directory=None))
     )
     freed = max(kept.first.state[0] - held.first.state[0], kept.last.state[0] - held.last.state[0])
     assert freed == pytest.approx(max(place.offloaded for place in counted), rel=0.06)

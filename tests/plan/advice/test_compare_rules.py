@@ -205,7 +205,7 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
         ranks = advised.situation.ranks
         pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
         fastest = next(runnable_layouts(run, ranks, rank_fitting(run, ranks, pipelines))).candidate
-        other = evaluate(run, ranks, [replace(fastest, schedule="zb-h2")])[0]
+        other = evaluate(run, ranks, [fastest._replace(schedule="zb-h2")])[0]
         assert advised.situation.fits_with_zb_h2 == spare == (other.p_oom < MAX_OOM_PROBABILITY)
 
 

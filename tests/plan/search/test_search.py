@@ -1,7 +1,6 @@
 """The search against brute force, and what it may offer."""
 
 from bisect import bisect_left
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -40,7 +39,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
     ways = ENUMERATED_METHODS
     again = {
-        replace(kept, activation_checkpointing=way): None
+        kept._replace(activation_checkpointing=way): None
         for kept in enumerate_layouts(described, ranks)
         for way in ways
     }
@@ -193,7 +192,7 @@ def test_plan_groups_schedules_of_a_layout_and_takes_the_same(name):
     grouped, every = (plan_or_raise(described, ranks, 20, group_schedules=kind) for kind in (True, False))
     assert grouped.best == every.best
     safe = [
-        replace(option.candidate, schedule="", virtual_stages=1)
+        option.candidate._replace(schedule="", virtual_stages=1)
         for option in grouped.layouts
         if option.p_oom < SAFE_OOM_PROBABILITY
     ]
@@ -246,7 +245,7 @@ def test_evaluated_layout_mfu_uses_trainer_formula():
 def test_evaluated_layout_hfu_includes_recomputed_flops():
     described = make_run()
     alike = candidate_from_run(described, 8)
-    kinds = [replace(alike, activation_checkpointing=again) for again in ("none", "selective", "full")]
+    kinds = [alike._replace(activation_checkpointing=again) for again in ("none", "selective", "full")]
     none, selective, full = evaluate(described, 8, kinds)
     parts = forward_flops(described.model, 4096)
     forward = parts.blocks + parts.head

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from phalanx.plan.search.candidates import CandidateLayout
@@ -14,7 +12,7 @@ SLOW_NETWORK = {"nodes": 2, "network_bytes_per_second": 4e9}
 
 
 def without_directory(candidate: CandidateLayout) -> CandidateLayout:
-    return replace(candidate, offload_directory=None)
+    return candidate._replace(offload_directory=None)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
@@ -36,7 +34,7 @@ def test_row_with_partial_recomputation_is_read_as_its_layout(
 ) -> None:
     run = make_run(cluster=SLOW_NETWORK)
     pipeline = next(candidate for candidate in enumerate_layouts(run, 16) if candidate.pp == 2)
-    candidate = replace(pipeline, activation_checkpointing=method, recomputed_blocks=counts)
+    candidate = pipeline._replace(activation_checkpointing=method, recomputed_blocks=counts)
     assert layout_of_row(str(candidate)) == candidate.layout()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -81,14 +79,14 @@ def test_timeline_starts_follow_from_order_durations_and_waits(fields):
 def test_layout_details_name_offload_where_there_is_some():
     found = small_exploration()
     details = layout_details(
-        found.run, found.world_size, replace(layout_of(data_parallel="zero3", pp=1), offload="cpu")
+        found.run, found.world_size, layout_of(data_parallel="zero3", pp=1)._replace(offload="cpu")
     )
     assert details["host_use"] == "checkpoint copies and offload"
 
 
 def test_layout_details_say_why_a_layout_cannot_be_trained():
     found = small_exploration()
-    candidate = replace(layout_of(pp=4, micro_batches=2), schedule="interleaved", virtual_stages=2)
+    candidate = layout_of(pp=4, micro_batches=2)._replace(schedule="interleaved", virtual_stages=2)
     details = layout_details(found.run, found.world_size, candidate)
     assert "interleaved" in details["problem"]
     assert "memory" not in details

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
@@ -183,7 +183,7 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     cluster = every.run.cluster
     sequences = training.tokens_per_step // training.seq_len
     plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
-    one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
+    one = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
     fits_one_device = any(option.p_oom < MAX_OOM_PROBABILITY for option in one)
     count = count_parameters(model)
@@ -232,6 +232,6 @@ def _fits_with_zb_h2(every: EvaluatedLayouts) -> bool:
     fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
     if fastest is None:
         return False
-    other = replace(fastest.candidate, schedule="zb-h2")
+    other = fastest.candidate._replace(schedule="zb-h2")
     runs = can_run(every.run, every.ranks, other)
     return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < MAX_OOM_PROBABILITY

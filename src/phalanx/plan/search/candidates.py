@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import ScheduleKind
@@ -49,9 +49,8 @@ SCHEDULE_KINDS: dict[ScheduleName, ScheduleKind] = {
 NOT_PREDICTED = "is not supported by the planner"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CandidateLayout:
-    """Choices of one layout, as numbers and names."""
+class CandidateLayout(NamedTuple):
+    """Choices of one layout, as numbers and names. A search makes hundreds of thousands, so it is a tuple."""
 
     data_parallel: Strategy
     dp: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.candidates import CandidateLayout, check_precision
@@ -87,10 +87,10 @@ def smaller_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
     if candidate.offloads or candidate.activation_checkpointing == "norms":
         return
     if candidate.activation_checkpointing == "none":
-        yield replace(candidate, activation_checkpointing="norms")
+        yield candidate._replace(activation_checkpointing="norms")
     yield from _state_offload_variants(run, candidate)
     if candidate.activation_checkpointing == "full" and not run.cluster.uses_cpu:
-        without_inputs = replace(candidate, activation_checkpointing="offload")
+        without_inputs = candidate._replace(activation_checkpointing="offload")
         yield without_inputs
         yield from _state_offload_variants(run, without_inputs)
 
@@ -105,7 +105,7 @@ def _state_offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterato
         if data_parallel not in VALID_DATA_STRATEGIES["offload"]:
             continue
         for target, directory in targets.items():
-            yield replace(candidate, data_parallel=data_parallel, offload=target, offload_directory=directory)
+            yield candidate._replace(data_parallel=data_parallel, offload=target, offload_directory=directory)
 
 
 def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[Degrees]:

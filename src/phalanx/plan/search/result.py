@@ -83,7 +83,7 @@ class EvaluatedLayout:
         figures = ("step_seconds", "low_seconds", "high_seconds", "tokens_per_second", "mfu", "hfu")
         return {
             "layout": str(self.candidate),
-            **asdict(self.candidate),
+            **self.candidate._asdict(),
             **{name: getattr(self, name) for name in (*figures, "memory_bytes", "host_bytes", "p_oom", "exposed")},
         }
 

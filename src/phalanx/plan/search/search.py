@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -144,7 +143,7 @@ def _step_seconds(option: EvaluatedLayout) -> list[float]:
 
 
 def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
-    return replace(candidate, schedule="1f1b", virtual_stages=1)
+    return candidate._replace(schedule="1f1b", virtual_stages=1)
 
 
 def with_smaller_variants(
