@@ -89,7 +89,7 @@ ATTEMPTS: dict[str, Callable[[Path], object]] = {
     "train": lambda run: command_output("train", run, "--resume"),
     "train file": lambda run: command_output("train", run / "run.toml", "--resume"),
     "train --print-config": lambda run: command_output("train", run, "--resume", "--print-config"),
-    "dryrun": lambda run: command_output("dryrun", run / "run.toml", "--world", 1),
+    "dryrun": lambda run: command_output("dryrun", run / "run.toml", "--ranks", 1),
     "launch": lambda run: command_output("launch", run / "run.toml", "--to", "slurm", "--nproc", 1),
     "a rank": lambda run: worker.run_rank(run, RankOptions(resume=True, device="cpu")),
     "a rank, file": lambda run: worker.run_rank(run / "run.toml", RankOptions(resume=True, device="cpu", force=True)),
@@ -190,7 +190,7 @@ def test_run_file_cannot_declare_itself_trusted(theirs: Path) -> None:
         assert "model.implementation" in attempt(phalanx.load_model, theirs)
     os.symlink(theirs / "run.toml", "mine.toml")
     with pytest.raises(UserError, match=r"model\.implementation"):
-        command_output("dryrun", "mine.toml", "--world", 1)
+        command_output("dryrun", "mine.toml", "--ranks", 1)
     assert_no_code_ran(theirs)
 
 

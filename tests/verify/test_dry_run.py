@@ -204,9 +204,9 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> None:
-    out = cli_runner.command_output("dryrun", run_file, "--world", 4)
+    out = cli_runner.command_output("dryrun", run_file, "--ranks", 4)
     assert "plan and program agree on all 4 traced ranks of 4" in out
-    facts = cli_runner.command_json("dryrun", run_file, "--world", 4, "--ranks", "3,0")
+    facts = cli_runner.command_json("dryrun", run_file, "--ranks", 4, "--trace", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]
     assert facts["ranks"][1]["place"] == {"dp_replicate": 1, "tp": 1}
@@ -217,7 +217,7 @@ def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> N
 def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> None:
     """Muon's matrices, of which tensor-parallel ranks have shares, are sent: that is not planned."""
     facts = cli_runner.command_json(
-        "dryrun", run_file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1
+        "dryrun", run_file, "--ranks", 2, "--trace", "0", "--set", "optimizer.name=muon", exit_code=1
     )
     (line,) = [line for line in facts["ranks"][0]["lines"] if not line["agrees"]]
     assert (line["quantity"], line["planned"]) == ("all_to_all", 0)
@@ -227,7 +227,7 @@ def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> 
 @pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])
 def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, run_file: Path) -> None:
     with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 separated by commas"):
-        cli_runner.command_output("dryrun", run_file, "--world", 4, "--ranks", ranks)
+        cli_runner.command_output("dryrun", run_file, "--ranks", 4, "--trace", ranks)
 
 
 def test_dryrun_command_resolves_auto_layout(run_file: Path) -> None:
@@ -235,4 +235,4 @@ def test_dryrun_command_resolves_auto_layout(run_file: Path) -> None:
     text = run_file.read_text().partition("[layout]")[0]
     text = text.replace("tokens_per_step = 1024", "tokens_per_step = 8192")  # buffers are a smaller part
     automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')
-    assert cli_runner.command_json("dryrun", automatic, "--ranks", "0")["world_size"] == 4
+    assert cli_runner.command_json("dryrun", automatic, "--trace", "0")["world_size"] == 4

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def dryrun(
     run: RunFile,
-    world: Annotated[
-        int | None,
-        typer.Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
-    ] = None,
     ranks: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+    ] = None,
+    trace: Annotated[
         str,
         typer.Option(
             help="Ranks to trace: corners (the first and last rank of each axis), all, or a list.",
@@ -53,14 +53,14 @@ def dryrun(
 
     Examples:
 
-        phalanx dryrun run.toml --world 1024
+        phalanx dryrun run.toml --ranks 1024
 
-        phalanx dryrun run.toml --world 8 --ranks all --set layout.tp=2
+        phalanx dryrun run.toml --ranks 8 --trace all --set layout.tp=2
 
-        phalanx dryrun automatic.toml --ranks 0,5 --json
+        phalanx dryrun automatic.toml --trace 0,5 --json
     """
     described = load_run(run, set_ or [], machine=machine, trust=trust)
-    described, world_size = _resolve_layout(described, world)
+    described, world_size = _resolve_layout(described, ranks)
     from phalanx.launch.recomputation import resolve_recomputation
 
     described = resolve_recomputation(described, world_size)
@@ -69,7 +69,7 @@ def dryrun(
     from phalanx.verify.dry_run_report import dry_run
 
     check_traceable(described, world_size)
-    traced_ranks = _parse_ranks(ranks, world_size, lambda: corner_ranks(described, world_size))
+    traced_ranks = _parse_ranks(trace, world_size, lambda: corner_ranks(described, world_size))
     with _tracing_progress(len(traced_ranks), jobs) as done:
         report = dry_run(described, world_size, traced_ranks, max_workers=jobs, full=full, on_rank_traced=done)
     if json_:
@@ -83,11 +83,11 @@ def dryrun(
     raise typer.Exit(not report.ok)
 
 
-def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
+def _resolve_layout(run: RunSpec, ranks: int | None) -> tuple[RunSpec, int]:
     """Return the run with its number of ranks, and with a planned layout if it is automatic."""
     nodes = run.cluster.nodes
     nproc = run.cluster.nproc_per_node
-    world_size = world or nodes * (nproc or 1)
+    world_size = ranks or nodes * (nproc or 1)
     if not run.auto_layout:
         return run, world_size
     from phalanx.cli.commands.auto_layout import choose_layout
@@ -95,13 +95,13 @@ def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     per_node = min(nproc or world_size, world_size)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
-        raise UserError("--world", world_size, 'does not fill whole nodes, which layout = "auto" requires', fix=fix)
+        raise UserError("--ranks", world_size, 'does not fill whole nodes, which layout = "auto" requires', fix=fix)
     cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
     return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
 
 def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:
-    """Return the ranks that `--ranks` names."""
+    """Return the ranks that `--trace` names."""
     if text == "all":
         return list(range(world_size))
     if text == "corners":
@@ -109,10 +109,10 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
     entries = [entry.strip() for entry in text.split(",")]
     allowed = f"write all, corners, or numbers from 0 to {world_size - 1} separated by commas"
     if not all(entry.isdecimal() for entry in entries):
-        raise UserError("--ranks", text, "is not a list of ranks", fix=allowed)
+        raise UserError("--trace", text, "is not a list of ranks", fix=allowed)
     ranks = sorted({int(entry) for entry in entries})
     if ranks[-1] >= world_size:
-        raise UserError("--ranks", text, f"contains rank {ranks[-1]}, but the run has {world_size} ranks", fix=allowed)
+        raise UserError("--trace", text, f"contains rank {ranks[-1]}, but the run has {world_size} ranks", fix=allowed)
     return ranks
 
 
