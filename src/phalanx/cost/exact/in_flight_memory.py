@@ -104,11 +104,11 @@ class _Pass(NamedTuple):
     temporary: int
     """Peak beyond what is alive before it."""
     growth: int
-    """What it leaves, minus what it frees."""
+    """Bytes that it leaves, minus those that it frees."""
     at_end: int
     """Bytes in its last block, beyond what it leaves."""
     offloaded_growth: int
-    """What it leaves in CPU memory, minus what it frees."""
+    """Bytes that it leaves in CPU memory, minus those that it frees."""
 
 
 def _passes(activations: ActivationBytes, cuda_exchange: int, gradients: WeightGradients) -> dict[ActionKind, _Pass]:
