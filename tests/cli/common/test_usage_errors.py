@@ -35,7 +35,11 @@ from tests.helpers import cli_runner
         (("plan", "run.toml", "--json=3"), "--json: does not take a value"),
         (("plan", "run.toml", "--token", 1), "option = '--token': is not known\n  fix: did you mean '--tokens'"),
         (("plan",), r"^RUN\.toml: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\}? \| COMMAND \.\.\.$"),
-        (("plan", "a.toml", "b.toml"), r"plan: got unexpected extra argument\(s\) \(b.toml\)"),
+        (
+            ("plan", "a.toml", "explain"),
+            r"plan: got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`",
+        ),
+        (("memory", "a.toml", "b.toml"), r"memory: got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
         (("--bogus",), "option = '--bogus': is not known"),
         (("memory",), r"^RUN\.toml: is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
         (

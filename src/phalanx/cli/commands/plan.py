@@ -38,7 +38,7 @@ DEFAULT_TOP = 10
 class PlanGroup(GroupWithDefault):
     """The commands of `phalanx plan`."""
 
-    moved_options: ClassVar[dict[str, str]] = {  # until 0.2
+    moved_options: ClassVar[dict[str, str]] = {
         "--explain": "phalanx plan explain RUN.toml K",
         "--picture": "phalanx plan explain RUN.toml K --picture FILE",
         "--why-not": "phalanx plan compare RUN.toml LAYOUT",

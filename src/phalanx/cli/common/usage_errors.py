@@ -85,6 +85,8 @@ def to_user_error(error: Any) -> UserError:
     known = getattr(error.ctx.command, "commands", None)
     if known and requested:
         return _unknown_name_error("command", requested, list(known))
+    if known:
+        hint = f"write a command first, such as `{command} {next(iter(known))}`; {hint}"
     return UserError(command, None, _describe_problem(error.message), fix=hint)
 
 
