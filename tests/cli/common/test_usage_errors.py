@@ -37,7 +37,7 @@ from tests.helpers import cli_runner
         (("plan",), r"^RUN\.toml: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\}? \| COMMAND \.\.\.$"),
         (
             ("plan", "a.toml", "explain"),
-            r"plan: got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`",
+            r"got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`; ",
         ),
         (("memory", "a.toml", "b.toml"), r"memory: got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
         (("--bogus",), "option = '--bogus': is not known"),
