@@ -101,7 +101,6 @@ def plan_page(file: Path, nodes: int) -> tuple[float, float]:
                 overrides=(),
                 topology=None,
                 all_schedules=False,
-                top=10,
             ),
             file,
         )
@@ -163,7 +162,7 @@ def format_table(page: str, measured: Measured, plan_seconds: tuple[float, float
         ("find and highlight the point under the mouse", f"{1e3 * measured.hover_seconds:.0f} ms"),
     ]
     if plan_seconds is not None:
-        table.append(("`phalanx plan --html`, total", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"))
+        table.append(("`phalanx plan explore --html`, total", f"{plan_seconds[0]:.0f} s; CPU {plan_seconds[1]:.0f} s"))
     lines = [f"| {name} | {value} |" for name, value in table]
     return "\n".join(
         [

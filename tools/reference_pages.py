@@ -61,7 +61,7 @@ def _command_section(title: str, command: Any, level: int) -> Iterator[str]:
     yield from (f"{'#' * level} {title}", "")
     yield from (_markdown_help(command.help or ""), "")
     parameters = [each for each in command.params if not each.hidden and not set(each.opts) & set(COMPLETION)]
-    if parameters and not hasattr(command, "commands"):
+    if parameters:
         yield from ("| option | default | |", "|---|---|---|", *map(_parameter_row, parameters), "")
     for name, subcommand in getattr(command, "commands", {}).items():
         yield from _command_section(f"{title} {name}", subcommand, level + 1)

@@ -57,7 +57,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("plan", "run.toml", "--machine", "h100", "--out", "run.toml"), "is the run file itself"),
     (("plan", "run.toml", "--machine", "h100", "--out", "mine"), "it is a directory"),
     (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
-    (("plan", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "was not written by phalanx"),
+    (("plan", "explain", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "was not written by phalanx"),
     (("export", "mine", "out"), "has no checkpoint yet"),
     (("export", "none", "out"), "has no run.toml"),
     (("export", "ours", "out"), "has no run.toml"),

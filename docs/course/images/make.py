@@ -142,7 +142,7 @@ name = "llama"
 model.preset = "llama3-70b"
 training = { seq_len = 8192, tokens_per_step = 4194304 }
 """
-COMMANDS = {"11-step.svg": "plan run.toml --machine h100 --nodes 16 --top 5 --explain 1 --picture"}
+COMMANDS = {"11-step.svg": "plan explain run.toml --machine h100 --nodes 16 --picture"}
 """Pictures that a command of Phalanx draws, for `LLAMA_RUN`."""
 
 

@@ -13,9 +13,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from phalanx.cli.commands.plan import _why_not_best
+from phalanx.cli.commands.plan import PlanGroup
+from phalanx.cli.commands.plan import app as plan_app
 from phalanx.cli.commands.plan_cluster import run_on_cluster
+from phalanx.cli.commands.plan_export import _why_not_best
 from phalanx.cli.commands.plan_nodes import parse_node_counts
 from phalanx.cli.main import app
 from phalanx.cost.exact.layout_checks import check_layout
@@ -95,9 +98,10 @@ def test_plan_states_every_assumption_in_one_line(run):
     assert {f"cluster.{field}" for field in expected} <= set(found["assumed"])
     assert "cluster.nproc_per_node = 8" not in plan_json(run, *machine, "--nproc", 8)["assumed"]
     layout = "data_parallel=zero3,offload=cpu,activation_checkpointing=full"
-    for view in (("--explain", 1), ("--why-not", layout), ("--diff", layout, f"{layout},micro_batch_size=1")):
-        lines = [line for line in plan_output(run, *machine, *view).splitlines() if line.startswith("assumed: ")]
-        assert len(lines) == 1, view
+    for command, *layouts in (("explain",), ("compare", layout), ("compare", layout, f"{layout},micro_batch_size=1")):
+        text = plan_output(command, run, *layouts, *machine)
+        lines = [line for line in text.splitlines() if line.startswith("assumed: ")]
+        assert len(lines) == 1, (command, layouts)
         assert "cluster.host_memory_bytes" in lines[0]
 
 
@@ -119,8 +123,8 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     (number,) = (i for i, line in enumerate(lines) if line.startswith("A layout that does not fit would be"))
     shortage = f"It lacks {faster['missing_device_bytes'] / GIB:.1f} GiB of device memory"
     assert f"{option['candidate']}, {option['step_seconds']:.1f} s a step. {shortage}" in lines[number]
-    (text,) = re.findall(r'--why-not "(.*)" compares', lines[number + 1])
-    assert f"{option['step_seconds']:.3f} s" in plan_output(run, *cards, "--why-not", text)
+    (text,) = re.findall(r'phalanx plan compare RUN\.toml "(.*)" compares', lines[number + 1])
+    assert f"{option['step_seconds']:.3f} s" in plan_output("compare", run, text, *cards)
     (setting,) = re.findall(r"It fits with --set (training\.seq_len=\d+) ", lines[number + 1])
     shown = plan_json(run, *cards, "--set", setting)
     assert shown["layouts"][0]["step_seconds"] <= 1.001 * faster["fitting_step_seconds"]
@@ -148,7 +152,7 @@ def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
     reserve = "of 24.0 GiB, including the memory that PyTorch's allocator and NCCL reserve; the reserve is 0.4 GiB for "
     reserve += "the CUDA context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
-    explained = plan_output(run, *cards, "--explain", 1)
+    explained = plan_output("explain", run, *cards)
     assert f"CPU memory: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB {purpose}; {given}\n" in explained
     assert limit in explained
 
@@ -196,7 +200,7 @@ def test_plan_prints_rent_of_training_when_price_is_set(run):
 
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
-    text = plan_output(run, *H100, "--explain", 1)
+    text = plan_output("explain", run, *H100)
     for words in (
         "the optimizer",
         "activations",
@@ -207,17 +211,15 @@ def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     ):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
-    with pytest.raises(
-        UserError, match=r"--explain = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
-    ):
-        plan_output(run, *alone, "--explain", 500)
+    with pytest.raises(UserError, match=r"K = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"):
+        plan_output("explain", run, 500, *alone)
 
 
 def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
     layouts = plan_json(run, *H100)["layouts"]
-    for words, at in (((), 0), (("--explain", 2), 1)):
+    for words, at in (((), 0), ((2,), 1)):
         file = tmp_path / "step.html"
-        text = plan_output(run, *H100, *words, "--picture", file)
+        text = plan_output("explain", run, *words, *H100, "--picture", file)
         picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[at]
         assert f"{at + 1}. {option['candidate']}" in text
         assert texts_of_class(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
@@ -239,7 +241,7 @@ def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
 
 def test_plan_explain_memory_parts_add_up_to_table(run):
     option = plan_json(run, *H100)["layouts"][0]
-    text = plan_output(run, *H100, "--explain", 1)
+    text = plan_output("explain", run, *H100)
     table = text[text.index("memory, GiB") : text.index("parts: ")].splitlines()[1:]
     rows = {words[0]: float(words[-1]) for line in table if (words := line.rstrip("█ ").split())}
     total = rows.pop("total")
@@ -254,7 +256,7 @@ def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(
     chosen = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
     exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
     plan = Plan(layouts=[chosen], candidates=[], fitting=1, fastest=chosen, closest_to_fitting=None)
-    monkeypatch.setattr("phalanx.cli.commands.plan._search", lambda *_, **__: plan)
+    monkeypatch.setattr("phalanx.cli.commands.plan_export.rank_layouts", lambda *_: plan)
     (note,) = _why_not_best(described, world_size, exported, "torchtitan")
     assert str(chosen.candidate) in note
     assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
@@ -263,7 +265,7 @@ def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(
 
 
 def test_plan_export_has_no_verdict_on_the_other_trainer(run):
-    said = cli_runner.command_stderr("plan", run, *H100, "--export", "megatron").splitlines()
+    said = cli_runner.command_stderr("plan", "export", run, "--to", "megatron", *H100).splitlines()
     (figures,) = (line for line in said if " s a step" in line)
     assert figures.endswith("are Phalanx's figures for this layout; those of Megatron-LM are not predicted")
     assert not any("P(OOM)" in line for line in said)
@@ -271,8 +273,8 @@ def test_plan_export_has_no_verdict_on_the_other_trainer(run):
 
 
 def test_plan_names_the_predicted_trainer_in_its_first_line(run, tmp_path):
-    for view in ((), ("--diff", "tp=8", "tp=4")):
-        first, *_ = plan_output(run, *H100, "--top", 1, *view).splitlines()
+    for words in ((run, "--top", 1), ("compare", run, "tp=8", "tp=4")):
+        first, *_ = plan_output(*words, *H100).splitlines()
         assert first.startswith("Phalanx's own trainer: llama3-8b on 16 x h100")
     assert plan_json(run, *H100, "--top", 1)["trainer"] == "Phalanx"
     path = tmp_path / "runs.csv"
@@ -281,55 +283,52 @@ def test_plan_names_the_predicted_trainer_in_its_first_line(run, tmp_path):
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
         table.writerows(rows)
-    first, _, *lines = plan_output("--batch", path).splitlines()
+    first, _, *lines = plan_output("predict", path).splitlines()
     assert first.startswith("each row's own trainer, from `schedule` and `facts`; never Phalanx")
-    trainers = [json.loads(line)["trainer"] for line in plan_output("--batch", path, "--json").splitlines()]
+    trainers = [json.loads(line)["trainer"] for line in plan_output("predict", path, "--json").splitlines()]
     assert trainers == ["DeepSpeed", "nanotron", "Megatron-LM"]
     assert all(f"  {trainer}" in line for trainer, line in zip(trainers, lines, strict=True))
 
 
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
     picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
-    said = cli_runner.command_stderr("plan", run, *H100, "--picture", picture, "--out", planned)
-    for file in (picture, planned):
+    for file, *words in ((planned, run, "--out", planned), (picture, "explain", run, "--picture", picture)):
+        assert f"wrote {file}" in cli_runner.command_stderr("plan", *words, *H100)
         assert file.exists()
-        assert f"wrote {file}" in said
-
-
-def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
-    with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
-        plan_output(run, *H100, "--picture", "step.gif")
-    for other in (("--why-not", "tp=2"), ("--json",)):
-        with pytest.raises(UserError, match=f"remove {other[0]}"):
-            plan_output(run, *H100, "--picture", "step.svg", *other)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "message"),
     [
-        (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (("export", "RUN", "--to", "megatrom"), r"--to = 'megatrom': is not known\s+fix: use one of megatron, torchti"),
         (
-            ("--export", "nanotron", "--set", "model.preset=mixtral-8x7b"),
+            ("export", "RUN", "--to", "nanotron", "--set", "model.preset=mixtral-8x7b"),
             "model.moe: cannot be(.|\n)*trainers for the unchanged run: Megatron-LM, torchtitan, DeepSpeed$",
         ),
-        (("--why-not", "tp=3"), r"layout\.tp = 3"),
-        (("--why-not", "tp:3"), "is not of the form KEY=VALUE"),
-        (("--why-not", "1"), r"is the number of a row(.|\n)*such as \"tp=4,.*by number: --diff 1 2$"),
-        (("--why-not", "3*"), "by number: --diff 3 1$"),
-        (("--out", "."), "cannot be written: it is a directory"),
-        (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
-        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
+        (("compare", "RUN", "tp=3"), r"layout\.tp = 3"),
+        (("compare", "RUN", "tp:3"), "is not of the form KEY=VALUE"),
+        (("compare", "RUN", 1, "tp=3"), r"layout\.tp = 3"),
+        (("compare", "RUN", 1, "third"), "is not of the form KEY=VALUE"),
+        (("compare", "RUN", 0, 1), "layout = 0: is not a layout of the table"),
+        (("compare", "RUN", 1, 99_999), "layout = 99999: is not a layout of the table"),
+        (("explain", "RUN", 99_999), r"K = 99999: is not a layout of the table\s+fix: use a number from 1 to 1,000"),
+        (("explain", "RUN", "--picture", "step.gif"), r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"),
+        (("explain", "RUN", "--picture", "no/step.svg"), "--picture = .*cannot be written: there is no directory no"),
+        (("explore", "RUN", "--html", "no/page.html"), "--html = .*cannot be written: there is no directory no"),
+        (("RUN", "--out", "."), "cannot be written: it is a directory"),
+        (("RUN", "--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
+        (("RUN", "--out", "run.toml"), "is the run file itself"),
     ],
 )
-def test_plan_rejects_invalid_option_values_before_search(run, monkeypatch, options, message):
+def test_plan_rejects_invalid_values_before_search(run, monkeypatch, words, message):
+    monkeypatch.chdir(run.parent)
     monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=message):
-        plan_output(run, *H100, *options)
+        plan_output(*("run.toml" if word == "RUN" else word for word in words), *H100)
 
 
-def test_plan_why_not_explains_slower_layout(run):
-    text = plan_output(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
+def test_plan_compare_explains_slower_layout(run):
+    text = plan_output("compare", run, "tp=16,data_parallel=ddp,micro_batch_size=1", *H100)
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
 
@@ -342,15 +341,16 @@ def test_plan_why_not_explains_slower_layout(run):
         ("data_parallel=hsdp,dp_shard=1", "ddp", "on one shard"),
     ],
 )
-def test_plan_why_not_says_which_strategy_it_evaluates_instead(run, layout, evaluated, reason):
+def test_plan_compare_says_which_strategy_it_evaluates_instead(run, layout, evaluated, reason):
     asked = layout.partition(",")[0].partition("=")[2]
-    (said,) = (line for line in plan_output(run, *H100, "--diff", layout, "tp=8").splitlines() if reason in line)
+    text = plan_output("compare", run, layout, "tp=8", *H100)
+    (said,) = (line for line in text.splitlines() if reason in line)
     assert said.startswith(f"A: data_parallel = {asked} {reason} trains as {evaluated}, which is evaluated here: ")
 
 
-def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
+def test_plan_compare_attributes_step_time_difference_of_two_layouts(run):
     two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
-    text = plan_output(run, *H100, "--diff", *two)
+    text = plan_output("compare", run, *two, *H100)
     assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
     said = text.splitlines()[-1]
@@ -360,56 +360,45 @@ def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
     assert float(apart) == int(longer) / 1e3
     parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
     assert sum(parts) == pytest.approx(int(longer), rel=0.02)  # small parts are not listed
-    assert plan_output(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
-    assert plan_output(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
+    assert plan_output("compare", run, *reversed(two), *H100).splitlines()[-1] == said.translate({65: 66, 66: 65})
+    assert plan_output("compare", run, two[0], two[0], *H100).splitlines()[-1] == "A and B are equally fast"
     short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
     two = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
     assert re.match(
-        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", plan_output(run, *short, "--diff", *two).splitlines()[-1]
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", plan_output("compare", run, *two, *short).splitlines()[-1]
     )
 
 
-def test_plan_diff_accepts_layout_numbers_of_table(run):
+def test_plan_compare_accepts_layout_numbers_of_table(run):
     first, _, third = (option["candidate"] for option in plan_json(run, *H100, "--top", 3)["layouts"])
-    text = plan_output(run, *H100, "--diff", 3, 1)
+    text = plan_output("compare", run, "3*", 1, *H100)
     assert f"layout 3: {third}" in text
     assert f"layout 1: {first}" in text
-    text = plan_output(run, *H100, "--diff", "data_parallel=ddp,tp=16,micro_batch_size=1", 3)
+    assert text.replace("layout 1", "best").split() == plan_output("compare", run, 3, *H100).split()
+    text = plan_output("compare", run, "data_parallel=ddp,tp=16,micro_batch_size=1", 3, *H100)
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(
-        UserError, match=r"--diff = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
+        UserError, match=r"layout = 500: is not a layout of the table\s+fix: use a number from 1 to \d+$"
     ):
-        plan_output(run, *alone, "--diff", 1, 500)
-
-
-def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeypatch):
-    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
-    mistakes = {
-        ("--diff", 1, "tp=3"): r"layout\.tp = 3",
-        ("--diff", 1, "third"): "is not of the form KEY=VALUE",
-        ("--diff", 0, 1): "--diff = 0: is not a layout of the table",
-        ("--diff", 1, 99_999): "--diff = 99999: is not a layout of the table",
-        ("--explain", 99_999): r"--explain = 99999: is not a layout of the table\s+fix: use a number from 1 to 1,000",
-    }
-    for words, problem in mistakes.items():
-        with pytest.raises(UserError, match=problem):
-            plan_output(run, *H100, *words)
+        plan_output("compare", run, 1, 500, *alone)
 
 
 def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
-    assert "--num-layers" in plan_output(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
+    assert "--num-layers" in plan_output(
+        "export", run, "--to", "megatron", *H100, "--set", "layout.data_parallel=zero1"
+    )
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
         short = ("--set", "model.num_layers=8", "--set", "model.rope.theta=10000")
-        assert plan_output(run, *H100, "--export", trainer, *short)
+        assert plan_output("export", run, "--to", trainer, *H100, *short)
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
-    assert json.loads(plan_output(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    assert json.loads(plan_output("export", run, "--to", "deepspeed", *experts))["zero_optimization"]["stage"] == 1
     one_gpu = ("--machine", "a100", "--nproc", 1, "--set", "model.rope.theta=10000")
     with pytest.raises(
         UserError, match=r"cannot express any layout of this run that fits; for the fastest, layout\.\w+ cannot"
     ):
-        plan_output(run, *one_gpu, "--export", "nanotron")
+        plan_output("export", run, "--to", "nanotron", *one_gpu)
     out = tmp_path / "planned.toml"
     best = plan_json(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)
@@ -453,19 +442,19 @@ def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_pa
     assert said in errors.splitlines()
 
 
-def test_plan_batch_predicts_rows_of_csv_file(tmp_path):
+def test_plan_predict_predicts_rows_of_csv_file(tmp_path):
     path = tmp_path / "runs.csv"
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, list(MEGATRON_22B_ROW))
         table.writeheader()
         table.writerows([MEGATRON_22B_ROW, {**MEGATRON_22B_ROW, "id": "row-2", "layers": ""}])
-    first, second = (json.loads(line) for line in plan_output("--batch", path, "--json").splitlines())
+    first, second = (json.loads(line) for line in plan_output("predict", path, "--json").splitlines())
     spans = {"step_time_s", "step_time_low_s", "step_time_high_s"}
     keys = spans | {"id", "memory_gib", "p_oom", "tflops_per_gpu", "mfu", "hfu"}
     assert keys <= set(first)
     assert second["id"] == "row-2"
     assert "layers" in second["reason"]
-    text = plan_output("--batch", path)
+    text = plan_output("predict", path)
     assert "row-1" in text
     assert "layers: is required" in text
 
@@ -478,12 +467,7 @@ def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
         plan_output(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
 
 
-def test_plan_raises_user_error_for_invalid_arguments(run, tmp_path):
-    with pytest.raises(UserError, match="a run file or --batch"):
-        plan_output()
-    others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
-    with pytest.raises(UserError, match=r"'none\.csv': cannot be combined with --machine, --top, --why-not, --set\n"):
-        plan_output("--batch", "none.csv", "--json", *others)
+def test_plan_raises_user_error_for_unknown_machine(run):
     with pytest.raises(UserError, match="did you mean 'h100'"):
         plan_output(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is unknown"):
@@ -539,9 +523,35 @@ def test_plan_help_does_not_import_numpy_pydantic_or_torch():
     assert not cli_runner.imported_packages("plan", "--help")
 
 
-def test_plan_help_contains_batch_example():
+def test_plan_help_lists_its_options_commands_and_examples():
     text = plan_output("--help")
-    assert "phalanx plan --batch runs.csv --json" in text
+    for name in ("explain", "compare", "explore", "export", "predict"):
+        assert re.search(rf"│ {name} +[A-Z]", text), name
+        assert f"phalanx plan {name} " in text
+    assert "--top " in text
+
+
+@pytest.mark.parametrize("option", list(PlanGroup.moved_options))
+def test_plan_names_command_of_option_that_has_moved(option):
+    with pytest.raises(
+        UserError, match=f"'{option}': has moved to another command\n  fix: write: phalanx plan "
+    ) as error:
+        plan_output("run.toml", f"{option}=1", "--machine", "h100")
+    *_, command = error.value.fix.partition("phalanx plan ")
+    name, *words = command.split()
+    known = {option for parameter in get_command(plan_app).commands[name].params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_plan_of_run_file_with_name_of_command(run, monkeypatch):
+    """`explain` is the run file where the command would have none."""
+    monkeypatch.chdir(run.parent)
+    small = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(UserError, match=r"^RUN\.toml: is missing\n  fix: write: .*plan explain "):
+        plan_output("explain", *small)
+    run.rename("explain")
+    assert plan_output("explain", *small).splitlines()[3].split()[:2] == ["layout", "step"]
+    assert plan_output("explain", "explain", *small).splitlines()[3].startswith("1. ")
 
 
 AUTO_LAYOUT_RUN = """layout = "auto"
@@ -621,22 +631,6 @@ def test_memory_rejects_run_with_auto_layout(tmp_path):
     assert "[layout]" in cli_runner.command_output("train", path, "--print-config")
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be combined"),
-        (("--explain", 1, "--json"), "--json: cannot be combined with --explain"),
-        (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "cannot be combined with"),
-        (("--out", "run.toml"), "is the run file itself"),
-        (("--html", "page.html", "--out", "./page.html"), "is the file of --out"),
-    ],
-)
-def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
-    monkeypatch.chdir(run.parent)
-    with pytest.raises(UserError, match=problem):
-        plan_output(run, *H100, *options)
-
-
 def test_plan_table_fits_in_100_columns_and_has_one_line_a_row_in_a_pipe(run, monkeypatch):
     command = ("plan", run, *H100, "--top", 3)
     rows = cli_runner.command_output(*command, width=100).partition("layout ")[2].partition("\n\n")[0].splitlines()
@@ -650,13 +644,13 @@ def test_plan_table_fits_in_100_columns_and_has_one_line_a_row_in_a_pipe(run, mo
     assert [layout in line for layout, line in zip(layouts, lines, strict=True)] == [True] * 3
 
 
-def test_plan_why_not_and_diff_accept_pasted_rows_of_its_table(run):
+def test_plan_compare_accepts_pasted_rows_of_its_table(run):
     text = plan_output(run, *H100, "--top", 3, width=100)
     rows = re.findall(r"^(\d\*? .*\n(?: {4}.*\n)*)", text, re.MULTILINE)
     assert len(rows) == 3
-    assert plan_output(run, *H100, "--why-not", rows[0])
-    by_text = plan_output(run, *H100, "--diff", rows[1], rows[2])
-    by_number = plan_output(run, *H100, "--diff", 2, 3)
+    assert plan_output("compare", run, rows[0], *H100)
+    by_text = plan_output("compare", run, rows[1], rows[2], *H100)
+    by_number = plan_output("compare", run, 2, 3, *H100)
     figures = [re.findall(r"\d[\d.]*", re.sub("layout [23]", "", output)) for output in (by_text, by_number)]
     assert figures[0] == figures[1]
 
@@ -679,8 +673,9 @@ def test_plan_of_a_range_shows_best_layout_of_each_number_of_nodes(run):
         best = count["best"]
         row = rf"^{count['nodes']} +{re.escape(best['candidate'])} +{count['devices']} .* {best['step_seconds']:.3f} "
         assert re.search(row, table, re.MULTILINE)
-    with pytest.raises(UserError, match=r"--nodes = '1:2': is a range, which cannot be combined with --out"):
-        plan_output(run, "--nodes", "1:2", "--out", "planned.toml")
+    for option, *value in (("--out", "planned.toml"), ("--top", 10), ("--tokens", 1e9), ("--all",)):
+        with pytest.raises(UserError, match=f"--nodes = '1:2': is a range, which cannot be combined with {option}"):
+            plan_output(run, "--nodes", "1:2", option, *value)
 
 
 def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
@@ -706,7 +701,7 @@ def test_plan_of_a_range_keeps_going_where_no_layout_fits(run, monkeypatch):
     [(None, [None]), ("4", [4]), ("2:4", [2, 3, 4]), ("3:40", [3, 6, 12, 24, 40]), ("8:64", [8, 16, 32, 64])],
 )
 def test_parse_node_counts_returns_all_numbers_or_doublings(text, counts):
-    assert parse_node_counts(text, ["--nodes"]) == counts
+    assert parse_node_counts(text) == counts
 
 
 def test_plan_rejects_more_nodes_than_any_cluster_has(tmp_path):

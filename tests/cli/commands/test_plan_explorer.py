@@ -1,4 +1,4 @@
-"""`phalanx plan --html` and `--web`."""
+"""`phalanx plan explore`."""
 
 from __future__ import annotations
 
@@ -55,44 +55,33 @@ def run_file(tmp_path: Path) -> Path:
 
 def arguments_for(file: Path) -> PlanArguments:
     return PlanArguments(
-        run=file, machine="h100", nodes=None, nproc=None, overrides=(), topology=None, all_schedules=False, top=10
+        run=file, machine="h100", nodes=None, nproc=None, overrides=(), topology=None, all_schedules=False
     )
 
 
-def test_plan_html_writes_page_with_first_choices_of_plan(run_file, monkeypatch):
+def test_plan_explore_writes_page_with_first_choices_of_plan(run_file, monkeypatch):
     monkeypatch.setattr(plan_explorer, "NUM_FIRST_CHOICES", 10)
     file = run_file.parent / "plan.html"
-    out = run_file.parent / "planned.toml"
-    command_output("plan", run_file, "--machine", "h100", "--html", file, "--out", out)
+    command_output("plan", "explore", run_file, "--machine", "h100", "--html", file)
     facts = parse_embedded_json(file.read_text(), "facts")
     plan = command_json("plan", run_file, "--machine", "h100")
     ranked = [facts["counted"][str(index)] for index in facts["ranked"]]
     assert [one["step_seconds"] for one in ranked[:10]] == [one["step_seconds"] for one in plan["layouts"]]
-    assert load_run(out).layout.model_dump(exclude_defaults=True) == plan["layouts"][0]["layout"]
     assert facts["setup"]["summary"][-1].startswith(f"{plan['considered']:,} layouts")
     assert set(facts["details"]) == {str(index) for index in (*facts["ranked"], *facts["front"])}
 
 
-def test_plan_html_replaces_no_file_of_the_users(run_file):
+def test_plan_explore_replaces_no_file_of_the_users(run_file):
     file = run_file.parent / "mine.html"
     file.write_text("<p>mine</p>")
     with pytest.raises(UserError, match="exists, and was not written by phalanx"):
-        command_output("plan", run_file, "--machine", "h100", "--html", file)
+        command_output("plan", "explore", run_file, "--machine", "h100", "--html", file)
     assert file.read_text() == "<p>mine</p>"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (("--web", "--html", "x.html"), "cannot be combined"),
-        (("--html", "x.html", "--json"), "--json: cannot be combined with --html"),
-        (("--web", "--out", "x.toml"), "cannot be combined with"),
-        (("--port", "8000"), "requires --web"),
-    ],
-)
-def test_plan_rejects_options_that_the_explorer_cannot_take(run_file, options, problem):
-    with pytest.raises(UserError, match=problem):
-        command_output("plan", run_file, *options)
+def test_plan_explore_serves_no_file(run_file):
+    with pytest.raises(UserError, match="--port = 8000: cannot be combined with --html"):
+        command_output("plan", "explore", run_file, "--html", "x.html", "--port", 8000)
 
 
 def ask(address: str, path: str, table: object, **headers: str) -> tuple[int, dict]:
@@ -107,15 +96,15 @@ def ask(address: str, path: str, table: object, **headers: str) -> tuple[int, di
         return error.code, json.loads(text) if text.startswith("{") else {"text": text}
 
 
-def test_plan_web_answers_new_choices_and_refuses_bad_ones(run_file):
-    with serving("plan", run_file, "--machine", "h100", "--web") as address:
+def test_plan_explore_answers_new_choices_and_refuses_bad_ones(run_file):
+    with serving("plan", "explore", run_file, "--machine", "h100") as address:
         page = urllib.request.urlopen(address, timeout=60).read().decode()
         facts = parse_embedded_json(page, "facts")
         assert (facts["web"], facts["details"]) == (True, {})
         assert ask(address, "layout", {**CHOICES, "layout": facts["ranked"][0]})[1]["memory"]
         code, other = ask(address, "plan", {**CHOICES, "machine": "a100", "nodes": 2})
         assert (code, other["setup"]["title"]) == (200, "gpt2-124m on 8 x a100")
-        assert "--machine a100 --nodes 2" in other["setup"]["commands"]["plan"]
+        assert other["setup"]["commands"]["compare"].endswith("--machine a100 --nodes 2")
         for table, expected_code, problem in (
             ({**CHOICES, "machine": "/etc/passwd"}, 400, "is not a known machine"),
             ({**CHOICES, "run": "other.toml"}, 400, "does not have the fields"),
@@ -152,7 +141,7 @@ def test_with_choices_changes_only_what_was_chosen(run_file):
     run, world_size = changed.load()
     assert (run.cluster.preset, world_size) == ("b200", 8)
     assert (run.training.seq_len, run.training.tokens_per_step) == (512, 16384)
-    assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=512", changed.plan_command())
+    assert re.search(r"--machine b200 --nodes 2 --set training.seq_len=512", changed.plan_command("explore"))
 
 
 def test_parse_choices_returns_numbers_beside_choices():

@@ -34,7 +34,7 @@ def large_arguments(folder: Path, nodes: int) -> dict[str, object]:
 
 def arguments(file: Path, nodes: int) -> dict[str, object]:
     return PlanArguments(
-        run=file, machine="h100", nodes=nodes, nproc=None, overrides=(), topology=None, all_schedules=False, top=1
+        run=file, machine="h100", nodes=nodes, nproc=None, overrides=(), topology=None, all_schedules=False
     ).as_json()
 
 

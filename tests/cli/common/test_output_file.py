@@ -36,9 +36,10 @@ def test_plan_replaces_its_own_files(ending: str, tmp_path: Path) -> None:
     """What it writes is known as its own."""
     run, out, picture = tmp_path / "run.toml", tmp_path / "out.toml", tmp_path / f"picture{ending}"
     run.write_text('[model]\npreset = "tiny"\n[training]\ntokens_per_step = 8192\n')
-    words = ("plan", run, "--machine", "h100", "--nproc", 1, "--out", out, "--picture", picture)
+    machine = ("--machine", "h100", "--nproc", 1)
     for _ in range(2):
-        command_output(*words)
+        command_output("plan", run, *machine, "--out", out)
+        command_output("plan", "explain", run, *machine, "--picture", picture)
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png", ".json", ".csv"])

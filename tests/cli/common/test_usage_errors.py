@@ -19,19 +19,27 @@ from tests.helpers import cli_runner
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: see `phalanx plan --help`"),
-        (("plan", "--explain", 0), "--explain = '0': must be greater than or equal to 1"),
+        (("plan", "--top", "foo"), "--top = 'foo': must be a whole number\n  fix: see `phalanx plan --help`"),
+        (("plan", "--top", 0), "--top = '0': must be greater than or equal to 1"),
+        (
+            ("plan", "explain", "run.toml", "foo"),
+            "K = 'foo': must be a whole number\n  fix: see `phalanx plan explain ",
+        ),
         (
             ("plan", "--tokens", "15T"),
             r"--tokens = '15T': must be a valid number\n  fix: write the number without a unit: "
             r"--tokens 16492674416640 \(15 x 2\^40\), or --tokens 15000000000000$",
         ),
         (("plan", "--tokens", "many"), "--tokens = 'many': must be a valid number"),
-        (("plan", "--explain"), "--explain: requires an argument\n  fix: see --help"),
-        (("plan", "run.toml", "--diff", 1), "--diff: requires 2 arguments"),
+        (("plan", "--top"), "--top: requires an argument\n  fix: see --help"),
         (("plan", "run.toml", "--json=3"), "--json: does not take a value"),
-        (("plan", "run.toml", "--explan", 1), "option = '--explan': is not known\n  fix: did you mean '--explain'"),
-        (("plan", "a.toml", "b.toml"), r"plan: got unexpected extra argument\(s\) \(b.toml\)"),
+        (("plan", "run.toml", "--token", 1), "option = '--token': is not known\n  fix: did you mean '--tokens'"),
+        (("plan",), r"^RUN\.toml: is missing\n  fix: write: .*plan \[OPTIONS\] \{?RUN\.toml\}? \| COMMAND \.\.\.$"),
+        (
+            ("plan", "a.toml", "explain"),
+            r"got unexpected extra argument\(s\) \(explain\)\n  fix: write a command first, such as `.*plan explain`; ",
+        ),
+        (("memory", "a.toml", "b.toml"), r"memory: got unexpected extra argument\(s\) \(b.toml\)\n  fix: see `"),
         (("--bogus",), "option = '--bogus': is not known"),
         (("memory",), r"^RUN\.toml: is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
         (
@@ -89,7 +97,7 @@ def _arguments_with_url(command, words):
     """Yield command lines of a command and its subcommands: one for each option and argument, with a URL as value."""
     for name, subcommand in getattr(command, "commands", {}).items():
         yield from _arguments_with_url(subcommand, (*words, name))
-    for parameter in () if hasattr(command, "commands") else command.params:
+    for parameter in command.params:
         option = parameter.opts[0] if parameter.param_type_name == "option" else None
         if option is None:
             yield (*words, URL), "argument"

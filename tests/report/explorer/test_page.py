@@ -14,7 +14,14 @@ from tests.helpers.explorations import small_exploration, unpack_columns, unpack
 from tests.helpers.planned_runs import make_run
 from tests.helpers.report_page import parse_embedded_json
 
-CONTEXT = PageContext("phalanx plan run.toml", "phalanx train run.toml", ["assumed: nothing"])
+CONTEXT = PageContext(
+    {
+        "compare": "phalanx plan compare run.toml",
+        "explore": "phalanx plan explore run.toml",
+        "train": "phalanx train run.toml",
+    },
+    ["assumed: nothing"],
+)
 
 
 @pytest.fixture(scope="module")

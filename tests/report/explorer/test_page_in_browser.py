@@ -18,7 +18,14 @@ from tests.helpers.watch_server import serving
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 READY = "document.body.dataset.ready === 'true'"
-CONTEXT = PageContext("phalanx plan 'my run.toml'", "phalanx train 'my run.toml'", ["assumed: nothing"])
+CONTEXT = PageContext(
+    {
+        "compare": "phalanx plan compare 'my run.toml'",
+        "explore": "phalanx plan explore 'my run.toml'",
+        "train": "phalanx train 'my run.toml'",
+    },
+    ["assumed: nothing"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_explorer_says_what_a_file_does_not_have(opened):
     row = next(row for row in range(len(found.layouts)) if row not in found.ranked and row not in found.front)
     opened.evaluate(f"select({row})")
     opened.wait_until(f"document.querySelector('#details h3').textContent === {json.dumps(str(found.layouts[row]))}")
-    assert "phalanx plan --web" in texts(opened, "#details .brief")[0]
+    assert "phalanx plan explore" in texts(opened, "#details .brief")[0]
     assert texts(opened, "#details .memory") == []
 
 
@@ -139,7 +146,7 @@ def test_explorer_web_plans_for_new_choices(browser, tmp_path):
 
     file = tmp_path / "run.toml"
     file.write_text(to_toml(make_run(sequences=16)))
-    with serving("plan", file, "--web") as address:
+    with serving("plan", "explore", file) as address:
         browser.requested_urls.clear()
         browser.errors.clear()
         browser.navigate(address, READY)

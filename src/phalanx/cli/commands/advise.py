@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from phalanx.cli.common.options import Json, Machine, Overrides
+from phalanx.cli.common.options import Json, Machine, Nodes, Nproc, Overrides
 
 OOM = "oom"
 
@@ -28,8 +28,8 @@ def advise(
     ],
     second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)] = None,
-    nproc: Annotated[int | None, typer.Option(help="Devices per node; default: 8.", min=1)] = None,
+    nodes: Nodes = None,
+    nproc: Nproc = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The run that `phalanx plan` plans: a run file on the machines of the command line."""
+"""The run that `phalanx plan` plans, a run file on the machines of the command line, and the search for its layouts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.cli.common.progress import search_progress
+
 if TYPE_CHECKING:
+    from phalanx.plan.search.result import Plan
     from phalanx.spec.cluster import ClusterSpec
     from phalanx.spec.run import RunSpec
+
+MIN_SEARCHED = 10
+"""Minimum number of layouts to search, so that a safer one than the first can be found."""
+
+
+def rank_layouts(run: RunSpec, world_size: int, num_layouts: int = MIN_SEARCHED, all_schedules: bool = False) -> Plan:
+    """Return at least `num_layouts` layouts in the order of the table of `phalanx plan`."""
+    from phalanx.plan.search.explain import plan_or_raise
+
+    with search_progress(world_size) as report:
+        keep = max(num_layouts, MIN_SEARCHED)
+        return plan_or_raise(run, world_size, keep, report=report, group_schedules=not all_schedules)
 
 
 def run_on_cluster(

@@ -1,4 +1,4 @@
-"""`phalanx plan --html` and `--web`: the plan explorer as a file, and as a page that replans."""
+"""`phalanx plan explore`: the plan explorer as a page that replans, and as a file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class PlanArguments:
     overrides: tuple[str, ...]
     topology: Path | None
     all_schedules: bool
-    top: int
 
     def load(self) -> tuple[RunSpec, int]:
         """Return the run and its number of ranks. Raises UserError if it cannot be planned."""
@@ -68,10 +67,10 @@ class PlanArguments:
         topology = None if self.topology is None else str(self.topology)
         return {**asdict(self), "run": str(self.run), "topology": topology}
 
-    def plan_command(self) -> str:
-        """Return the command line of the plan, without the option for a page."""
+    def plan_command(self, name: str) -> str:
+        """Return the command line of a command of `phalanx plan` for this run, machine and overrides."""
         options = {"--machine": self.machine, "--nodes": self.nodes, "--nproc": self.nproc, "--topology": self.topology}
-        return shlex.join(["phalanx", "plan", str(self.run), *_given(options), *self._sets()])
+        return shlex.join(["phalanx", "plan", name, str(self.run), *_given(options), *self._sets()])
 
     def train_command(self, run: RunSpec) -> str:
         """Return the command that trains the run on its cluster; "" for a config.json."""
@@ -160,14 +159,13 @@ def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
     return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
 
 
-def write_page(arguments: PlanArguments, file: Path) -> Exploration:
-    """Write the explorer as one file, and return what it shows."""
+def write_page(arguments: PlanArguments, file: Path) -> None:
+    """Write the explorer as one file."""
     exploration, facts = explore_arguments(arguments)
     with search_progress(exploration.world_size) as report:
         details = packed_details(exploration, report)
     write_file("--html", file, page(facts | {"details": details, "web": False}))
     print(f"wrote {file}", file=sys.stderr)
-    return exploration
 
 
 def serve_page(arguments: PlanArguments, port: int) -> None:
@@ -296,12 +294,14 @@ def explore_arguments(arguments: PlanArguments) -> tuple[Exploration, dict[str, 
     """Return the plan of some arguments with the data of a page, without details."""
     run, world_size = arguments.load()
     with search_progress(world_size) as report:
-        keep = max(arguments.top, NUM_FIRST_CHOICES)
-        exploration = explore(run, world_size, keep, group_schedules=not arguments.all_schedules, report=report)
+        exploration = explore(
+            run, world_size, NUM_FIRST_CHOICES, group_schedules=not arguments.all_schedules, report=report
+        )
     assumed = "; ".join(list_assumptions(run, world_size, list(exploration.ranked.values())))
     notes = [calibration_note(run.cluster), describe_memory_limit(run.cluster)]
     notes += [f"assumed: {assumed}"] if assumed else []
-    context = PageContext(arguments.plan_command(), arguments.train_command(run), notes)
+    commands = {name: arguments.plan_command(name) for name in ("compare", "explore")}
+    context = PageContext({**commands, "train": arguments.train_command(run)}, notes)
     return exploration, page_facts(exploration, context)
 
 

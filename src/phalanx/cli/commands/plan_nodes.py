@@ -18,28 +18,15 @@ if TYPE_CHECKING:
 
 MAX_NODE_COUNTS = 16
 """Maximum number of node counts that are all planned; of more, the minimum, its doublings and the maximum."""
-RANGE_OPTIONS = ("--nodes", "--machine", "--nproc", "--topology", "--set", "--json")
 
 
-def parse_node_counts(text: str | None, given: Sequence[str]) -> list[int | None]:
-    """Return the numbers of nodes to plan for; [None] if the option is not given.
-
-    Args:
-        text: Value of --nodes: "4" or "2:4".
-        given: Options of the command line.
-
-    Raises:
-        UserError: The value has another format, or a range is combined with an option for one number of nodes.
-    """
+def parse_node_counts(text: str | None) -> list[int | None]:
+    """Return the numbers of nodes to plan for: of "4" or "2:4"; [None] if the option is not given."""
     if text is None:
         return [None]
     from phalanx.launch.jobs.job import parse_nodes
 
     first, last = parse_nodes(text)
-    other = next((option for option in given if option not in RANGE_OPTIONS), None)
-    if first < last and other is not None:
-        fix = f"remove {other}, or give one number of nodes"
-        raise UserError("--nodes", text, f"is a range, which cannot be combined with {other}", fix=fix)
     if last - first < MAX_NODE_COUNTS:
         return list(range(first, last + 1))
     doublings = [first << power for power in range(last.bit_length()) if first << power < last]

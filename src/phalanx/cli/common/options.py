@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")]
+RunOrConfig = Annotated[Path, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
 Ranks = Annotated[
     int | None,
     typer.Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
@@ -18,6 +19,12 @@ Machine = Annotated[
         help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.", metavar="NAME|FILE"
     ),
 ]
+Nodes = Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)]
+Nproc = Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)]
+Topology = Annotated[
+    Path | None, typer.Option(help="Links of a node, written by `phalanx doctor --topology`.", metavar="FILE")
+]
+AllSchedules = Annotated[bool, typer.Option("--all", help="Show all schedules of each layout.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="Override a field, e.g. training.seq_len=4096.", metavar="K=V")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from phalanx.spec.errors import UserError
@@ -26,6 +27,22 @@ def check_replaceable(option: str, file: Path) -> None:
         raise UserError(
             option, str(file), "exists, and was not written by phalanx", fix="choose another name, or remove it"
         )
+
+
+def check_output_file(option: str, file: Path, run: Path) -> None:
+    """Raise UserError for a file that cannot be written, or that is the run file: before a search, not after it."""
+    if file.resolve() == run.resolve():
+        raise UserError(option, str(file), "is the run file itself", fix="choose another file")
+    problem = ""
+    if file.is_dir():
+        problem = "it is a directory"
+    elif not file.parent.is_dir():
+        problem = f"there is no directory {file.parent}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        problem = "permission denied"
+    if problem:
+        raise UserError(option, str(file), f"cannot be written: {problem}", fix="choose another file")
+    check_replaceable(option, file)
 
 
 def write_file(option: str, file: Path, text: str, replaces_link: bool = False) -> None:

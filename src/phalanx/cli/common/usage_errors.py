@@ -63,6 +63,8 @@ def to_user_error(error: Any) -> UserError:
     command = error.ctx.command_path if error.ctx else "phalanx"
     hint = f"see `{command} --help`" if error.ctx else "see --help"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
+        if moved := getattr(error.ctx.command, "moved_options", {}).get(error.option_name):
+            return UserError("option", error.option_name, "has moved to another command", fix=f"write: {moved}")
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
         if "--set" in names and (field := _run_field(error.option_name)):
             return UserError("option", error.option_name, "is not known", fix=f"write --set {field}=VALUE")
@@ -83,6 +85,8 @@ def to_user_error(error: Any) -> UserError:
     known = getattr(error.ctx.command, "commands", None)
     if known and requested:
         return _unknown_name_error("command", requested, list(known))
+    if known:
+        hint = f"write a command first, such as `{command} {next(iter(known))}`; {hint}"
     return UserError(command, None, _describe_problem(error.message), fix=hint)
 
 
@@ -103,7 +107,7 @@ def _run_field(option: str) -> str:
 
 
 def _parameter_label(parameter: Any) -> str:
-    """Return a parameter as in help: --explain, RUN.toml."""
+    """Return a parameter as in help: --nodes, RUN.toml."""
     if parameter.param_type_name == "option":
         return str(max(parameter.opts, key=len))
     return re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)

@@ -83,9 +83,8 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         *describe_memory_column(run.cluster, plan.layouts[:top]),
     ):
         _print_line(console, note, style="dim")
-    console.print(
-        "exposed: communication not hidden by compute. --explain K shows the parts of time and memory.", style="dim"
-    )
+    exposed = "exposed: communication not hidden by compute."
+    console.print(f"{exposed} phalanx plan explain RUN.toml K shows the parts of time and memory.", style="dim")
     console.print()
     for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)):
         _print_line(console, line)

@@ -83,10 +83,11 @@ def describe_faster_layout(faster: FasterLayout) -> list[str]:
     if faster.fitting_seq_len is not None:
         seconds = f"{faster.fitting_step_seconds:,.1f} s a step"
         remedy = f"It fits with --set training.seq_len={faster.fitting_seq_len} ({seconds}). "
+    fields = layout_to_text(option.candidate.layout())
     return [
         f"A layout that does not fit would be {faster.speedup:,.1f} times as fast as the fastest layout that fits: "
         f"{option.candidate}, {option.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {option.p_oom:.0%}).",
-        f'{remedy}--why-not "{layout_to_text(option.candidate.layout())}" compares it with layout 1.',
+        f'{remedy}phalanx plan compare RUN.toml "{fields}" compares it with layout 1.',
     ]
 
 

@@ -1,4 +1,4 @@
-"""Picture of an explained layout: `phalanx plan --explain K --picture FILE`."""
+"""Picture of an explained layout: `phalanx plan explain RUN.toml K --picture FILE`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.pipeline_split import layers_per_stage
@@ -90,9 +91,10 @@ def _can_express(job: ExportJob, trainer: Trainer) -> bool:
     return True
 
 
-def require_known_trainer(name: str, field: str = "trainer") -> None:
-    """Raise UserError for an unknown trainer."""
+def require_known_trainer(name: str, field: str = "trainer") -> Trainer:
+    """Return the trainer of a name. Raises UserError for an unknown one."""
     require(name in WRITERS, field, name, problem="is not known", fix=f"use one of {', '.join(WRITERS)}")
+    return cast("Trainer", name)
 
 
 def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:

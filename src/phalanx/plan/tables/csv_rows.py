@@ -48,7 +48,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             _check_header(path, table.fieldnames or ())
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError("--batch", str(path), f"cannot be read: {error}", fix="use a CSV file with a header") from None
+        raise UserError(
+            "table of runs", str(path), f"cannot be read: {error}", fix="use a CSV file with a header"
+        ) from None
     return [{column: text or "" for column, text in row.items() if column} for row in rows]
 
 
@@ -56,7 +58,7 @@ def _check_header(path: Path, names: Sequence[str]) -> None:
     known = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
     fix = f"use a CSV file whose first line contains its comma-separated column names: {known}"
     if not names:
-        raise UserError("--batch", str(path), "is empty", fix=fix)
+        raise UserError("table of runs", str(path), "is empty", fix=fix)
     missing = [column for column in REQUIRED_COLUMNS if column not in names]
     if missing:
-        raise UserError("--batch", str(path), f"does not have the columns {', '.join(missing)}", fix=fix)
+        raise UserError("table of runs", str(path), f"does not have the columns {', '.join(missing)}", fix=fix)

@@ -2,7 +2,7 @@
 
 const BRIEF = "The file has the step time and the memory of this layout. Memory by part, the timeline, traffic " +
   "and whether Phalanx can train it are in the file for the first choices and the Pareto front; the page that " +
-  "phalanx plan --web serves has them for every layout.";
+  "phalanx plan explore serves has them for every layout.";
 
 /** A command with a button that copies it. */
 function commandBox(title, command) {
@@ -72,7 +72,7 @@ function commands(row, { problem }) {
   return element("div", { class: "commands" },
     !problem && facts.setup.commands.train && commandBox("Train it", layouts.trainCommand(row)),
     commandBox("Compare it with the first choice", layouts.compareCommand(row)),
-    facts.web ? null : commandBox("Ask for other machines and batches", `${facts.setup.commands.plan} --web`));
+    facts.web ? null : commandBox("Ask for other machines and batches", facts.setup.commands.explore));
 }
 
 /** Start or end a comparison. */

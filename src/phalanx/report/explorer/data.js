@@ -110,7 +110,7 @@ class Layouts {
   /** The command that compares the layout with the planner's first choice. */
   compareCommand(row) {
     const text = this.fields(row).map(([field, value]) => `${field}=${value}`).join(",");
-    return `${this.setup.commands.plan} --why-not ${quoted(text)}`;
+    return `${this.setup.commands.compare} ${quoted(text)}`;
   }
 }
 

@@ -209,7 +209,7 @@ function showProblem(text) {
 async function post(path, choices) {
   const headers = { "Content-Type": "application/json" };
   const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(choices) }).catch(() => {
-    throw new Error("The planner does not answer: start phalanx plan --web again, and open the address that it prints.");
+    throw new Error("The planner does not answer: start phalanx plan explore again, and open the address that it prints.");
   });
   const body = await answer.json();
   if (!answer.ok) throw new Error(body.problem);

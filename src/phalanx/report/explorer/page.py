@@ -81,10 +81,9 @@ LINK_COLORS = {"fast": "#009e73", "node": "#56b4e9", "rail": "#e69f00", "spine":
 class PageContext:
     """How a page was made."""
 
-    plan_command: str
-    """The `phalanx plan` with its run file, machine and overrides."""
-    train_command: str
-    """The command to train the run on this cluster, to which a layout is added; "" where no run file can be trained."""
+    commands: Mapping[str, str]
+    """Command lines for this run, machine and overrides. "compare" and "train" still need a layout; "explore" serves
+    this page; "train" is "" where no run file can be trained."""
     notes: Sequence[str]
     """Assumptions, and what was measured."""
 
@@ -166,7 +165,7 @@ def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
         "safe_oom_probability": SAFE_OOM_PROBABILITY,
         "max_oom_probability": MAX_OOM_PROBABILITY,
         "tie_tolerance": TIE_TOLERANCE,
-        "commands": {"plan": context.plan_command, "train": context.train_command},
+        "commands": dict(context.commands),
         "layout_defaults": {
             name: field.default for name, field in Layout.model_fields.items() if name in CHOICE_COLUMNS
         },

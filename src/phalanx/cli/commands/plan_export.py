@@ -1,0 +1,74 @@
+"""`phalanx plan export`: the best layout that another trainer can express, as its configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
+from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
+from phalanx.cli.common.progress import search_progress
+
+if TYPE_CHECKING:
+    from phalanx.plan.export.common import Trainer
+    from phalanx.plan.search.result import EvaluatedLayout
+    from phalanx.spec.run import RunSpec
+
+
+def export_layout(
+    run: RunOrConfig,
+    to: Annotated[str, typer.Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
+    machine: Machine = None,
+    nodes: Nodes = None,
+    nproc: Nproc = None,
+    topology: Topology = None,
+    set_: Overrides = None,
+) -> None:
+    """Print the best layout as the configuration of another trainer.
+
+    Examples:
+
+        phalanx plan export run.toml --to megatron --machine a100 --nodes 8
+    """
+    from phalanx.plan.export.common import TRAINER_NAMES
+    from phalanx.plan.export.export import check_run, export, require_known_trainer, search_exportable
+    from phalanx.spec.errors import UserError
+    from phalanx.spec.formatting import format_gib
+
+    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    trainer = require_known_trainer(to, "--to")
+    check_run(described, trainer)
+    with search_progress(world_size) as report:
+        option = search_exportable(described, world_size, trainer, keep=MIN_SEARCHED, report=report).best
+    try:
+        exported = export(described.model_copy(update={"layout": option.candidate.layout()}), world_size, trainer)
+    except UserError as error:
+        problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
+        raise UserError("--to", trainer, problem, fix=error.fix) from None
+    print(exported.text)
+    figures = f"{option.step_seconds:.3f} s a step and {format_gib(option.memory_bytes)} a rank"
+    print(
+        f"{option.candidate}: {figures} are Phalanx's figures for this layout; those of {TRAINER_NAMES[trainer]} are "
+        "not predicted",
+        file=sys.stderr,
+    )
+    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer=trainer)):
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: Trainer) -> list[str]:
+    """Explain why the exported layout is not the planner's best, if the trainer cannot express that."""
+    from phalanx.plan.export.export import export
+    from phalanx.spec.errors import UserError
+
+    chosen = rank_layouts(run, world_size).best
+    if chosen.candidate == exported.candidate:
+        return []
+    try:
+        export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)
+    except UserError as error:
+        reason = f"{error.field} = {error.value} {error.problem}"
+        return [f"The best layout for Phalanx is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
+    return []
