@@ -33,9 +33,7 @@ def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding
     """Check each collective at its largest size."""
     wrong = RULES["between.wrong"].report(((result.name, result.wrong) for result in results if result.wrong), ok=0)
     largest = {result.name: result for result in sorted(results, key=lambda result: result.size_bytes)}
-    large = [
-        result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second
-    ]
+    large = [result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second]
     if not large:
         return [*wrong, BANDWIDTH.skip("no collective of that size uses links of known speed")]
     slow = [finding for result in large for finding in _check_bandwidth(result)]

@@ -56,7 +56,9 @@ def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma.rdma_ports(machine).items():
         for rule in ("counters.link", "counters.resent"):
             for counter in RULES[rule].inputs:
-                yield from _read_counter(machine, rule, f"{name} {counter.rpartition('/')[2]}", f"{port.path}/{counter}")
+                yield from _read_counter(
+                    machine, rule, f"{name} {counter.rpartition('/')[2]}", f"{port.path}/{counter}"
+                )
         (marked_packets,) = RULES["counters.ecn"].inputs
         yield from _read_counter(machine, "counters.ecn", name, f"{port.path}/{marked_packets}")
         yield from _read_counter(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")

@@ -44,9 +44,7 @@ def node_facts(machine: Machine) -> Facts:
         "memory GiB": None if memory is None else str(round(memory / GIB)),  # the kernel reserves different amounts
         "GPUs on the bus": str(len(pci.nvidia_gpus(machine))),
         "RDMA devices": str(len(rdma.rdma_devices(machine))),
-        "RDMA firmware": _join_distinct(
-            machine.read(f"{rdma.ROOT}/{port.device}/fw_ver") for port in ports.values()
-        ),
+        "RDMA firmware": _join_distinct(machine.read(f"{rdma.ROOT}/{port.device}/fw_ver") for port in ports.values()),
         "RDMA rate": _join_distinct(machine.read(f"{port.path}/rate") for port in ports.values()),
         "RDMA MTU": _join_distinct(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
         "RDMA driver": machine.read("/sys/module/mlx5_core/version"),

@@ -136,9 +136,7 @@ class RuleSection:
 
 
 FIELDS = {each.name for each in fields(Rule)}
-REQUIRED_FIELDS = {
-    each.name for each in fields(Rule) if each.default is MISSING and each.default_factory is MISSING
-}
+REQUIRED_FIELDS = {each.name for each in fields(Rule) if each.default is MISSING and each.default_factory is MISSING}
 
 
 def read_rules(text: str) -> dict[str, RuleSection]:

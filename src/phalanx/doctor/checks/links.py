@@ -112,9 +112,7 @@ def check_pcie(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
     yield from RULES["pcie.numa"].check(nodes)
 
 
-def _check_below_maximum(
-    machine: Machine, rule_id: str, addresses: list[str], attribute: str
-) -> list[DoctorFinding]:
+def _check_below_maximum(machine: Machine, rule_id: str, addresses: list[str], attribute: str) -> list[DoctorFinding]:
     """Check for devices below the maximum that they and their slots support.
 
     Virtual devices report 0 or nothing, and are ignored.

@@ -98,7 +98,7 @@ def _cgroup_usage(machine: Machine) -> Iterator[tuple[int, int]]:
 
 
 def check_clock(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
-    """Check the clock by chrony if it runs, else by systemd. The comparison of nodes checks the offset between hosts."""
+    """Check the clock by chrony if it runs, else by systemd."""
     output = machine.run("chrony", "chronyc", "-n", "tracking")
     if output is not None and output.code == 0:
         status = first_match(r"^Leap status\s*: (.+)$", output.text)
@@ -164,7 +164,7 @@ def _parse_cores(listed: str) -> set[int]:
 
 
 def _check_governors(machine: Machine) -> list[DoctorFinding]:
-    """Return one finding per governor, with the cores as one device: cpu0, or the first core and the number of others."""
+    """Return one finding per governor; its device is cpu0, or the first core and the number of others."""
     rule = RULES["cpu.governor"]
     paths = machine.glob(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
     cores: dict[str, list[str]] = {}
