@@ -63,12 +63,14 @@ class Rule:
             for device, value in values.items()
             if device in limits and self._is_violated(value, limits[device])
         ]
-        if violations:
-            return violations
-        distinct = sorted(set(values.values()))
+        return violations or [self.ok_range(values.values())]
+
+    def ok_range(self, values: Iterable[Value]) -> DoctorFinding:
+        """Return the OK finding with the smallest and the largest value of the devices, or SKIP without devices."""
+        distinct = sorted(set(values))
         if not distinct:
-            return [self.skip("no device reports a value")]
-        return [self.ok(distinct[0] if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}")]
+            return self.skip("no device reports a value")
+        return self.ok(distinct[0] if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}")
 
     def report(self, violations: Iterable[tuple[str, Value]], ok: Value) -> list[DoctorFinding]:
         """Return a finding per violation that the caller found, or one OK finding.
@@ -100,7 +102,7 @@ class Rule:
 
     def _is_violated(self, value: Any, limit: Any) -> bool:
         if not self.violated_if:
-            return False
+            raise ValueError(f"{self.id} of rules.toml has no violated_if. Add it, or decide in the check.")
         return COMPARISONS[self.violated_if](value, limit if self.share == 1 else self.share * limit)
 
     def _finding(

@@ -224,4 +224,5 @@ def _check_versions(lines: Sequence[str]) -> list[DoctorFinding]:
             versions.append((line_match[1] if line_match else "", version_match[1]))
     majority = most_common(version for _, version in versions) or ""
     other = [(host, version) for host, version in sorted(set(versions)) if version != majority]
-    return [rule.violation(host, version, majority, host=host) for host, version in other] or rule.check(dict(versions))
+    violations = [rule.violation(host, version, majority, host=host) for host, version in other]
+    return violations or [rule.ok_range(dict(versions).values())]
