@@ -78,7 +78,8 @@ def stale_report_findings(directory: Path) -> list[DoctorFinding]:
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
     """Return the findings of the ranks' measurement, or its failures; for an old one only that it is old."""
-    failed, old = RULES["between.failed"], RULES["nodes.old"]
+    failed = RULES["between.failed"]
+    old = RULES["nodes.old"]
     files = [*directory.glob(COLLECTIVES_FILE), *(directory / FAILURES_DIR).glob("rank-*.json")]
     if not files:
         return [failed.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]

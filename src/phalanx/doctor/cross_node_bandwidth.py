@@ -57,7 +57,8 @@ def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[
     median over nodes of the bandwidth with their best partner, which is healthy if more than half of the nodes are. The
     median of all pairs would not be: with one slow node of three, two of the three pairs are slow.
     """
-    node_rule, pair_rule = RULES["between.slow_node"], RULES["between.slow_pair"]
+    node_rule = RULES["between.slow_node"]
+    pair_rule = RULES["between.slow_pair"]
     if not bytes_per_second:
         return [node_rule.skip("one node")]
     hosts = sorted({host for pair in bytes_per_second for host in pair})

@@ -133,7 +133,8 @@ def check_ecc(machine: Machine, _: Expectations) -> Iterator[DoctorFinding]:
     rows = nvidia_smi.query_gpus(machine, "smi_ecc", "gpu", "index", CORRECTED_ECC_FIELD, uncorrected)
     yield from RULES["ecc.uncorrected"].check(nvidia_smi.numeric_field(rows, uncorrected))
     yield from RULES["ecc.corrected"].check(nvidia_smi.numeric_field(rows, CORRECTED_ECC_FIELD))
-    pending, failure = "remapped_rows.pending", "remapped_rows.failure"
+    pending = "remapped_rows.pending"
+    failure = "remapped_rows.failure"
     try:
         rows = nvidia_smi.query_gpus(machine, "smi_remapped", "remapped-rows", "gpu_bus_id", pending, failure)
     except CheckSkipped as skipped:

@@ -117,14 +117,16 @@ def _check_below_maximum(machine: Machine, rule_id: str, addresses: list[str], a
 
     Virtual devices report 0 or nothing, and are ignored.
     """
-    used, maxima = {}, {}
+    used = {}
+    maxima = {}
     for address in addresses:
         value = _read_number(machine, address, f"current_{attribute}")
         bridge = pci.upstream_bridge(machine, address)
         supported = [_read_number(machine, device, f"max_{attribute}") for device in (address, bridge) if device]
         maximum = min((number for number in supported if number > 0), default=0.0)
         if value > 0 and maximum > 0:
-            used[address], maxima[address] = value, maximum
+            used[address] = value
+            maxima[address] = maximum
     return RULES[rule_id].check(used, limit=maxima)
 
 

@@ -74,7 +74,8 @@ def _check_interfaces(
     machine: Machine, selected: dict[str, list[str]], is_single_node: bool
 ) -> Iterator[DoctorFinding]:
     """Check that the selected interfaces exist, that other nodes can reach them, and that one is up."""
-    exists, gloo_exists = RULES["nccl.interface"], RULES["nccl.gloo_interface"]
+    exists = RULES["nccl.interface"]
+    gloo_exists = RULES["nccl.gloo_interface"]
     if not selected:
         ids = ("nccl.interface", "nccl.gloo_interface", "nccl.interface_local", "nccl.interface_up")
         yield from skip_rules("no variable names an interface", *ids)
