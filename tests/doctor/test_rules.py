@@ -1,79 +1,68 @@
-from typing import Any
+"""The rules of `phalanx doctor` are valid rows, and are evaluated as their rows say."""
+
+from __future__ import annotations
 
 import pytest
-import tomli_w
 
-from phalanx.doctor.rules import SECTIONS, read_rules
-from phalanx.doctor.run_checks import CHECKS
+from phalanx.doctor import run_checks
+from phalanx.doctor.rules import RULES, SECTIONS, read_rules
 
 ROW = {
-    "id": "disk.full",
+    "id": "gpu.busy",
     "severity": "WARN",
-    "quantity": "used space",
+    "quantity": "memory in use",
     "violated_if": ">=",
-    "limit": 80,
+    "limit": 2048,
     "threshold": "less than {limit}",
-    "unit": "%",
-    "source": "AZNHC",
-    "remedy": "remove checkpoints",
-    "command": "df -h",
+    "limit_text": "less than {limit:g}",
+    "source": "Primus",
+    "remedy": "stop the processes on {device}",
+    "command": "nvidia-smi -i {gpu}",
 }
 
 
-def rules_text(*rows: dict[str, Any]) -> str:
-    return tomli_w.dumps({"disk": {"title": "Disk", "rules": list(rows)}})
-
-
-def test_read_rules_fills_limits_into_texts() -> None:
-    (rule,) = read_rules(rules_text(ROW))["disk"].rules
-    assert rule.threshold == "less than 80"
-    assert [(found.severity, found.measured) for found in rule.check({"/a": 80, "/b": 79})] == [("WARN", 80)]
-    assert [(found.severity, found.measured) for found in rule.check({"/a": 70, "/b": 79})] == [("OK", "70 to 79")]
-    assert [found.severity for found in rule.check({})] == ["SKIP"]
-
-
-def test_rule_check_uses_the_limit_of_each_device() -> None:
-    (rule,) = read_rules(rules_text({**ROW, "violated_if": "<", "share": 0.5, "limit_text": "at least {limit:g}"}))[
-        "disk"
-    ].rules
-    (found,) = rule.check({"a": 4.0, "b": 4.0, "without limit": 0.0}, limit={"a": 10.0, "b": 8.0})
-    assert (found.device, found.measured, found.threshold) == ("a", 4, "at least 10")
+def to_section(*rows: dict[str, object]) -> str:
+    texts = ("".join(f"{key} = {value!r}\n" for key, value in row.items()) for row in rows)
+    return "[gpus]\ntitle = 'GPUs'\n" + "".join(f"[[gpus.rules]]\n{text}" for text in texts)
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "message"),
     [
-        ({"treshold": "none"}, "disk.full: treshold is not a key of a rule"),
-        ({"source": ""}, "disk.full: source is missing"),
-        ({"remedy": ""}, "disk.full: remedy is missing"),
-        ({"severity": "OK"}, "severity = 'OK' is not a severity"),
-        ({"violated_if": "=<"}, "violated_if = '=<' is not a comparison"),
-        ({"threshold": "at most {maximum}"}, "a text names 'maximum', which the row does not define"),
-        ({"limit_text": "{limit:q}"}, "a text names"),
+        ({"sorce": "Primus"}, "sorce is not a key of a rule"),
+        ({"source": ""}, "source is missing"),
+        ({"severity": "BAD"}, "severity = 'BAD' is not a severity"),
+        ({"violated_if": "=>"}, "violated_if = '=>' is not a comparison"),
+        ({"threshold": "less than {limitt}"}, "a text names 'limitt', which the row does not define"),
+        ({"limit_text": "less than {limt}"}, "a text names 'limt', which the row does not define"),
     ],
 )
-def test_read_rules_names_the_row_and_the_wrong_key(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=r"rules\.toml, disk\.full") as error:
-        read_rules(rules_text({**ROW, **change}))
-    assert problem in str(error.value)
+def test_read_rules_rejects_invalid_row(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"rules\.toml, gpu\.busy: {message}"):
+        read_rules(to_section(ROW | change))
 
 
-def test_read_rules_rejects_repeated_ids_and_sections_without_title() -> None:
-    with pytest.raises(ValueError, match=r"id = 'disk.full' occurs twice"):
-        read_rules(rules_text(ROW, ROW))
-    with pytest.raises(ValueError, match="a rule without id: id is missing"):
-        read_rules(rules_text({key: value for key, value in ROW.items() if key != "id"}))
-    with pytest.raises(ValueError, match="Give it a title and rules"):
-        read_rules("[disk]\nrules = []\n")
+def test_read_rules_rejects_missing_keys_unknown_sections_and_repeated_ids() -> None:
+    without_source = {key: value for key, value in ROW.items() if key != "source"}
+    with pytest.raises(ValueError, match="source is missing"):
+        read_rules(to_section(without_source))
+    with pytest.raises(ValueError, match=r"\[gpus\] of rules.toml has the keys rules"):
+        read_rules(to_section(ROW).replace("title = 'GPUs'", ""))
+    with pytest.raises(ValueError, match="occurs twice"):
+        read_rules(to_section(ROW, ROW))
 
 
-def test_rule_check_without_a_comparison_raises() -> None:
-    """A row that lacks violated_if must not pass for OK."""
-    row = {key: value for key, value in ROW.items() if key != "violated_if"}
-    (rule,) = read_rules(rules_text(row))["disk"].rules
-    with pytest.raises(ValueError, match="has no violated_if"):
-        rule.check(99)
+def test_rule_check_compares_each_device_with_its_limit() -> None:
+    rule = read_rules(to_section(ROW))["gpus"].rules[0]
+    (busy,) = rule.check({"GPU0": 4, "GPU3": 2048})
+    assert (busy.device, busy.measured, busy.severity, busy.threshold) == ("GPU3", 2048, "WARN", "less than 2048")
+    assert (busy.remedy, busy.command) == ("stop the processes on GPU3", "nvidia-smi -i 3")
+    (busy,) = rule.check({"GPU0": 4, "GPU3": 2048}, limit={"GPU0": 1.5})
+    assert (busy.device, busy.threshold) == ("GPU0", "less than 1.5")
+    assert [(each.severity, each.measured) for each in rule.check({"GPU0": 4, "GPU3": 9})] == [("OK", "4 to 9")]
+    assert [(each.severity, each.measured) for each in rule.check({})] == [("SKIP", "no device reports a value")]
 
 
-def test_every_check_has_a_section_of_rules() -> None:
-    assert CHECKS.keys() <= SECTIONS.keys()
+def test_rules_have_a_section_per_check() -> None:
+    assert [*SECTIONS] == [*run_checks.CHECKS, "doctor", "nodes", "between", "counters"]
+    assert len(RULES) == 104
