@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.doctor import run_checks
-from phalanx.doctor.rules import RULES, SECTIONS, read_rules
+from phalanx.doctor.rules import SECTIONS, read_rules
 
 ROW = {
     "id": "gpu.busy",
@@ -63,6 +63,12 @@ def test_rule_check_compares_each_device_with_its_limit() -> None:
     assert [(each.severity, each.measured) for each in rule.check({})] == [("SKIP", "no device reports a value")]
 
 
+def test_rule_check_raises_when_row_has_no_comparison() -> None:
+    """Without the error, a row that lacks violated_if would be OK for any value."""
+    row = {key: value for key, value in ROW.items() if key != "violated_if"}
+    with pytest.raises(ValueError, match=r"gpu\.busy of rules\.toml has no violated_if"):
+        read_rules(to_section(row))["gpus"].rules[0].check(4096)
+
+
 def test_rules_have_a_section_per_check() -> None:
     assert [*SECTIONS] == [*run_checks.CHECKS, "doctor", "nodes", "between", "counters"]
-    assert len(RULES) == 104
