@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from phalanx.cli.main import PANELS, app
-from phalanx.doctor.rule_table import markdown_table
+from phalanx.doctor.rules import SECTIONS
 from phalanx.spec.files import json_schema
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -36,7 +36,7 @@ A later source replaces an earlier one. `--set KEY=` restores the default.
 DOCTOR_INTRODUCTION = """# Rules of `phalanx doctor`
 
 Every check, its threshold, its source and its remedy. The [guide](../guides/doctor.md) explains how to run the checks.
-`python -m phalanx.doctor.rule_table` prints the tables, and `python tools/reference_pages.py` writes them here.
+The rules are rows of `src/phalanx/doctor/rules.toml`, from which `python tools/reference_pages.py` writes this page.
 
 Sources: AZNHC (Azure), OCI, GCM (Meta), Imbue, Primus (AMD), NVRx (NVIDIA resiliency extension) and DCGM are published
 health checks of clusters. "ours" is an estimate of this project.
@@ -139,7 +139,16 @@ def _escape(text: str) -> str:
 
 def doctor_page() -> str:
     """Return the page of the doctor's rules."""
-    return DOCTOR_INTRODUCTION + markdown_table().rstrip() + "\n"
+    lines = []
+    for section in SECTIONS.values():
+        header = ("| id | | measured | expected | source | remedy |", "|---|---|---|---|---|---|")
+        lines += [f"## {section.title}", "", *header]
+        for rule in section.rules:
+            threshold = f"{rule.threshold} {rule.unit}".strip()
+            cells = (f"`{rule.id}`", rule.severity, rule.quantity, threshold, rule.source, rule.remedy)
+            lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append("")
+    return DOCTOR_INTRODUCTION + "\n".join(lines).rstrip() + "\n"
 
 
 PAGES = {"cli.md": cli_page, "config.md": config_page, "doctor-rules.md": doctor_page}

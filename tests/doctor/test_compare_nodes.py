@@ -17,7 +17,8 @@ from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
-from phalanx.doctor.node_report import NodeReport
+from phalanx.doctor.node_facts import NodeReport
+from phalanx.doctor.rules import RULES, SECTIONS
 from phalanx.runs import hang_dumps
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot
@@ -272,7 +273,7 @@ def test_counter_findings_use_ratio_of_ecn_marked_packets(tmp_path: Path) -> Non
 
 def test_error_counter_fault_table_covers_every_rule(h100: Path) -> None:
     broken = {fault[2] for fault in INCREASED_COUNTERS.values()} | {"counters.ecn"}
-    assert {rule.id for rule in error_counters.RULES} == broken
+    assert {rule.id for rule in SECTIONS["counters"].rules} == broken
     assert set(error_counters.read_counters(Machine(h100))) == broken | {
         error_counters.PACKETS,
         error_counters.SEGMENTS,
@@ -391,7 +392,7 @@ def test_round_robin_pairs_contain_every_pair_once(nodes: int) -> None:
 
 def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> None:
     assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
-    finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
+    finding = RULES["between.slow_node"].violation("network", 50, host="node3")
     (tmp_path / compare_nodes.COLLECTIVES_FILE).write_text(json.dumps([finding.__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == [finding]
     (tmp_path / compare_nodes.COLLECTIVES_FILE).write_text("{")
@@ -402,7 +403,7 @@ def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> N
 def test_stale_collective_findings_fail(nodes: list[NodeReport], tmp_path: Path) -> None:
     compare_nodes.write_node_report(tmp_path, nodes[0])
     file = tmp_path / compare_nodes.COLLECTIVES_FILE
-    file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
+    file.write_text(json.dumps([RULES["between.wrong"].ok(0).__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))
     (found,) = compare_nodes.collective_findings(tmp_path)

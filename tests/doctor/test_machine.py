@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.doctor import disk_write_probe, run_checks
-from phalanx.doctor.checks import disk, software
-from phalanx.doctor.checks.disk import WRITE_SECONDS
+from phalanx.doctor.checks import software
+from phalanx.doctor.checks.disk import WRITE_SECONDS, check_disk
 from phalanx.doctor.error_counters import read_counters
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.expectations_from_run import expectations_from_run
@@ -113,9 +113,7 @@ def test_doctor_reports_checks_that_cannot_be_started(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(run_checks, "TimedProcess", refused)
     found = run_checks.run_all_checks(Machine(), Expectations())
-    assert [(each.id, each.device) for each in found] == [
-        ("doctor.unreadable", run_checks.check_name(check)) for check in run_checks.CHECKS
-    ]
+    assert [(each.id, each.device) for each in found] == [("doctor.unreadable", check) for check in run_checks.CHECKS]
 
 
 def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +122,7 @@ def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, mo
     program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(run_checks, "CHECKS", (disk,))
+    monkeypatch.setattr(run_checks, "CHECKS", {"disk": check_disk})
     monkeypatch.setattr(run_checks, "CHECK_SECONDS", 5)
     described = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
     found = run_checks.run_all_checks(Machine(), expectations_from_run(described, 2))
@@ -271,29 +269,28 @@ def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path
         text = path.read_text()
         path.write_text(text[: len(text) // 2] if corruption == "half" else corruption)
         machine = Machine(tmp_path)
-        found = [each for check in run_checks.CHECKS for each in _run_check_unguarded(check, machine, expected)]
+        found = [
+            each for check in run_checks.CHECKS.values() for each in _run_check_unguarded(check, machine, expected)
+        ]
         assert found
         node_facts(machine)
         read_counters(machine)
         path.write_text(text)
 
 
-def _run_check_unguarded(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+def _run_check_unguarded(check: run_checks.Check, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """As `run_checks.run_check` without its last resort."""
     with suppress(CheckSkipped):
-        return check.check(machine, expected)  # type: ignore[attr-defined]
+        return list(check(machine, expected))
     return []
 
 
-def test_run_check_reports_exception_as_unreadable(tmp_path: Path) -> None:
-    class Broken:
-        __name__ = "phalanx.doctor.broken"
+def test_run_check_reports_exception_as_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_broken(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+        raise ZeroDivisionError("a bug")
 
-        @staticmethod
-        def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-            raise ZeroDivisionError("a bug")
-
-    (found,) = run_checks.run_check(Broken(), Machine(tmp_path), Expectations())
+    monkeypatch.setitem(run_checks.CHECKS, "broken", check_broken)
+    (found,) = run_checks.run_check("broken", Machine(tmp_path), Expectations())
     assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
     assert found.measured == "ZeroDivisionError: a bug"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.doctor.checks import nccl_log
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
+from phalanx.doctor.rules import SECTIONS
 from phalanx.doctor.run_checks import CHECKS, run_all_checks
 from tests.helpers.snapshot_edits import (
     SnapshotEdit,
@@ -751,7 +751,7 @@ def test_doctor_passes_every_rule_on_healthy_h100_node(h100: Path) -> None:
     assert find_problems(h100) == []
     assert {each.host for each in found} == {"node1"}
     well = {each.id for each in found if each.severity == "OK"}
-    rules = {rule.id for check in CHECKS for rule in check.RULES}
+    rules = {rule.id for check in CHECKS for rule in SECTIONS[check].rules}
     assert rules - well == {"memory.headroom", "cpu.bf16"}  # those are for CPUs
 
 
@@ -760,7 +760,7 @@ def test_doctor_reports_fault_with_device_and_remedy(name: str, h100: Path) -> N
     plant, rule, severity, device = FAULTS[name]
     plant(h100)
     (found,) = find_problems(h100)
-    of_log = rule in {each.id for each in nccl_log.RULES}  # which tells of all hosts of a run
+    of_log = rule in {each.id for each in SECTIONS["nccl_log"].rules}  # which tells of all hosts of a run
     assert (found.id, found.severity, found.host) == (rule, severity, device if of_log and device else "node1")
     assert device in found.device if rule == "doctor.stuck" else found.device == device
     assert found.remedy
@@ -791,7 +791,7 @@ def test_doctor_skips_roce_checks_on_infiniband(h100: Path) -> None:
 
 def test_doctor_fault_table_covers_every_rule() -> None:
     broken = {fault[1] for fault in (*FAULTS.values(), *ALL_NIC_FAULTS.values())}
-    rules = {rule.id for check in CHECKS for rule in check.RULES}
+    rules = {rule.id for check in CHECKS for rule in SECTIONS[check].rules}
     assert rules - broken == {"memory.headroom", "cpu.bf16"}
 
 

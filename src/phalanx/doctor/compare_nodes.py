@@ -11,85 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from phalanx.debug.collective_log import is_peer_loss
-from phalanx.doctor.checks.clock import MAX_OFFSET_SECONDS
-from phalanx.doctor.cross_node_bandwidth import FAILED
-from phalanx.doctor.finding import CheckRule, DoctorFinding, most_common
-from phalanx.doctor.node_report import NodeReport
+from phalanx.doctor.finding import DoctorFinding, most_common
+from phalanx.doctor.node_facts import NodeReport
+from phalanx.doctor.rules import RULES
 from phalanx.runs.hang_dumps import FAILURES_DIR, read_failures
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_json
 
-CRITICAL_FACTS = (
-    "NVIDIA driver",
-    "NCCL",
-    "PyTorch",
-    "CUDA of PyTorch",
-    "phalanx",
-    "GPUs on the bus",
-    "RDMA MTU",
-    "RDMA rate",
-)
-"""Facts whose differences between nodes make runs fail or slow down."""
 REPORT_SUFFIX = ".node.json"
-MAX_REPORT_AGE_MINUTES = 60
 COLLECTIVES_FILE = "collectives.json"
 """The file with the measurements that all ranks make together (`phalanx.doctor.multi_node_benchmark`)."""
 USER_ERROR_CODE = 2
 """The code of a failure that the user must fix, and that blames no host."""
-NODES = CheckRule(
-    id="nodes.missing",
-    quantity="nodes with a report",
-    severity="FAIL",
-    threshold="all of the run's",
-    unit="nodes",
-    source="the run (cluster.nodes)",
-    remedy="find out why the others have none: unreachable, hung, or not started",
-    command="sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
-)
-BREAKS = CheckRule(
-    id="nodes.drift_breaks",
-    quantity=f"{', '.join(CRITICAL_FACTS)}",
-    severity="FAIL",
-    threshold="equal to most nodes",
-    unit="",
-    source="Primus, GCM (drift against the majority)",
-    remedy="make the node equal to most nodes, or exclude it",
-    command="phalanx doctor --compare-reports DIR --json",
-)
-DRIFT = CheckRule(
-    id="nodes.drift",
-    quantity="kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
-    severity="WARN",
-    threshold="equal to most nodes",
-    unit="",
-    source="Primus, GCM (drift against the majority)",
-    remedy="make the node equal to most nodes",
-    command="phalanx doctor --compare-reports DIR --json",
-)
-CLOCK = CheckRule(
-    id="nodes.clock",
-    quantity="clock offset from the shared storage, relative to the median node's",
-    severity="FAIL",
-    threshold=f"at most {MAX_OFFSET_SECONDS}",
-    unit="s",
-    source="Primus (clock skew 30 s)",
-    remedy="set the clock of the node",
-    command="chronyc makestep",
-)
-STALE = CheckRule(
-    id="nodes.old",
-    quantity="age of a node's report compared with the newest",
-    severity="FAIL",
-    threshold=f"at most {MAX_REPORT_AGE_MINUTES}",
-    unit="min",
-    source="ours: the old report of a node that hangs now would hide the hang",
-    remedy="check whether the node responds; use a separate directory for each check",
-    command="phalanx doctor RUN.toml --save-report DIR",
-)
-RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
 
 
 def storage_clock(directory: Path) -> float:
@@ -134,22 +69,25 @@ def read_node_reports(directory: Path) -> list[NodeReport]:
 
 def stale_report_findings(directory: Path) -> list[DoctorFinding]:
     """Return the nodes whose report is much older than the newest."""
+    rule = RULES["nodes.old"]
     written_at = {_read_node_report(file).host: file.stat().st_mtime for file in directory.glob(f"*{REPORT_SUFFIX}")}
     minutes = {host: round((max(written_at.values()) - seconds) / 60) for host, seconds in written_at.items()}
-    stale = [STALE.violation("", age, host=host) for host, age in minutes.items() if age > MAX_REPORT_AGE_MINUTES]
-    return stale or [STALE.ok(max(minutes.values()))]
+    stale = [rule.violation("", age, host=host) for host, age in minutes.items() if age > rule.limit]
+    return stale or [rule.ok(max(minutes.values()))]
 
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
     """Return the findings of the ranks' measurement, or its failures; for an old one only that it is old."""
+    failed = RULES["between.failed"]
+    old = RULES["nodes.old"]
     files = [*directory.glob(COLLECTIVES_FILE), *(directory / FAILURES_DIR).glob("rank-*.json")]
     if not files:
-        return [FAILED.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]
+        return [failed.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]
     nodes = [file.stat().st_mtime for file in directory.glob(f"*{REPORT_SUFFIX}")]
     minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
-    if minutes > MAX_REPORT_AGE_MINUTES:
-        return [STALE.violation(files[-1].name, minutes)]
-    return [*(failed_rank_findings(directory) or [FAILED.ok("all")]), *_read_collective_findings(directory)]
+    if minutes > old.limit:
+        return [old.violation(files[-1].name, minutes)]
+    return [*(failed_rank_findings(directory) or [failed.ok("all")]), *_read_collective_findings(directory)]
 
 
 def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
@@ -160,16 +98,13 @@ def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
     """
     failures = list(read_failures(directory).values())
     primary = [failure for failure in failures if not is_peer_loss(str(failure.get("reason")))]
-    last_first = reversed(primary or failures[:1])
-    ranks = {
-        (_blamed_host(failure) if primary else "", str(failure.get("reason"))): failure["rank"]
-        for failure in last_first
-    }
-    return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(ranks.items())]
-
-
-def _blamed_host(failure: Mapping[str, Any]) -> str:
-    return "" if failure.get("code") == USER_ERROR_CODE else str(failure.get("host", ""))
+    ranks = {}
+    for failure in reversed(primary or failures[:1]):
+        blames_host = primary and failure.get("code") != USER_ERROR_CODE
+        host = str(failure.get("host", "")) if blames_host else ""
+        ranks[host, str(failure.get("reason"))] = failure["rank"]
+    rule = RULES["between.failed"]
+    return [rule.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(ranks.items())]
 
 
 def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
@@ -208,53 +143,44 @@ def _read_node_report(file: Path) -> NodeReport:
 def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[DoctorFinding]:
     """Return the differences of each node from the majority, by facts and clocks.
 
-    Args:
-        nodes: The reports of the nodes.
-        expected_nodes: The number of nodes that should have written a report.
+    `expected_nodes` is the number of nodes that should have written a report.
     """
-    missing = _missing_node_findings(nodes, expected_nodes)
     names = sorted({name for node in nodes for name in node.facts})
     drift = [finding for name in names for finding in _drift_findings(name, nodes)]
     return [
-        *(missing or [NODES.ok(len(nodes))]),
-        *(drift or [DRIFT.ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
+        *_missing_node_findings(nodes, expected_nodes),
+        *(drift or [RULES["nodes.drift"].ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
         *clock_skew_findings({node.host: node.clock_offset_seconds for node in nodes}),
     ]
 
 
 def _missing_node_findings(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
     """Return the nodes of the job without a report, or the number of reports if names are unknown."""
+    rule = RULES["nodes.missing"]
     missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
     if missing_hosts:
-        return [NODES.violation("", "no report", "one per node", host=host) for host in sorted(missing_hosts)]
-    return [NODES.violation("", len(nodes), f"{expected_nodes}")] if len(nodes) < expected_nodes else []
+        return [rule.violation("", "no report", "one per node", host=host) for host in sorted(missing_hosts)]
+    return rule.check(len(nodes), limit=expected_nodes)
 
 
 def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[DoctorFinding]:
-    """Return the hosts whose clock offset is far from the median.
-
-    Args:
-        clock_offsets_seconds: The offset of each host's clock from a common reference.
-    """
+    """Return the hosts whose clock offset, from a common reference, is far from the median."""
+    rule = RULES["nodes.clock"]
     median_offset = median(clock_offsets_seconds.values())
     deviations = {host: round(seconds - median_offset, 1) for host, seconds in clock_offsets_seconds.items()}
-    findings = [
-        CLOCK.violation("clock", seconds, host=host)
-        for host, seconds in deviations.items()
-        if abs(seconds) > MAX_OFFSET_SECONDS
-    ]
-    return findings or [CLOCK.ok(max(map(abs, deviations.values())))]
+    skewed = {host: seconds for host, seconds in deviations.items() if abs(seconds) > rule.limit}
+    violations = [rule.violation("clock", seconds, host=host) for host, seconds in skewed.items()]
+    return violations or [rule.ok(max(map(abs, deviations.values())))]
 
 
 def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """Return the nodes that differ from the majority, or one finding of no host without a majority."""
+    rule = RULES["nodes.drift_breaks" if name in RULES["nodes.drift_breaks"].inputs else "nodes.drift"]
     values = {node.host: node.facts.get(name, "none") for node in nodes}
-    rule = BREAKS if name in CRITICAL_FACTS else DRIFT
     majority = most_common(values.values())
     if len(set(values.values())) == 1 or majority is None:
         return []
     if 2 * list(values.values()).count(majority) <= len(nodes):
-        return [
-            rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "equal on all nodes")
-        ]
+        listed = "; ".join(f"{host}: {value}" for host, value in values.items())
+        return [rule.violation(name, listed, "equal on all nodes")]
     return [rule.violation(name, value, majority, host=host) for host, value in values.items() if value != majority]

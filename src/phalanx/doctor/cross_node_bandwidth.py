@@ -6,73 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from phalanx.doctor.finding import CheckRule, DoctorFinding
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.rules import RULES
 from phalanx.spec.formatting import GB, GIB, MIB
 
-LARGE_BYTES = 64 * MIB
-"""Minimum size at which a collective is limited by bandwidth, not by latency (Primus: 64 MB and 1 GB)."""
-HUGE_BYTES = GIB
-MIN_BANDWIDTH_SHARE = 0.55
-MIN_HUGE_BANDWIDTH_SHARE = 0.7
-"""Share of the links' bandwidth that collectives must reach, and the share from `HUGE_BYTES` on.
-
-Healthy nodes of 8 A100 and 8 H200 reach 0.60 (all-to-all) to 0.77 at 64 MiB, and 0.73 and more from 1 GiB on
-(stas00/ml-engineering's and SimuMax's sweeps of nccl-tests).
-"""
-SLOW_RATIO = 0.75
-"""NVRx classifies a rank below 0.75 of the median as a straggler."""
-WRONG = CheckRule(
-    id="between.wrong",
-    quantity="wrong elements in the result of a collective",
-    severity="FAIL",
-    threshold="0",
-    unit="numbers",
-    source="nccl-tests (#wrong)",
-    remedy="drain these nodes: some memory, link or GPU corrupts data silently",
-    command="phalanx bench collectives RUN.toml; dcgmi diag -r 3",
-)
-BANDWIDTH = CheckRule(
-    id="between.busbw",
-    quantity=f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
-    severity="WARN",
-    threshold=f"at least {MIN_BANDWIDTH_SHARE:.0%} of the links' bandwidth, from {HUGE_BYTES // GIB} GiB on "
-    f"{MIN_HUGE_BANDWIDTH_SHARE:.0%}",
-    unit="GB/s",
-    source="stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
-    remedy="check which links it uses, whether NCCL fell back to sockets, and the pairs below",
-    command="phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
-)
-PAIR = CheckRule(
-    id="between.slow_node",
-    quantity="bandwidth of a node with its best partner, relative to the median node's",
-    severity="FAIL",
-    threshold=f"at least {SLOW_RATIO:.0%}",
-    unit="%",
-    source="NVRx (straggler below 0.75 of the median)",
-    remedy="exclude the node, and check its cards, cables and counters",
-    command="srun --exclude=$(cat failing_nodes.txt) ...",
-)
-LINK = CheckRule(
-    id="between.slow_pair",
-    quantity="bandwidth between two nodes, relative to the same",
-    severity="WARN",
-    threshold=f"at least {SLOW_RATIO:.0%}",
-    unit="%",
-    source="NVRx (straggler below 0.75 of the median)",
-    remedy="check the connection between these two: cables, leaf switches, routing",
-    command="torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
-)
-FAILED = CheckRule(
-    id="between.failed",
-    quantity="ranks of this measurement",
-    severity="FAIL",
-    threshold="all finished it",
-    unit="",
-    source="ours",
-    remedy="find the first failure on that host; ranks that only lost a peer blame no host",
-    command="cat DIR/failures/rank-*.json",
-)
-RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
+BANDWIDTH = RULES["between.busbw"]
+LARGE_BYTES = int(BANDWIDTH.parameters["min_mib"]) * MIB
+HUGE_BYTES = int(BANDWIDTH.parameters["huge_gib"]) * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,34 +31,23 @@ class CollectiveResult:
 
 def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding]:
     """Check each collective at its largest size."""
-    wrong = [WRONG.violation(result.name, result.wrong) for result in results if result.wrong]
+    wrong = RULES["between.wrong"].report(((result.name, result.wrong) for result in results if result.wrong), ok=0)
     largest = {result.name: result for result in sorted(results, key=lambda result: result.size_bytes)}
-    large_results = [
-        result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second
-    ]
-    slow = [
-        _slow_finding(result)
-        for result in large_results
-        if result.bus_bytes_per_second < _required_bytes_per_second(result)
-    ]
-    if not large_results:
-        slow = [BANDWIDTH.skip("no collective of that size uses links of known speed")]
-    elif not slow:
-        slow = [BANDWIDTH.ok(f"{len(large_results)} collectives")]
-    return [*(wrong or [WRONG.ok(0)]), *slow]
+    large = [result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second]
+    if not large:
+        return [*wrong, BANDWIDTH.skip("no collective of that size uses links of known speed")]
+    slow = [finding for result in large for finding in _check_bandwidth(result)]
+    return [*wrong, *(slow or [BANDWIDTH.ok(f"{len(large)} collectives")])]
 
 
-def _slow_finding(result: CollectiveResult) -> DoctorFinding:
-    expected_gb_per_second = _required_bytes_per_second(result) / GB
+def _check_bandwidth(result: CollectiveResult) -> list[DoctorFinding]:
+    share = BANDWIDTH.parameters["huge_limit"] if result.size_bytes >= HUGE_BYTES else BANDWIDTH.limit
+    required = share * (result.link_bytes_per_second or 0)
+    if result.bus_bytes_per_second >= required:
+        return []
     device = f"{result.name}, {result.ranks} ranks, {result.size_bytes:,} B"
-    return BANDWIDTH.violation(
-        device, round(result.bus_bytes_per_second / GB, 2), f"at least {expected_gb_per_second:.3g}"
-    )
-
-
-def _required_bytes_per_second(result: CollectiveResult) -> float:
-    share = MIN_HUGE_BANDWIDTH_SHARE if result.size_bytes >= HUGE_BYTES else MIN_BANDWIDTH_SHARE
-    return share * (result.link_bytes_per_second or 0)
+    measured = round(result.bus_bytes_per_second / GB, 2)
+    return [BANDWIDTH.violation(device, measured, f"at least {required / GB:.3g}")]
 
 
 def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:
@@ -128,26 +57,25 @@ def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[
     median over nodes of the bandwidth with their best partner, which is healthy if more than half of the nodes are. The
     median of all pairs would not be: with one slow node of three, two of the three pairs are slow.
     """
+    node_rule = RULES["between.slow_node"]
+    pair_rule = RULES["between.slow_pair"]
     if not bytes_per_second:
-        return [PAIR.skip("one node")]
+        return [node_rule.skip("one node")]
     hosts = sorted({host for pair in bytes_per_second for host in pair})
     best_speed = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
     typical_speed = median_high(best_speed.values())
     host_percent = {host: round(100 * speed / typical_speed, 1) for host, speed in best_speed.items()}
     pair_percent = {pair: round(100 * speed / typical_speed, 1) for pair, speed in bytes_per_second.items()}
-    slow_hosts = [host for host, percent in host_percent.items() if percent < 100 * SLOW_RATIO]
+    slow_hosts = {host for host, percent in host_percent.items() if percent < node_rule.limit}
     slow_pairs = [
-        pair for pair, percent in pair_percent.items() if percent < 100 * SLOW_RATIO and not set(pair) & set(slow_hosts)
+        (" - ".join(pair), percent)
+        for pair, percent in pair_percent.items()
+        if percent < pair_rule.limit and not slow_hosts & set(pair)
     ]
+    slow_nodes = [node_rule.violation("network", host_percent[host], host=host) for host in hosts if host in slow_hosts]
     return [
-        *(
-            [PAIR.violation("network", host_percent[host], host=host) for host in slow_hosts]
-            or [PAIR.ok(min(host_percent.values()))]
-        ),
-        *(
-            [LINK.violation(" - ".join(pair), pair_percent[pair]) for pair in slow_pairs]
-            or [LINK.ok(min(pair_percent.values()))]
-        ),
+        *(slow_nodes or [node_rule.ok(min(host_percent.values()))]),
+        *pair_rule.report(slow_pairs, ok=min(pair_percent.values())),
     ]
 
 

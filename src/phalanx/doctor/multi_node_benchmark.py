@@ -32,6 +32,7 @@ from phalanx.doctor.compare_nodes import COLLECTIVES_FILE, clock_skew_findings, 
 from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult, round_robin_pairs
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
+from phalanx.doctor.rules import RULES
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_with_traceback, write_failure
 from phalanx.launch.process import (
@@ -220,9 +221,8 @@ def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
         file.write_text(to_toml(with_absolute_paths(run)))
         code = launch_ranks(nproc, (__name__, str(file), "--out", folder), partial(report_with_traceback, directory))
         if code:
-            return failed_rank_findings(directory) or [
-                cross_node_bandwidth.FAILED.violation("ranks", f"exit code {code}")
-            ]
+            failed = RULES["between.failed"]
+            return failed_rank_findings(directory) or [failed.violation("ranks", f"exit code {code}")]
         return [DoctorFinding(**fields) for fields in json.loads((directory / COLLECTIVES_FILE).read_text())]
 
 

@@ -1,33 +1,50 @@
-"""Facts that should be equal on all nodes of a run: versions, settings, hardware."""
+"""Report of a node for the comparison of nodes: findings, and facts that should be equal on all nodes of a run."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from phalanx import __version__
-from phalanx.doctor.checks import rdma_ports, software
-from phalanx.doctor.finding import CheckSkipped
+from phalanx.doctor.checks import software
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import CommandTimeout, Machine
-from phalanx.doctor.probes import nvidia_smi, pci
+from phalanx.doctor.probes import nvidia_smi, pci, rdma
+from phalanx.doctor.probes.host import memory_bytes
+from phalanx.doctor.probes.text import first_match
+from phalanx.spec.formatting import GIB
 
 Facts = dict[str, str]
+"""Versions, settings and hardware by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """The report of a node."""
+
+    host: str
+    clock_offset_seconds: float
+    """Offset of the node's clock from the clock that stamps files of the shared storage."""
+    facts: Facts
+    findings: tuple[DoctorFinding, ...]
+    job_nodes: tuple[str, ...] = ()
+    """The nodes of the same job, which also write a report, if they are known."""
 
 
 def node_facts(machine: Machine) -> Facts:
     """Return the facts of a machine by name, without those that it does not have."""
-    ports = rdma_ports.rdma_ports(machine)
+    ports = rdma.rdma_ports(machine)
     interfaces = sorted({port.interface for port in ports.values() if port.interface})
+    memory = memory_bytes(machine).get("MemTotal")
     facts = {
         "phalanx": __version__,
         "kernel": machine.read("/proc/sys/kernel/osrelease"),
-        "system": _first_match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
-        "CPU": _first_match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
-        "memory GiB": _memory_gib(machine),
-        "GPUs on the bus": str(len(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))),
-        "RDMA devices": str(len(rdma_ports.rdma_devices(machine))),
-        "RDMA firmware": _join_distinct(
-            machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in ports.values()
-        ),
+        "system": first_match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
+        "CPU": first_match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
+        "memory GiB": None if memory is None else str(round(memory / GIB)),  # the kernel reserves different amounts
+        "GPUs on the bus": str(len(pci.nvidia_gpus(machine))),
+        "RDMA devices": str(len(rdma.rdma_devices(machine))),
+        "RDMA firmware": _join_distinct(machine.read(f"{rdma.ROOT}/{port.device}/fw_ver") for port in ports.values()),
         "RDMA rate": _join_distinct(machine.read(f"{port.path}/rate") for port in ports.values()),
         "RDMA MTU": _join_distinct(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
         "RDMA driver": machine.read("/sys/module/mlx5_core/version"),
@@ -72,17 +89,6 @@ def _torch_facts(machine: Machine) -> dict[str, str | None]:
     return {"PyTorch": facts["torch"], "CUDA of PyTorch": facts["cuda"], "NCCL": facts["nccl"]}
 
 
-def _first_match(pattern: str, text: str | None) -> str | None:
-    match = re.search(pattern, text or "", re.MULTILINE)
-    return match[1] if match else None
-
-
-def _memory_gib(machine: Machine) -> str | None:
-    """Return the memory in GiB, rounded because the kernel reserves different amounts."""
-    size = _first_match(r"^MemTotal:\s+(\d+) kB", machine.read("/proc/meminfo"))
-    return str(round(int(size) / 2**20)) if size else None
-
-
-def _join_distinct(values: object) -> str | None:
+def _join_distinct(values: Iterable[str | None]) -> str:
     """Return the distinct values, sorted."""
-    return ", ".join(sorted({str(value) for value in values if value})) or None  # type: ignore[attr-defined]
+    return ", ".join(sorted({value for value in values if value}))

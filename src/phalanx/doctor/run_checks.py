@@ -9,97 +9,54 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.doctor import error_counters
-from phalanx.doctor.checks import (
-    clock,
-    cpu,
-    disk,
-    ecc,
-    gpus,
-    kernel_log,
-    limits,
-    memory,
-    mtu,
-    nccl_log,
-    nccl_variables,
-    network,
-    nvlink,
-    pcie,
-    rdma_ports,
-    roce,
-    roce_gid,
-    software,
-    topology,
-)
+from phalanx.doctor.checks import disk, gpu, kernel_log, links, nccl, network, node, software
 from phalanx.doctor.expectations import Expectations
-from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import CommandTimeout, Machine
-from phalanx.doctor.node_facts import Facts, job_nodes, node_facts
-from phalanx.doctor.node_report import NodeReport
+from phalanx.doctor.node_facts import Facts, NodeReport, job_nodes, node_facts
+from phalanx.doctor.probes.text import last_line
+from phalanx.doctor.rules import RULES
 from phalanx.doctor.subprocesses import TimedProcess
 
-CHECKS = (
-    gpus,
-    ecc,
-    nvlink,
-    topology,
-    pcie,
-    software,
-    rdma_ports,
-    roce_gid,
-    mtu,
-    roce,
-    network,
-    nccl_variables,
-    nccl_log,
-    limits,
-    memory,
-    disk,
-    clock,
-    cpu,
-    kernel_log,
-)
-"""Modules with RULES and `check(machine, expected)`."""
+Check = Callable[[Machine, Expectations], Iterable[DoctorFinding]]
+CHECKS: dict[str, Check] = {
+    "gpus": gpu.check_gpus,
+    "ecc": gpu.check_ecc,
+    "nvlink": links.check_nvlink,
+    "topology": links.check_topology,
+    "pcie": links.check_pcie,
+    "software": software.check_software,
+    "rdma_ports": network.check_rdma_ports,
+    "roce_gid": network.check_roce_gid,
+    "mtu": network.check_mtu,
+    "roce": network.check_roce,
+    "network": network.check_socket_network,
+    "nccl_variables": nccl.check_variables,
+    "nccl_log": nccl.check_log,
+    "limits": node.check_limits,
+    "memory": node.check_memory,
+    "disk": disk.check_disk,
+    "clock": node.check_clock,
+    "cpu": node.check_cpu,
+    "kernel_log": kernel_log.check_kernel_log,
+}
+"""The checks of one machine by name. A section of rules.toml has the rules of a check."""
 CHECK_SECONDS = 50
 """Time limit of all checks together: more than that of any program, and less than --quick's minute."""
-STUCK = CheckRule(
-    id="doctor.stuck",
-    quantity="completion of a check",
-    severity="FAIL",
-    threshold="before its time limit",
-    unit="s",
-    source="ours: a program that hangs here also hangs a run",
-    remedy="find out why {device} hangs; a hung driver needs a reboot",
-    command="cat /proc/PID/stack; dmesg | tail",
-)
-UNREADABLE = CheckRule(
-    id="doctor.unreadable",
-    quantity="parsing of a program's output",
-    severity="WARN",
-    threshold="succeeds",
-    unit="",
-    source="ours",
-    remedy="attach a snapshot of this machine (phalanx doctor --save-snapshot DIR) to a bug report",
-    command="phalanx doctor --save-snapshot DIR",
-)
-RULES = (STUCK, UNREADABLE)
 FACTS = "facts"
 MODULE = "phalanx.doctor.run_checks"
-Check = Callable[[Machine, Expectations], list[DoctorFinding]]
 
 
 def run_all_checks(machine: Machine, expected: Expectations, with_facts: bool = False) -> list[DoctorFinding]:
     """Return the findings of all checks, in their order, with the host's name.
 
-    Args:
-        machine: The machine.
-        expected: The requirements of the run.
-        with_facts: Whether to collect the facts for the comparison of nodes; they are not returned.
+    With `with_facts`, a snapshot also records the facts for the comparison of nodes.
     """
     return list(examine_node(machine, expected, with_facts).findings)
 
@@ -109,16 +66,12 @@ def examine_node(
 ) -> NodeReport:
     """Return the findings of all checks, with the facts for the comparison of nodes.
 
-    Args:
-        machine: The machine.
-        expected: The requirements of the run.
-        with_facts: Whether to collect the facts.
-        clock_offset_seconds: The offset of the host's clock (`storage_clock`).
+    `clock_offset_seconds` is the offset of the host's clock (`storage_clock`).
     """
     if machine.root is None:
         findings, facts = _run_in_subprocesses(machine, expected, with_facts)
     else:
-        findings = [finding for module in CHECKS for finding in run_check(module, machine, expected)]
+        findings = [finding for name in CHECKS for finding in run_check(name, machine, expected)]
         facts = node_facts(machine) if with_facts else {}
     findings_with_host = tuple(replace(finding, host=finding.host or machine.host) for finding in findings)
     return NodeReport(
@@ -130,50 +83,24 @@ def examine_node(
     )
 
 
-def check_name(check: object) -> str:
-    """Return the name of a check: that of its file."""
-    return str(getattr(check, "__name__", "")).rpartition(".")[2]
-
-
-def run_check(module: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """Run one check, and return its findings or one finding on its failure.
-
-    Args:
-        module: Module of the check, with a function `check`.
-        machine: Machine to examine.
-        expected: Requirements of the run.
-    """
-    name = check_name(module)
-    check: Check = module.check  # type: ignore[attr-defined]
+def run_check(name: str, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """Run one check, and return its findings or one finding on its failure."""
     try:
-        return check(machine, expected)
+        return list(CHECKS[name](machine, expected))
     except CheckSkipped as skipped:
-        return [
-            DoctorFinding(
-                id=name,
-                severity="SKIP",
-                host="",
-                device="",
-                measured=str(skipped),
-                unit="",
-                threshold="",
-                source="",
-                remedy="",
-                command="",
-            )
-        ]
+        texts = dict.fromkeys(("host", "device", "unit", "threshold", "source", "remedy", "command"), "")
+        return [DoctorFinding(id=name, severity="SKIP", measured=str(skipped), **texts)]
     except CommandTimeout as timeout:
-        return [STUCK.violation(timeout.command, str(timeout))]
+        return [RULES["doctor.stuck"].violation(timeout.command, str(timeout))]
     except Exception as error:  # an unknown format of some output
-        return [UNREADABLE.violation(name, f"{type(error).__name__}: {error}")]
+        return [RULES["doctor.unreadable"].violation(name, f"{type(error).__name__}: {error}")]
 
 
 def _run_in_subprocesses(
     machine: Machine, expected: Expectations, with_facts: bool
 ) -> tuple[list[DoctorFinding], Facts]:
     request = json.dumps({**asdict(expected), "record": str(machine.record or "")})
-    names = [*map(check_name, CHECKS), *([FACTS] if with_facts else [])]
-    children = {name: _start_child(name, request) for name in names}
+    children = {name: _start_child(name, request) for name in (*CHECKS, *([FACTS] if with_facts else []))}
     deadline = time.monotonic() + CHECK_SECONDS
     findings: list[DoctorFinding] = []
     facts: Facts = {}
@@ -192,7 +119,7 @@ def _start_child(name: str, request: str) -> TimedProcess | DoctorFinding:
     try:
         return TimedProcess([sys.executable, "-P", "-m", MODULE, name, request])
     except OSError as error:  # no memory, or too many processes
-        return UNREADABLE.violation(name, f"cannot be started: {error}")
+        return RULES["doctor.unreadable"].violation(name, f"cannot be started: {error}")
 
 
 def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: float) -> Any:
@@ -200,13 +127,13 @@ def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: floa
     if isinstance(child, DoctorFinding):
         return child
     answer = child.wait_output(max(0.0, deadline - time.monotonic()))
-    last_line = answer.text.strip().rpartition("\n")[2]
+    line = last_line(answer.text)
     if answer.code is None:
-        return STUCK.violation(name, f"no answer in {CHECK_SECONDS} s")
+        return RULES["doctor.stuck"].violation(name, f"no answer in {CHECK_SECONDS} s")
     try:
-        return json.loads(last_line)
+        return json.loads(line)
     except ValueError:
-        return UNREADABLE.violation(name, last_line or f"exit code {answer.code}")
+        return RULES["doctor.unreadable"].violation(name, line or f"exit code {answer.code}")
 
 
 def main() -> None:
@@ -220,8 +147,7 @@ def main() -> None:
             error_counters.read_counters(machine)
         print(json.dumps(node_facts(machine)))
         return
-    module = next(module for module in CHECKS if check_name(module) == name)
-    print(json.dumps([asdict(finding) for finding in run_check(module, machine, Expectations(**request))]))
+    print(json.dumps([asdict(finding) for finding in run_check(name, machine, Expectations(**request))]))
 
 
 if __name__ == "__main__":

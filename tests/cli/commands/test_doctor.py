@@ -13,7 +13,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from phalanx.cli.main import app
-from phalanx.doctor import rule_table
 from phalanx.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from phalanx.spec.topology.read import read_topology
@@ -201,13 +200,3 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
 def test_doctor_does_not_import_torch() -> None:
     """A process of its own imports it, in its own time."""
     assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_SNAPSHOT)
-
-
-def test_doctor_docs_contain_current_rule_table() -> None:
-    page = (ROOT / "docs/reference/doctor-rules.md").read_text()
-    assert page.endswith(rule_table.markdown_table().rstrip() + "\n"), "python -m phalanx.doctor.rule_table"
-    listed = [rule.id for each in rule_table.rule_sections().values() for rule in each]
-    assert len(listed) == len(set(listed))
-    assert all(
-        rule.source and rule.remedy and rule.command for each in rule_table.rule_sections().values() for rule in each
-    )

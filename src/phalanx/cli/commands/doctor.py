@@ -171,7 +171,7 @@ def _examine(
 
 
 def _write_topology(machine: Machine, file: Path) -> None:
-    from phalanx.doctor.checks.topology import matrix
+    from phalanx.doctor.probes.nvidia_smi import topology_matrix
     from phalanx.spec.topology.read import read_topology
 
     try:
@@ -179,7 +179,7 @@ def _write_topology(machine: Machine, file: Path) -> None:
     except UserError:
         check_replaceable("--topology", file)
     try:
-        file.write_text(matrix(machine))
+        file.write_text(topology_matrix(machine))
     except CheckSkipped as skipped:
         raise UserError("--topology", str(file), f"cannot be written: {skipped}", fix="remove --topology") from None
     print(f"wrote {file}; use it with phalanx placement RUN.toml --topology {file}", file=sys.stderr)

@@ -8,58 +8,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from phalanx.doctor.checks import rdma_ports
 from phalanx.doctor.expectations import Expectations
-from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import CommandTimeout, Machine
-from phalanx.doctor.probes import nvidia_smi, pci
+from phalanx.doctor.probes import nvidia_smi, pci, rdma
+from phalanx.doctor.probes.text import last_line
+from phalanx.doctor.rules import RULES, skip_rules
 
-TORCH_SECONDS = 40
+TORCH_SECONDS = RULES["software.torch"].limit
 """PyTorch's libraries take long to load from a cold network disk."""
-IMPORTS = CheckRule(
-    id="software.torch",
-    quantity="PyTorch",
-    severity="FAIL",
-    threshold=f"is imported within {TORCH_SECONDS} s",
-    unit="",
-    source="ours",
-    remedy="install it, or move the environment to a faster disk",
-    command="python -X importtime -c 'import torch'",
-)
-CUDA = CheckRule(
-    id="software.cuda",
-    quantity="GPUs that PyTorch can use",
-    severity="FAIL",
-    threshold="all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
-    unit="GPUs",
-    source="Primus (torch count = smi count)",
-    remedy="install a PyTorch for this driver's CUDA, or a newer driver",
-    command="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
-)
-CUDA_STARTS = CheckRule(
-    id="software.cuda_starts",
-    quantity="a tensor on a GPU, by PyTorch",
-    severity="FAIL",
-    threshold="is created",
-    unit="",
-    source="CUDA (errors of its initialization: driver too old, system not yet initialized)",
-    remedy="install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
-    command="python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
-)
-PEER = CheckRule(
-    id="software.peer_memory",
-    quantity="nvidia_peermem, or dma-buf by the open kernel module",
-    severity="WARN",
-    threshold="one of them is available",
-    unit="",
-    source="NVIDIA, GPUDirect RDMA",
-    remedy="load it; otherwise RDMA goes through host memory",
-    command="modprobe nvidia_peermem",
-)
-RULES = (IMPORTS, CUDA, CUDA_STARTS, PEER)
 GPU_ID_PATTERN = re.compile(r"\d+|(GPU|MIG)-\S+")
 PROBE_PROGRAM = """
 import json, torch
@@ -78,22 +39,26 @@ class NotImportedError(Exception):
     """Failure to import PyTorch, with the last line of its output."""
 
 
-def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+def check_software(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
     """Check PyTorch and, on nodes with GPUs, the driver."""
     try:
         facts = torch_facts(machine)
     except CommandTimeout:
-        return [IMPORTS.violation("torch", f"no answer in {TORCH_SECONDS} s")]
+        yield RULES["software.torch"].violation("torch", f"no answer in {TORCH_SECONDS} s")
+        return
     except NotImportedError as error:
-        return [IMPORTS.violation("torch", str(error))]
-    imported = IMPORTS.ok(str(facts["torch"]))
-    if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not facts["gpus"]:
-        return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, CUDA_STARTS, PEER))]
+        yield RULES["software.torch"].violation("torch", str(error))
+        return
+    yield RULES["software.torch"].ok(str(facts["torch"]))
+    cuda_rules = ("software.cuda", "software.cuda_starts")
+    if not pci.nvidia_gpus(machine) and not facts["gpus"]:
+        yield from skip_rules("no NVIDIA GPU", *cuda_rules, "software.peer_memory")
+        return
     if expected.gpus == 0:
-        cuda_findings = [rule.skip("the run is for CPUs") for rule in (CUDA, CUDA_STARTS)]
+        yield from skip_rules("the run is for CPUs", *cuda_rules)
     else:
-        cuda_findings = [*_check_cuda(machine, facts), _check_cuda_starts(facts)]
-    return [imported, *cuda_findings, *_check_peer_memory(machine)]
+        yield from _check_cuda(machine, facts)
+    yield _check_peer_memory(machine)
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
@@ -109,7 +74,7 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
     output = machine.run("torch", sys.executable, "-c", PROBE_PROGRAM, seconds=TORCH_SECONDS)
     if output is None:
         raise CheckSkipped("not recorded")
-    line = output.text.strip().rpartition("\n")[2]
+    line = last_line(output.text)
     try:
         facts = json.loads(line)
         return {name: facts[name] for name in ("torch", "cuda", "nccl", "gpus")} | {"error": facts.get("error")}
@@ -117,22 +82,20 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
         raise NotImportedError(line or "nothing") from None
 
 
-def _check_cuda(machine: Machine, facts: dict[str, Any]) -> list[DoctorFinding]:
+def _check_cuda(machine: Machine, facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     try:
         num_gpus = len(nvidia_smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
     except CheckSkipped as skipped:
-        return [CUDA.skip(str(skipped))]
-    expected_gpus = num_gpus if visible is None else min(num_gpus, _count_visible(visible))
-    return check_values(
-        CUDA, {"torch": int(facts["gpus"])}, lambda count: count < expected_gpus, threshold=f"{expected_gpus}"
-    )
-
-
-def _check_cuda_starts(facts: dict[str, Any]) -> DoctorFinding:
+        yield RULES["software.cuda"].skip(str(skipped))
+    else:
+        expected_gpus = num_gpus if visible is None else min(num_gpus, _count_visible(visible))
+        yield from RULES["software.cuda"].check({"torch": int(facts["gpus"])}, limit=expected_gpus)
     if not facts["gpus"]:
-        return CUDA_STARTS.skip("PyTorch sees no GPU")
-    return CUDA_STARTS.violation("torch", str(facts["error"])) if facts["error"] else CUDA_STARTS.ok("yes")
+        yield RULES["software.cuda_starts"].skip("PyTorch sees no GPU")
+        return
+    errors = [("torch", str(facts["error"]))] if facts["error"] else []
+    yield from RULES["software.cuda_starts"].report(errors, ok="yes")
 
 
 def _count_visible(listed: str) -> int:
@@ -140,13 +103,12 @@ def _count_visible(listed: str) -> int:
     return len(list(takewhile(GPU_ID_PATTERN.fullmatch, (name.strip() for name in listed.split(",")))))
 
 
-def _check_peer_memory(machine: Machine) -> list[DoctorFinding]:
-    if not rdma_ports.rdma_devices(machine):
-        return [PEER.skip(rdma_ports.NO_DEVICE)]
-    opened = "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or "")
-    loaded = "nvidia_peermem" in (machine.read("/proc/modules") or "")
-    return (
-        [PEER.ok("nvidia_peermem" if loaded else "dma-buf")]
-        if loaded or opened
-        else [PEER.violation("nvidia_peermem", "not loaded")]
-    )
+def _check_peer_memory(machine: Machine) -> DoctorFinding:
+    rule = RULES["software.peer_memory"]
+    if not rdma.rdma_devices(machine):
+        return rule.skip(rdma.NO_DEVICE)
+    if "nvidia_peermem" in (machine.read("/proc/modules") or ""):
+        return rule.ok("nvidia_peermem")
+    if "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or ""):
+        return rule.ok("dma-buf")
+    return rule.violation("nvidia_peermem", "not loaded")

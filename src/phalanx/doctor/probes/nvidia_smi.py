@@ -7,6 +7,7 @@ import re
 from phalanx.doctor.finding import CheckSkipped
 from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import pci
+from phalanx.doctor.probes.text import first_line, leading_number
 
 Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
@@ -16,6 +17,9 @@ SUCCESS_CODES = (0, 14)
 CORRUPTED_PATTERN = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
 FAILURE_PATTERN = re.compile(r"requires reset|is lost|Unknown Error")
 """Text in place of a value, for a GPU that does not respond."""
+NVLINK_ERROR_PATTERN = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
+"""Recovery events are Blackwell's; their total contains failed and successful ones."""
+UNCORRECTED_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 
 
 def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
@@ -34,7 +38,7 @@ def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
     except CommandTimeout as error:
         raise CheckSkipped(str(error)) from None
     if output is None:
-        raise CheckSkipped("no NVIDIA GPU" if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
+        raise CheckSkipped("no NVIDIA GPU" if not pci.nvidia_gpus(machine) else "no nvidia-smi")
     if output.code not in SUCCESS_CODES:
         raise CheckSkipped(f"nvidia-smi {' '.join(args)}: {first_line(output.text)}")
     return output.text
@@ -83,10 +87,10 @@ def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
     return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if FAILURE_PATTERN.search(cell)}
 
 
-def split_by_gpu(text: str) -> dict[str, list[str]]:
-    """Return the lines below each "GPU 0: ..." of nvidia-smi nvlink, by GPU."""
+def nvlink_lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
+    """Return the lines that `nvidia-smi nvlink` prints below each "GPU 0: ...", by GPU."""
     lines_by_gpu: dict[str, list[str]] = {}
-    for line in text.splitlines():
+    for line in run_nvidia_smi(machine, name, "nvlink", flag).splitlines():
         match = GPU_LINE.match(line.strip())
         if match:
             lines_by_gpu[f"GPU{match[1]}"] = gpu_lines = []
@@ -95,12 +99,23 @@ def split_by_gpu(text: str) -> dict[str, list[str]]:
     return lines_by_gpu
 
 
-def leading_number(text: str) -> float | None:
-    """Return the number at the start of a text, or None."""
-    match = re.match(r"\s*(-?\d+(\.\d+)?)", text)
-    return float(match[1]) if match else None
+def nvlink_errors(machine: Machine) -> dict[str, int]:
+    """Return the errors of all kinds by link, such as "GPU0 link 3".
+
+    Raises:
+        CheckSkipped: nvidia-smi does not report them.
+    """
+    counts: dict[str, int] = {}
+    for gpu, lines in nvlink_lines(machine, "smi_nvlink_errors", "-e").items():
+        for link, count in NVLINK_ERROR_PATTERN.findall("\n".join(lines)):
+            counts[f"{gpu} link {link}"] = counts.get(f"{gpu} link {link}", 0) + int(count)
+    return counts
 
 
-def first_line(text: str) -> str:
-    """Return the first line that is not blank, or "nothing"."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
+def topology_matrix(machine: Machine) -> str:
+    """Return the output of nvidia-smi topo -m.
+
+    Raises:
+        CheckSkipped: The machine has no GPU.
+    """
+    return run_nvidia_smi(machine, "smi_topology", "topo", "-m")
