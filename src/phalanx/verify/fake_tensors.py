@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor._sharding_prop import _propagate_use_strided_shard_flag
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_iter, tree_leaves
 
-SHARDING = "torch.distributed.tensor._sharding_prop"
+STRIDED_SHARD_FLAG = "_propagate_use_strided_shard_flag"
+"""Function of PyTorch that 2.11 does not have yet."""
 INTEGER_DTYPES = (torch.int32, torch.int64, torch.bool)
 MAX_REAL_ELEMENTS = 2**20
 """Maximum number of elements of a tensor that keeps its values."""
@@ -32,9 +33,10 @@ def shape_only_tensors() -> Iterator[None]:
     """Create tensors without values inside."""
     with ExitStack() as stack:
         # DTensor finds out shapes on tensors as large as the whole: with a mode of its own nobody counts their bytes.
-        stack.enter_context(mock.patch(f"{SHARDING}.detect_fake_mode", return_value=None))
-        propagate_once = _without_strided_shards_once(_propagate_use_strided_shard_flag)
-        stack.enter_context(mock.patch(f"{SHARDING}._propagate_use_strided_shard_flag", propagate_once))
+        stack.enter_context(mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None))
+        if propagate := getattr(_sharding_prop, STRIDED_SHARD_FLAG, None):
+            propagate_once = _without_strided_shards_once(propagate)
+            stack.enter_context(mock.patch.object(_sharding_prop, STRIDED_SHARD_FLAG, propagate_once))
         stack.enter_context(ShapeOnlyMode(allow_non_fake_inputs=True))
         yield
 
