@@ -31,7 +31,7 @@ class Operation:
 def test_operands_without_strided_shards_are_read_once(placement: Placement, is_propagated: bool) -> None:
     operation = Operation(placement)
     with (
-        mock.patch.object(fake_tensors, "_propagate_use_strided_shard_flag") as propagate,
+        mock.patch.object(sharding_prop, fake_tensors.STRIDED_SHARD_FLAG, create=True) as propagate,
         fake_tensors.shape_only_tensors(),
     ):
         for _ in range(100):
