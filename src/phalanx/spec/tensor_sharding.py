@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm, prod
 from typing import Literal
 
@@ -131,7 +132,8 @@ def has_strided_shards(shape: Sequence[int], ranks: int) -> bool:
     return shape[0] > 1 and data_parallel_axis(shape, ranks) == 1
 
 
-def max_shard_elements(shape: Sequence[int], ranks: int) -> int:
+@lru_cache(maxsize=2**14)  # blocks repeat, and a search counts them thousands of times
+def max_shard_elements(shape: tuple[int, ...], ranks: int) -> int:
     """Return the elements of the first of `ranks` that shard a tensor on its data-parallel axis.
 
     All ranks have an equal number of rows. The last can have fewer, or padding if all send or store the same number.

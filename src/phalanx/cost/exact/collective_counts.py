@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.exact.comm_buffers import zero_bucket_names
-from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_of
+from phalanx.cost.exact.fsdp_units import EMBEDDING, HEAD, ROOT, fsdp_unit_namer
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_state import run_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
@@ -53,7 +53,7 @@ def count_collectives(
         case "zero3" | "hsdp" if for_experts:
             return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
         case _:
-            units = {fsdp_unit_of(name, layout, "head.weight" not in names) for name in names}
+            units = set(map(fsdp_unit_namer(layout, tie_embeddings="head.weight" not in names), names))
             outside_blocks = units & {ROOT, EMBEDDING, HEAD}
             return CollectiveCounts(len(units - outside_blocks), len(outside_blocks))
 

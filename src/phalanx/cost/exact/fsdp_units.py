@@ -4,6 +4,7 @@ Every wrapped part of blocks is one. The embedding is one, and the final norm an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.cost.exact.parameter_shapes import Shape, Shapes, num_elements
@@ -52,29 +53,31 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> FsdpUnitSizes
         shapes: Parameters of the rank.
         ranks: Ranks that share the parameters.
     """
-    tie_embeddings = "head.weight" not in shapes
+    unit_of = fsdp_unit_namer(layout, "head.weight" not in shapes)
     owned = {ROOT: 0, EMBEDDING: 0, HEAD: 0}
     for name, shape in shapes.items():
-        unit = fsdp_unit_of(name, layout, tie_embeddings)
+        unit = unit_of(name)
         owned[unit] = owned.get(unit, 0) + max_shard_elements(shape, ranks)
     root, embedding, head, *blocks = owned.values()
     return FsdpUnitSizes(root=root, embedding=embedding, head=head, blocks=blocks)
 
 
-def fsdp_unit_of(name: str, layout: Layout, tie_embeddings: bool) -> str:
-    """Return the name of the FSDP unit that a parameter belongs to.
+def fsdp_unit_namer(layout: Layout, tie_embeddings: bool) -> Callable[[str], str]:
+    """Return the function that returns the name of a parameter's FSDP unit.
 
     Args:
-        name: Name of the parameter.
         tie_embeddings: True if the embedding is the head too.
     """
-    if not name.startswith("blocks."):
-        if not has_outer_fsdp_units(layout, tie_embeddings):
-            return ROOT
-        return EMBEDDING if name.startswith(EMBEDDINGS) else HEAD
+    has_outer_units = has_outer_fsdp_units(layout, tie_embeddings)
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.recomputes_full_blocks else 3}[layout.fsdp_unit]
-    return ".".join(name.split(".")[:depth])
+
+    def unit_of(name: str) -> str:
+        if not name.startswith("blocks."):
+            return ROOT if not has_outer_units else EMBEDDING if name.startswith(EMBEDDINGS) else HEAD
+        return ".".join(name.split(".", depth)[:depth])
+
+    return unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +121,10 @@ def backward_fsdp_units(rank: RankTensors, layout: Layout) -> list[FsdpUnit]:
     Args:
         rank: Tensors of the rank.
     """
-    tie_embeddings = "head.weight" not in rank.all
+    unit_of = fsdp_unit_namer(layout, "head.weight" not in rank.all)
     units: dict[str, FsdpUnit] = {}
     for name, shape in rank.all.items():
-        unit_name = fsdp_unit_of(name, layout, tie_embeddings)
+        unit_name = unit_of(name)
         units.setdefault(unit_name, FsdpUnit(name=unit_name, ranks=rank.shards, shapes={}))
         if name in rank.expert:
             parent, unit_name = unit_name, name.rpartition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -71,8 +72,9 @@ def search_layouts(
     layouts, ordered = with_smaller_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting memory of the fastest", 0, keep)
-    fastest = next(_offer_wanted(run, world_size, ordered, is_wanted=is_wanted), None)
-    preferred: Iterable[CandidateLayout] = ordered
+    count_memory = _MemoryCounts(run, world_size)
+    fastest = next(_offer_wanted(run, world_size, ordered, count_memory, is_wanted=is_wanted), None)
+    preferred: Iterable[CandidateLayout] = ordered if fastest is not None else []
     if prefer_simple and fastest is not None:
         preferred = TimeBands(run, world_size, ordered, fastest=fastest)
     shown: set[CandidateLayout] = set()
@@ -81,7 +83,7 @@ def search_layouts(
     def is_new(candidate: CandidateLayout) -> bool:
         return _without_schedule(candidate) not in shown and is_wanted(candidate)
 
-    for option in islice(_offer_wanted(run, world_size, preferred, is_wanted=is_new), keep):
+    for option in islice(_offer_wanted(run, world_size, preferred, count_memory, is_wanted=is_new), keep):
         offered.append(option)
         if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
             shown.add(_without_schedule(option.candidate))
@@ -94,12 +96,28 @@ def _offer_wanted(
     run: RunSpec,
     world_size: int,
     ordered: Iterable[CandidateLayout],
+    count_memory: Callable[[EvaluatedLayout], EvaluatedLayout],
     is_wanted: Callable[[CandidateLayout], bool],
 ) -> Iterator[EvaluatedLayout]:
     """Yield the wanted layouts that run and fit, in order, including smaller variants."""
     order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
-    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order)
+    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order, count_memory=count_memory)
     return (option for option in offering if is_wanted(option.candidate))
+
+
+class _MemoryCounts:
+    """Exact memory of a run's layouts, each counted once: the search looks at the first layouts twice."""
+
+    def __init__(self, run: RunSpec, world_size: int) -> None:
+        self.run = run
+        self.world_size = world_size
+        self._counted: dict[CandidateLayout, EvaluatedLayout] = {}
+
+    def __call__(self, option: EvaluatedLayout) -> EvaluatedLayout:
+        """Return an option with exact memory."""
+        if option.candidate not in self._counted:
+            self._counted[option.candidate] = with_exact_memory(self.run, self.world_size, option)
+        return self._counted[option.candidate]
 
 
 class TimeBands:
@@ -171,6 +189,7 @@ def runnable_layouts(
     world_size: int,
     ordered: Iterable[CandidateLayout],
     order: Callable[[EvaluatedLayout], list[float]] = _step_seconds,
+    count_memory: Callable[[EvaluatedLayout], EvaluatedLayout] | None = None,
 ) -> Iterator[EvaluatedLayout]:
     """Yield the layouts that run and fit in memory, in order.
 
@@ -181,7 +200,9 @@ def runnable_layouts(
         world_size: Number of ranks.
         ordered: Layouts in order.
         order: Key of the order.
+        count_memory: Returns a layout with exact memory, if some have been counted before.
     """
+    count_memory = count_memory or partial(with_exact_memory, run, world_size)
     later: list[EvaluatedLayout] = []
     for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
         if not can_run(run, world_size, candidate):
@@ -189,13 +210,13 @@ def runnable_layouts(
         option = evaluate(run, world_size, [candidate])[0]
         later.sort(key=order)
         while later and order(later[0]) < order(option):
-            yield from _if_likely_to_fit(with_exact_memory(run, world_size, later.pop(0)))
-        option = with_exact_memory(run, world_size, option)
+            yield from _if_likely_to_fit(count_memory(later.pop(0)))
+        option = count_memory(option)
         yield from _if_likely_to_fit(option)
         if option.p_oom >= MAX_OOM_PROBABILITY:
             later += evaluate(run, world_size, list(smaller_variants(run, candidate)))
     for option in sorted(later, key=order):
-        yield from _if_likely_to_fit(with_exact_memory(run, world_size, option))
+        yield from _if_likely_to_fit(count_memory(option))
 
 
 def _if_likely_to_fit(option: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
