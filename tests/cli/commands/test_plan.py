@@ -464,7 +464,7 @@ def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
         UserError,
         match=r"no layout of [\d,]+ fits(.|\n)*uses [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); with \d+ times",
     ):
-        plan_output(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
+        plan_output(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-70b")
 
 
 def test_plan_raises_user_error_for_unknown_machine(run):
