@@ -25,6 +25,15 @@ def test_train_run_raises_user_error_of_run_that_cannot_start(tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_train_run_raises_user_error_that_only_ranks_find(tmp_path: Path) -> None:
+    model = {"preset": "tiny", "implementation": "email.mime.nothing:Net"}
+    data, training = {"tokenizer": "bytes"}, {"steps": 2}
+    run = run_from_table({"model": model, "data": data, "training": training, "output_dir": str(tmp_path)})
+    with pytest.raises(UserError, match="cannot be imported") as caught:
+        train_run(run, nproc=1, quiet=True)
+    assert (caught.value.field, caught.value.value) == ("model.implementation", "email.mime.nothing:Net")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -111,7 +111,7 @@ def train_run(
         command = [sys.executable, "-P", "-m", "phalanx", "train", argument, *_arguments(options)]
         environment = {**_environment(run), ERROR_FILE_VARIABLE: str(error_file)}
         exit_code, last_lines = _follow(command, environment, quiet)
-        if error_file.exists():
+        if exit_code == 2 and error_file.exists():  # a command that a callback ran may have written it too
             raise error_from_record(json.loads(error_file.read_text(encoding="utf-8")))
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"

@@ -5,13 +5,10 @@ Why: `docs/design/decisions/lazy-commands.md`.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -19,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
 from phalanx.cli.common.usage_errors import refuse_urls, translate_usage_errors
-from phalanx.spec.errors import ERROR_FILE_VARIABLE, UserError
+from phalanx.spec.errors import UserError, record_error
 from phalanx.spec.formatting import printable
 
 PANELS = {
@@ -192,7 +189,6 @@ def main() -> None:
 
 
 def _exit_with(error: UserError) -> NoReturn:
-    if file := os.environ.get(ERROR_FILE_VARIABLE):
-        Path(file).write_text(json.dumps(error.to_record(), default=str), encoding="utf-8")
+    record_error(error)
     print(printable(f"phalanx: {error}"), file=sys.stderr)
     sys.exit(2)

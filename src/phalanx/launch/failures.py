@@ -21,7 +21,7 @@ from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.errors import DivergenceError
 from phalanx.spec.components import named_components
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import UserError, error_from_record, record_error
 from phalanx.spec.files.load import load_run
 
 FATAL_EXIT_CODES = {
@@ -87,9 +87,11 @@ def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: i
 
 
 def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
-    """Print the cause of the first failure; return the exit code."""
+    """Print the cause of the first failure, and record it if the user can fix it; return the exit code."""
     if failure["code"] == 2:
         print(f"phalanx: {failure['reason']}", file=sys.stderr)
+        known = error_from_record(failure["error"]) if "error" in failure else None
+        record_error(known or UserError(f"rank {failure['rank']}", None, failure["reason"]))
         return 2
     print(f"phalanx: {describe_failure(failure)}", file=sys.stderr)
     if "traceback" in failure:
@@ -195,6 +197,7 @@ def write_failure(
         "final": final,
         "traceback": traceback.format_exc(),
         **({"out_of_memory": True, **memory} if memory else {}),
+        **({"error": error.to_record()} if isinstance(error, UserError) else {}),
         **({"storage": True} if isinstance(error, StorageError) else {}),
         **({"suspect_ranks": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
     }

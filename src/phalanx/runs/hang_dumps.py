@@ -117,6 +117,8 @@ class FailureRecord(TypedDict):
     """The last step that the rank had finished, if the rank wrote the record."""
     code: NotRequired[int]
     """The exit code."""
+    error: NotRequired[dict[str, Any]]
+    """The error, if the user can fix it (`UserError.to_record`)."""
     final: NotRequired[bool]
     """True if the failure would recur."""
     traceback: NotRequired[str]

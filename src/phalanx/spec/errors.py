@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
+
+from phalanx.spec.files.replace import replace_file
 
 
 class UserError(ValueError):
@@ -36,7 +41,8 @@ class UserError(ValueError):
 
     def to_record(self) -> dict[str, Any]:
         """Return the error as JSON values."""
-        return {"field": self.field, "value": self.value, "problem": self.problem, "fix": self.fix}
+        value = json.loads(json.dumps(self.value, default=str))
+        return {"field": self.field, "value": value, "problem": self.problem, "fix": self.fix}
 
 
 class LocalNodeError(UserError):
@@ -66,6 +72,12 @@ class UserErrorGroup(UserError):  # noqa: N818
 
 ERROR_FILE_VARIABLE = "PHALANX_ERROR_FILE"
 """Environment variable that names a file, to which a command writes the record of the UserError that ends it."""
+
+
+def record_error(error: UserError) -> None:
+    """Write the error that ends a command to the file of `ERROR_FILE_VARIABLE`, if that is set."""
+    if file := os.environ.get(ERROR_FILE_VARIABLE):
+        replace_file(Path(file), json.dumps(error.to_record()))
 
 
 def error_from_record(record: dict[str, Any]) -> UserError:

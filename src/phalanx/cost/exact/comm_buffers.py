@@ -6,7 +6,7 @@ where gloo has none, a second full buffer receives the data of all ranks (`paral
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -252,21 +252,21 @@ def zero_bucket_names(rank: RankTensors, layout: Layout, bytes_per_element: int)
         rank: Tensors of the rank.
         bytes_per_element: Bytes of a number of parameters and gradients.
     """
-    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert.__contains__)
+    return bucket_names(rank.all, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
 
 
-def bucket_names(shapes: Shapes, limit: float, kind: Callable[[str], object] = lambda _: None) -> list[list[str]]:
+def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
     """Return the parameter names of each bucket, from the last parameter of the model to the first.
 
     Args:
         shapes: Parameters in the model's order.
         limit: Number of elements at which a bucket is full.
-        kind: Returns what all parameters of a bucket have in common.
+        expert_names: Parameters with data-parallel ranks of their own, which form separate buckets.
     """
     buckets: list[list[str]] = []
     size = 0
     for name in reversed(shapes):
-        if not buckets or size >= limit or kind(name) != kind(buckets[-1][0]):
+        if not buckets or size >= limit or (name in expert_names) != (buckets[-1][0] in expert_names):
             buckets.append([])
             size = 0
         buckets[-1].append(name)

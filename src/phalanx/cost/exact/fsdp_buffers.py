@@ -202,13 +202,12 @@ class _CpuBackwardPass:
     def _send(self, unit: FsdpUnit) -> Iterator[CommBufferPeak]:
         """Free the parameters of a unit, and send its gradients, which ends the exchange before."""
         self.gathered.pop(unit.name, None)
-        if unit.stacks:  # are copied one after the other
-            copied = unit.gradients + max(unit.stacks)
-            yield self._peak(self._moment_after(unit), self._compute_bytes(copied))
+        moment = self._moment_after(unit)
+        if unit.stacks:  # they are copied one after the other
+            yield self._peak(moment, self._compute_bytes(unit.gradients + max(unit.stacks)))
         self.sums += self.pending_sum
         self.pending_sum = _sum_bytes(unit, self.precision)
         self.in_transit = _num_buffers(unit) * _sent_bytes(unit, self.precision)
-        moment = self._moment_after(unit)
         yield self._peak(moment, _last_gradient_bytes(unit, COMPUTE_BYTES[self.precision]))
         if moment == "after_experts":
             yield self._peak("in_dispatch")

@@ -62,12 +62,13 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
     available += f" ({cluster.preset})" if cluster.preset else ""
     if p_oom < MAX_OOM_PROBABILITY or job.force:
         return f"memory: with {size}, {planned} on the fullest rank; {describe_fit(p_oom)} in the {available}"
-    fix = f"{_command(job, 'plan')} lists the layouts that fit; or add --force"
+    fitting = "the layouts that fit; or add --force"
     if layout_oom_probability(cluster, device_bytes, 0) < MAX_OOM_PROBABILITY:
         need = describe_host_need(cluster, host_bytes, offloads=run.layout.offloads)
         problem = f"with {size}: does not fit. {need}"
+        fix = f"{_command(job, 'plan')} lists {fitting}"
         raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix=fix)
-    fix = f"{_command(job, 'advise oom')} lists what frees memory, {fix.replace(' lists', '')}"
+    fix = f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} {fitting}"
     raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix=fix)
 
 

@@ -18,6 +18,7 @@ from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, s
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import (
+    MemoryCounts,
     TimeBands,
     runnable_layouts,
     search_layouts,
@@ -77,14 +78,14 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     """
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_smaller_variants(run, world_size, layouts) if layouts else ([], [])
-    every = EvaluatedLayouts(run, world_size, layouts, fitting=ordered)
+    every = EvaluatedLayouts(run, world_size, layouts, fitting=ordered, count_memory=MemoryCounts(run, world_size))
     fastest = every.best(lambda _: True)
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
         fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
         raise UserError("layout", None, f"no layout of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix)
     bands = TimeBands(run, world_size, ordered, fastest=fastest)
-    best = next(runnable_layouts(run, world_size, bands, order=bands.order))
+    best = next(runnable_layouts(run, world_size, bands, bands.order, every.count_memory))
     situation = describe_situation(every)
     return AdviceReport(
         situation,
@@ -103,11 +104,13 @@ class EvaluatedLayouts:
     candidates: list[CandidateLayout]
     fitting: list[CandidateLayout]
     """Layouts that are likely to fit, in the planner's order of preference."""
+    count_memory: MemoryCounts
+    """Counts of all rules, many of which have the same best layouts."""
 
     def best(self, is_wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
         """Return the planner's best of the wanted layouts; None if none of them fits and runs."""
         some = (candidate for candidate in self.fitting if is_wanted(candidate))
-        return next(runnable_layouts(self.run, self.ranks, some), None)
+        return next(runnable_layouts(self.run, self.ranks, some, count_memory=self.count_memory), None)
 
 
 def compare_with_best(

@@ -72,7 +72,7 @@ def search_layouts(
     layouts, ordered = with_smaller_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting memory of the fastest", 0, keep)
-    count_memory = _MemoryCounts(run, world_size)
+    count_memory = MemoryCounts(run, world_size)
     fastest = next(_offer_wanted(run, world_size, ordered, count_memory, is_wanted=is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered if fastest is not None else []
     if prefer_simple and fastest is not None:
@@ -105,7 +105,7 @@ def _offer_wanted(
     return (option for option in offering if is_wanted(option.candidate))
 
 
-class _MemoryCounts:
+class MemoryCounts:
     """Exact memory of a run's layouts, each counted once: the search looks at the first layouts twice."""
 
     def __init__(self, run: RunSpec, world_size: int) -> None:
