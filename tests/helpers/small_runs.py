@@ -45,6 +45,8 @@ MOE: Table = {
     **DENSE,
     "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "bias_update_rate": 0.01},
 }
+TWO_EXPERTS: Table = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
+"""Fewer experts than data-parallel ranks."""
 GPT2: Table = {
     "qk_norm": "none",
     "position_embedding": "learned",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 
-from tests.helpers.small_runs import DENSE, MOE, Table
+from tests.helpers.small_runs import DENSE, MOE, TWO_EXPERTS, Table
 from tests.parity.covering_set import FILE, run_changes, world_size
 
 Case = tuple[int, Table]
@@ -27,7 +27,6 @@ SCHEDULES: dict[str, Table] = {
     "dualpipe-v": {},
 }
 
-TWO_EXPERTS: Table = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
 """Fewer experts than ranks, which share the rows of each."""
 
 SINGLE_AXES: dict[str, Case] = {

@@ -21,7 +21,7 @@ from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, GPT2, MOE, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, GPT2, MOE, TWO_EXPERTS, small_run, train_and_evaluate
 from tests.parity.fuzz import draw_valid_layouts, max_relative_difference
 
 MODELS = {"dense": DENSE, "moe": MOE}
@@ -38,7 +38,7 @@ MODELS |= {
     "full-norm": {**DENSE, "qk_norm": "full"},
 }
 MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 6}}
-MODELS["two-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
+MODELS["two-experts"] = TWO_EXPERTS
 UNEVEN_TP_BATCH = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
 MODELS["three-heads"] = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}

@@ -28,7 +28,15 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.callbacks.callback import Callback
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_to_end, train_until, training_trajectory
+from tests.helpers.small_runs import (
+    MOE,
+    TWO_EXPERTS,
+    make_trainer,
+    small_run,
+    train_to_end,
+    train_until,
+    training_trajectory,
+)
 
 CHUNK_BYTES_BY_WORLD_SIZE = {2: 52_000, 4: 26_000}
 """By world size: without padding, the last rank's rows would make other pieces than the first's."""
@@ -70,8 +78,7 @@ def train_few_experts(run: RunSpec) -> tuple[list[tuple[float, float]], set[torc
 def test_all_ranks_train_equal_parts_of_fewer_experts(
     data: str, ep: int, local_experts: int, text: Path, tmp_path: Path
 ) -> None:
-    model = {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}
-    changes: dict[str, Any] = {"model": model, "training.steps": 3, "layout.micro_batch_size": 1}
+    changes: dict[str, Any] = {"model": TWO_EXPERTS, "training.steps": 3, "layout.micro_batch_size": 1}
     expected = training_trajectory(small_run(text, tmp_path / "one", changes))
     run = small_run(text, tmp_path, {**changes, "layout.data_parallel": data, "layout.ep": ep})
     rows = MOE["moe"]["expert_ffn_size"] // (4 // ep)

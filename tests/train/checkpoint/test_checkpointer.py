@@ -36,6 +36,7 @@ from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import (
     MOE,
+    TWO_EXPERTS,
     make_trainer,
     save_two_checkpoints,
     small_run,
@@ -159,7 +160,7 @@ DDP2, ZERO4, ZERO2 = (
     (2, {"layout.data_parallel": "zero3"}),
 )
 ZERO1_OF_4 = (4, {"layout.data_parallel": "zero1"})
-FEW_EXPERTS = {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 2}}}
+FEW_EXPERTS = {"model": TWO_EXPERTS}
 HSDP4 = (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2})
 LAYOUT_CHANGES = {
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
