@@ -96,8 +96,8 @@ def _resolve_layout(run: RunSpec, ranks: int | None) -> tuple[RunSpec, int]:
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
         raise UserError("--ranks", world_size, 'does not fill whole nodes, which layout = "auto" requires', fix=fix)
-    cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
-    return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
+    cluster = run.cluster.replace(nodes=world_size // per_node, nproc_per_node=per_node)
+    return choose_layout(run.replace(cluster=cluster))[0], world_size
 
 
 def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:

@@ -207,7 +207,7 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     omitted, unset_note = unset_choices_of_large_model(run)
     notes = [note for note in (learning_rate_note(run), unset_note) if note]
     comments = [f"# {line}\n" for line in (f"{WRITTEN_BY} plan", *notes)]
-    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}), omitted)
+    described = to_toml(run.replace(layout=option.candidate.layout()), omitted)
     write_file("--out", file, f"{''.join(comments)}{described}")
     name = shlex.quote(str(file))
     start = f"phalanx train {name}"

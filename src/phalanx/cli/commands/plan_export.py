@@ -43,7 +43,7 @@ def export_layout(
     with search_progress(world_size) as report:
         option = search_exportable(described, world_size, trainer, keep=MIN_SEARCHED, report=report).best
     try:
-        exported = export(described.model_copy(update={"layout": option.candidate.layout()}), world_size, trainer)
+        exported = export(described.replace(layout=option.candidate.layout()), world_size, trainer)
     except UserError as error:
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--to", trainer, problem, fix=error.fix) from None
@@ -67,7 +67,7 @@ def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trai
     if chosen.candidate == exported.candidate:
         return []
     try:
-        export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)
+        export(run.replace(layout=chosen.candidate.layout()), world_size, trainer)
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
         return [f"The best layout for Phalanx is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
