@@ -26,17 +26,14 @@ def check_component(field: str, spec: ComponentSpec) -> None:
     finders = (finder.find_spec(package, None) for finder in sys.meta_path)  # packages in editable mode have their own
     found = PathFinder.find_spec(package, [os.getcwd()]) or next(filter(None, finders), None)
     if found is None:
-        raise UserError(
-            field,
-            spec.class_path,
-            f"belongs to a module that is neither in {os.getcwd()} nor installed",
-            fix=f"start in the directory of {package}.py, or install its package",
-        )
+        problem = f"belongs to a module that is neither in {os.getcwd()} nor installed"
+        fix = f"start in the directory of {package}.py, or install its package"
+        raise UserError(field, spec.class_path, problem, fix)
     if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
         names = _top_level_names(_parse(field, spec, Path(found.origin)))
         if not names & {spec.name, "*", "__getattr__"}:
             fix = f"use one of {', '.join(sorted(names)) or 'its classes'}"
-            raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix=fix)
+            raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix)
 
 
 def _parse(field: str, spec: ComponentSpec, file: Path) -> ast.Module:
@@ -45,7 +42,7 @@ def _parse(field: str, spec: ComponentSpec, file: Path) -> ast.Module:
         return ast.parse(file.read_bytes())
     except SyntaxError as error:
         problem = f"belongs to a module with a syntax error: {error}"
-        raise UserError(field, spec.class_path, problem, fix=f"correct {file}") from None
+        raise UserError(field, spec.class_path, problem, f"correct {file}") from None
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

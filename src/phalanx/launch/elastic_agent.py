@@ -266,7 +266,7 @@ def run_until_done(
             if rendezvous.is_host:
                 fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
                 problem = f"the rendezvous cannot be started on this machine: {error.__cause__}"
-                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
             if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to restart
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:

@@ -82,22 +82,14 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
     resizing = (
         "; the embeddings of new tokens are initialized to the mean of the existing ones" if run.model.from_hf else ""
     )
-    raise UserError(
-        "model.vocab_size",
-        run.model.vocab_size,
-        f"is less than the tokenizer's {num_tokens} tokens",
-        fix=f"set model.vocab_size = {num_tokens}{resizing}",
-    )
+    problem = f"is less than the tokenizer's {num_tokens} tokens"
+    raise UserError("model.vocab_size", run.model.vocab_size, problem, f"set model.vocab_size = {num_tokens}{resizing}")
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
     def raise_error(problem: str) -> None:
-        raise UserError(
-            "recovery.in_memory_checkpoint_every",
-            run.recovery.in_memory_checkpoint_every,
-            problem,
-            fix="set recovery.in_memory_checkpoint_every to 0",
-        )
+        fix = "set recovery.in_memory_checkpoint_every to 0"
+        raise UserError("recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix)
 
     if not hasattr(os, "memfd_create"):
         raise_error("requires memfd_create, which this system does not have")
@@ -120,31 +112,24 @@ def _check_activation_offload(run: RunSpec, world_size: int) -> None:
     needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
     memory_bytes = physical_memory_bytes()
     if needed > memory_bytes:
-        raise LocalNodeError(
-            "layout.activation_checkpointing",
-            "offload",
-            f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}",
-            fix='lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"',
-        )
+        problem = f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}"
+        fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
+        raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     path = Path(directory).expanduser()
     fix = "set layout.offload_directory to a writable directory on a local disk"
     if not path.is_dir():
-        raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix=fix)
+        raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError("layout.offload_directory", directory, "is not writable", fix=fix)
+        raise UserError("layout.offload_directory", directory, "is not writable", fix)
     local_ranks = world_size / run.cluster.nodes
     free = shutil.disk_usage(path).free
     needed = local_ranks * disk_offload_bytes(run, world_size)
     if needed > free:
-        raise UserError(
-            "layout.offload_directory",
-            directory,
-            f"needs {needed / 1e9:.2f} GB for optimizer state, but has {free / 1e9:.2f} GB free",
-            fix=fix,
-        )
+        problem = f"needs {needed / 1e9:.2f} GB for optimizer state, but has {free / 1e9:.2f} GB free"
+        raise UserError("layout.offload_directory", directory, problem, fix)
 
 
 def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
@@ -167,12 +152,9 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     fitting = _fitting_run(run, memory_bytes, planned, device=device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = plural(nproc, "rank") if device == "cpu" else "the rank that needs the most"
-    raise LocalNodeError(
-        "planned memory",
-        format_gb_or_mb(planned),
-        f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
-        fix=f"{options or 'use a smaller model or more machines'} (see phalanx advise oom), or try with --force",
-    )
+    problem = f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})"
+    fix = f"{options or 'use a smaller model or more machines'} (see phalanx advise oom), or try with --force"
+    raise LocalNodeError("planned memory", format_gb_or_mb(planned), problem, fix)
 
 
 def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunSpec:
@@ -254,12 +236,8 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            "output_dir",
-            str(existing),
-            "is not a writable directory",
-            fix="set output_dir to another directory",
-        )
+        problem = "is not a writable directory"
+        raise UserError("output_dir", str(existing), problem, "set output_dir to another directory")
     check_claimable(directory)
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     if saved and resume:
@@ -267,22 +245,15 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
     elif resume:
         check_not_all_damaged(directory / CHECKPOINTS_DIR)
     elif saved or (directory / METRICS_FILE).exists():
-        raise UserError(
-            "name",
-            run.name,
-            f"{directory} already contains a run",
-            fix="add --resume to continue this run, or choose another name with --set name=...",
-        )
+        fix = "add --resume to continue this run, or choose another name with --set name=..."
+        raise UserError("name", run.name, f"{directory} already contains a run", fix)
     needed = checkpoint_space_needed_bytes(run, len(saved))
     free = shutil.disk_usage(existing).free
     if needed > free:
         lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
-        raise UserError(
-            "checkpoint.keep",
-            run.checkpoint.keep,
-            f"needs {format_gb_or_mb(needed)} for checkpoints, but {existing} has {format_gb_or_mb(free)} free",
-            fix=f"free space, {lower}or set output_dir to another disk",
-        )
+        problem = f"needs {format_gb_or_mb(needed)} for checkpoints, but {existing} has {format_gb_or_mb(free)} free"
+        fix = f"free space, {lower}or set output_dir to another disk"
+        raise UserError("checkpoint.keep", run.checkpoint.keep, problem, fix)
 
 
 def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:

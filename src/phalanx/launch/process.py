@@ -51,9 +51,8 @@ def select_device(run: RunSpec) -> str:
     if requested != "cpu":
         set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
-        raise LocalNodeError(
-            "cluster.device", "cuda", "PyTorch finds no GPU on this machine", fix='set cluster.device = "cpu" or "auto"'
-        )
+        problem = "PyTorch finds no GPU on this machine"
+        raise LocalNodeError("cluster.device", "cuda", problem, 'set cluster.device = "cpu" or "auto"')
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -69,12 +68,8 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     check_fp8_capability(run)
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
-        raise LocalNodeError(
-            "--nproc",
-            nproc,
-            f"exceeds the {gpus} GPUs of this machine",
-            fix=f'use at most {gpus}, or set cluster.device = "cpu"',
-        )
+        problem = f"exceeds the {gpus} GPUs of this machine"
+        raise LocalNodeError("--nproc", nproc, problem, f'use at most {gpus}, or set cluster.device = "cpu"')
     return nproc
 
 
@@ -84,14 +79,14 @@ def check_fp8_capability(run: RunSpec) -> None:
         return
     if torch.version.hip is not None:
         problem = "requires NVIDIA GPUs: AMD's have another float8"
-        raise LocalNodeError("training.precision", "fp8", problem, fix='set training.precision = "bf16"')
+        raise LocalNodeError("training.precision", "fp8", problem, 'set training.precision = "bf16"')
     for capability in query_gpus("compute_cap"):
         if capability < FP8_CAPABILITY:
             problem = (
                 f"requires compute capability {FP8_CAPABILITY} or above, and a GPU of this machine has {capability}"
             )
             fix = 'set training.precision = "bf16", or use H100 GPUs or later ones'
-            raise LocalNodeError("training.precision", "fp8", problem, fix=fix)
+            raise LocalNodeError("training.precision", "fp8", problem, fix)
 
 
 def query_gpus(field: str) -> list[float]:

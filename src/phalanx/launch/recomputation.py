@@ -38,7 +38,7 @@ def resolve_recomputation(
     if not known_bytes:
         problem = "requires the memory of a GPU, which is unknown"
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
-        raise UserError("layout.activation_checkpointing", "auto", problem, fix=fix)
+        raise UserError("layout.activation_checkpointing", "auto", problem, fix)
     device = "cpu" if cluster.uses_cpu else "cuda"
     planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device=device)
     choice = choose_recomputation(planned, world_size)

@@ -95,7 +95,7 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
         if time.monotonic() > deadline:
             if reached:
                 problem = "the service at this address is not a Phalanx rendezvous"
-                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix="use another port")
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, "use another port")
             fix = "start the command on this host too, and check that other nodes can reach the port"
             raise RendezvousError(
                 "--rendezvous", rendezvous.endpoint, f"no answer within {rendezvous.join_seconds:g} s", fix=fix
@@ -171,4 +171,4 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     problem = "is not the address of a network interface of this machine"
-    raise UserError("--rendezvous", address, problem, fix="set GLOO_SOCKET_IFNAME to the name of an interface")
+    raise UserError("--rendezvous", address, problem, "set GLOO_SOCKET_IFNAME to the name of an interface")

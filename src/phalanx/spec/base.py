@@ -203,7 +203,7 @@ def require(ok: bool, field: str, value: object, problem: str, fix: str = "") ->
         fix: Imperative fix, if there is one.
     """
     if not ok:
-        raise UserError(field, value, problem, fix=fix)
+        raise UserError(field, value, problem, fix)
 
 
 def divisors(number: int) -> list[int]:

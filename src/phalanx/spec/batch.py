@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.spec.base import divisors, require
+from phalanx.spec.base import divisors
+from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -60,31 +61,24 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     sequences = training.tokens_per_step // training.seq_len
     base_dp = training.base_dp_size or dp
     has_scaling = training.batch_scaling != "keep"
-    require(
-        has_scaling == (training.base_dp_size is not None),
-        "training.base_dp_size",
-        training.base_dp_size,
-        problem=f"{'is required' if has_scaling else 'cannot be combined'} with training.batch_scaling = "
-        f'"{training.batch_scaling}"',
-        fix="set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither",
-    )
-    require(
-        training.base_dp_size is None or sequences % base_dp == 0,
-        "training.base_dp_size",
-        base_dp,
-        problem=f"does not divide the {sequences} sequences of a step",
-        fix=f"use one of {', '.join(map(str, divisors(sequences)))}",
-    )
+    if has_scaling != (training.base_dp_size is not None):
+        problem = (
+            f"{'is required' if has_scaling else 'cannot be combined'} with training.batch_scaling = "
+            f'"{training.batch_scaling}"'
+        )
+        fix = "set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither"
+        raise UserError("training.base_dp_size", training.base_dp_size, problem, fix)
+    if training.base_dp_size is not None and sequences % base_dp != 0:
+        problem = f"does not divide the {sequences} sequences of a step"
+        fix = f"use one of {', '.join(map(str, divisors(sequences)))}"
+        raise UserError("training.base_dp_size", base_dp, problem, fix)
     if training.base_dp_size is not None:
         sequences = sequences // base_dp * dp
     nearest_tokens = max(1, round(sequences / dp)) * dp * training.seq_len
-    require(
-        sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
-        "training.tokens_per_step",
-        training.tokens_per_step,
-        problem=f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot divide",
-        fix=f"use training.tokens_per_step = {nearest_tokens}",
-    )
+    if sequences % dp != 0 and (run.layout.data_parallel not in STRATEGIES_WITH_UNEVEN_BATCHES or sequences < dp):
+        problem = f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot divide"
+        fix = f"use training.tokens_per_step = {nearest_tokens}"
+        raise UserError("training.tokens_per_step", training.tokens_per_step, problem, fix)
     sequences_per_rank = -(-sequences // dp)
     micro_batch = _choose_micro_batch(run, sequences_per_rank, dp, is_even=sequences % dp == 0)
     ratio = {"keep": 1.0, "linear": dp / base_dp, "sqrt": (dp / base_dp) ** 0.5}[training.batch_scaling]
@@ -109,19 +103,14 @@ def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even:
         )
     allowed = divisors(sequences_per_rank) if is_even else list(range(1, sequences_per_rank + 1))
     micro_batch = run.layout.micro_batch_size or max((n for n in allowed if n <= max_micro_batch), default=1)
-    require(
-        micro_batch in allowed,
-        "layout.micro_batch_size",
-        micro_batch,
-        problem=f"does not divide the {sequences_per_rank} sequences of a rank in a step",
-        fix=f"use one of {', '.join(map(str, allowed))}",
-    )
-    require(
-        not run.layout.ddp_static_graph or dp * run.layout.cp == 1 or micro_batch == sequences_per_rank,
-        "layout.ddp_static_graph",
-        True,
-        problem="cannot be combined with gradient accumulation "
-        f"({sequences_per_rank // micro_batch} micro-batches), which fails in PyTorch (issue 143580)",
-        fix=f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
-    )
+    if micro_batch not in allowed:
+        problem = f"does not divide the {sequences_per_rank} sequences of a rank in a step"
+        raise UserError("layout.micro_batch_size", micro_batch, problem, f"use one of {', '.join(map(str, allowed))}")
+    if run.layout.ddp_static_graph and dp * run.layout.cp != 1 and micro_batch != sequences_per_rank:
+        problem = (
+            "cannot be combined with gradient accumulation "
+            f"({sequences_per_rank // micro_batch} micro-batches), which fails in PyTorch (issue 143580)"
+        )
+        fix = f"remove it, or set layout.micro_batch_size = {sequences_per_rank}"
+        raise UserError("layout.ddp_static_graph", True, problem, fix)
     return micro_batch

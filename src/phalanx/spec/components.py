@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 from phalanx.spec.parallel_dims import transformer_only_options
 
@@ -62,13 +62,8 @@ class ComponentSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> ComponentSpec:
-        require(
-            all(part.isidentifier() for part in [*self.module.split("."), self.name]),
-            "class",
-            self.class_path,
-            problem="is not a valid import path",
-            fix='write "package.module:Name"',
-        )
+        if not all(part.isidentifier() for part in [*self.module.split("."), self.name]):
+            raise UserError("class", self.class_path, "is not a valid import path", 'write "package.module:Name"')
         return self
 
     @model_validator(mode="before")
@@ -124,51 +119,32 @@ def require_trusted(field: str, component: ComponentSpec, fix: str = "") -> None
         fix: Remedy of a command without `--trust`.
     """
     remedy = "read that code, then add --trust (trust=True in Python), or name it in your own run file or with --set"
-    require(
-        component.named_in is None,
-        field,
-        component.class_path,
-        problem=f"is code that only the run directory's {component.named_in} names",
-        fix=fix or remedy,
-    )
+    if component.named_in is not None:
+        problem = f"is code that only the run directory's {component.named_in} names"
+        raise UserError(field, component.class_path, problem, fix or remedy)
 
 
 def check_components(run: RunSpec) -> None:
     """Raise UserError for a layout or setting that a component of the user does not support."""
     model = run.model
-    if run.training.loss is not None:
-        require(
-            run.layout.tp == 1,
-            "layout.tp",
-            run.layout.tp,
-            problem="splits the logits that training.loss receives",
-            fix="set layout.tp = 1, or remove training.loss",
-        )
-    require(
-        run.data.dataset is None or not run.data.streaming,
-        "data.streaming",
-        True,
-        problem="cannot be combined with data.dataset, which provides the tokens",
-        fix="remove data.streaming",
-    )
+    if run.training.loss is not None and run.layout.tp != 1:
+        problem = "splits the logits that training.loss receives"
+        raise UserError("layout.tp", run.layout.tp, problem, "set layout.tp = 1, or remove training.loss")
+    if run.data.dataset is not None and run.data.streaming:
+        problem = "cannot be combined with data.dataset, which provides the tokens"
+        raise UserError("data.streaming", True, problem, "remove data.streaming")
     if model.implementation is None:
         return
     for field, value, default in transformer_only_options(run.layout):
         problem = "is for Phalanx's own transformer only, but the run has model.implementation"
         fix = f"set layout.{field} = {default!r}, and implement it in the module"
-        raise UserError(f"layout.{field}", value, problem, fix=fix)
-    require(
-        run.training.precision != "fp8",
-        "training.precision",
-        "fp8",
-        problem="is for Phalanx's own transformer only, but the run has model.implementation",
-        fix='set training.precision = "bf16", and compute in float8 in the module',
-    )
+        raise UserError(f"layout.{field}", value, problem, fix)
+    if run.training.precision == "fp8":
+        problem = "is for Phalanx's own transformer only, but the run has model.implementation"
+        fix = 'set training.precision = "bf16", and compute in float8 in the module'
+        raise UserError("training.precision", "fp8", problem, fix)
     for name, value in (("moe", model.moe), ("from_hf", model.from_hf)):
-        require(
-            value is None,
-            f"model.{name}",
-            value if isinstance(value, str) else None,
-            problem="is for Phalanx's own transformer only, but the run has model.implementation",
-            fix=f"remove model.{name}, and implement it in the module",
-        )
+        if value is not None:
+            problem = "is for Phalanx's own transformer only, but the run has model.implementation"
+            fix = f"remove model.{name}, and implement it in the module"
+            raise UserError(f"model.{name}", value if isinstance(value, str) else None, problem, fix)

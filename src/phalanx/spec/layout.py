@@ -232,46 +232,39 @@ def check_inapplicable_options(layout: Layout) -> None:
     if layout.activation_checkpointing == "norms" and layout.fsdp_unit == "sublayer":
         problem = 'cannot be combined with layout.fsdp_unit = "sublayer", which frees the weights of norms too early'
         fix = 'use layout.fsdp_unit = "block", or "selective"'
-        raise UserError("layout.activation_checkpointing", "norms", problem, fix=fix)
+        raise UserError("layout.activation_checkpointing", "norms", problem, fix)
     for field, axis in REQUIRES_DEGREE.items():
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set layout.{axis} to 2 or more"
-            raise UserError(f"layout.{field}", value, f"cannot be combined with layout.{axis} = 1", fix=fix)
+            raise UserError(f"layout.{field}", value, f"cannot be combined with layout.{axis} = 1", fix)
     if layout.schedule_file is not None and layout.schedule != "1f1b":
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}", because it replaces the schedule'
-        raise UserError("layout.schedule_file", layout.schedule_file, problem, fix="remove one of the two")
+        raise UserError("layout.schedule_file", layout.schedule_file, problem, "remove one of the two")
     if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
         problem = f'cannot be combined with layout.schedule = "{layout.schedule}"'
         fix = 'use at least 2 with "interleaved"; remove it with any other schedule'
-        raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix=fix)
+        raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
     for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
             problem = f"cannot be combined with a pipeline (layout.pp = {layout.pp})"
             fix = "remove it"
-            raise UserError(f"layout.{field}", value, problem, fix=f"{fix}, or set layout.pp = 1")
+            raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
     for field, strategies in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data_parallel not in strategies:
-            raise UserError(
-                f"layout.{field}",
-                value,
-                f'cannot be combined with layout.data_parallel = "{layout.data_parallel}"',
-                fix=f"remove it, or set layout.data_parallel to {' or '.join(strategies)}",
-            )
+            problem = f'cannot be combined with layout.data_parallel = "{layout.data_parallel}"'
+            fix = f"remove it, or set layout.data_parallel to {' or '.join(strategies)}"
+            raise UserError(f"layout.{field}", value, problem, fix)
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
             'is required with layout.offload = "nvme"'
             if layout.offload == "nvme"
             else f'cannot be combined with layout.offload = "{layout.offload}"'
         )
-        raise UserError(
-            "layout.offload_directory",
-            layout.offload_directory,
-            problem,
-            fix='use a directory on a local disk with layout.offload = "nvme", or remove both',
-        )
+        fix = 'use a directory on a local disk with layout.offload = "nvme", or remove both'
+        raise UserError("layout.offload_directory", layout.offload_directory, problem, fix)
 
 
 def _check_recomputed_blocks(layout: Layout) -> None:
@@ -288,29 +281,21 @@ def _check_recomputed_blocks(layout: Layout) -> None:
             f'cannot be combined with layout.fsdp_unit = "sublayer" and layout.activation_checkpointing = "{method}"'
         )
     if problem:
-        raise UserError("layout.recomputed_blocks", layout.recomputed_blocks, problem, fix="remove it")
+        raise UserError("layout.recomputed_blocks", layout.recomputed_blocks, problem, "remove it")
     if isinstance(layout.recomputed_blocks, tuple) and len(layout.recomputed_blocks) != layout.pp:
-        raise UserError(
-            "layout.recomputed_blocks",
-            list(layout.recomputed_blocks),
-            f"is not one number for each of the {layout.pp} pipeline ranks (layout.pp)",
-            fix=f"write {layout.pp} numbers, or one number for all ranks",
-        )
+        problem = f"is not one number for each of the {layout.pp} pipeline ranks (layout.pp)"
+        fix = f"write {layout.pp} numbers, or one number for all ranks"
+        raise UserError("layout.recomputed_blocks", list(layout.recomputed_blocks), problem, fix)
 
 
 def check_supported(layout: Layout) -> None:
     """Raise UserError for a value that training does not support yet."""
     if layout.pp > 1 and layout.data_parallel not in PIPELINE_DATA_STRATEGIES:
         fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.pp = 1"
-        raise UserError(
-            "layout.data_parallel",
-            layout.data_parallel,
-            f"{NOT_IMPLEMENTED} a pipeline (layout.pp = {layout.pp})",
-            fix=fix,
-        )
+        problem = f"{NOT_IMPLEMENTED} a pipeline (layout.pp = {layout.pp})"
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)
     for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data_parallel == "parameter_server":
             fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.{axis} = 1"
-            raise UserError(
-                "layout.data_parallel", layout.data_parallel, f"{NOT_IMPLEMENTED} layout.{axis} above 1", fix=fix
-            )
+            problem = f"{NOT_IMPLEMENTED} layout.{axis} above 1"
+            raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)

@@ -35,5 +35,5 @@ def _refuse_url(field: str, value: str, *, path: str, supported: str) -> str:
     if match := URL.match(path):
         scheme, rest = match.groups()
         fix = f"write {rest!r}" if scheme.lower() == "file" else "mount or copy the files, and use their local path"
-        raise UserError(field, value, f"is a URL, but only {supported} are supported", fix=fix)
+        raise UserError(field, value, f"is a URL, but only {supported} are supported", fix)
     return value

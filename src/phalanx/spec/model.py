@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import LocalPath, Spec, divisors, require
+from phalanx.spec.base import LocalPath, Spec, divisors
 from phalanx.spec.components import ComponentSpec
+from phalanx.spec.errors import UserError
 
 MAX_FLASH_HEAD_DIM = 256
 
@@ -66,13 +67,9 @@ class MoESpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> MoESpec:
-        require(
-            self.top_k <= self.num_experts,
-            "top_k",
-            self.top_k,
-            problem=f"exceeds moe.num_experts ({self.num_experts})",
-            fix=f"use at most {self.num_experts}",
-        )
+        if self.top_k > self.num_experts:
+            problem = f"exceeds moe.num_experts ({self.num_experts})"
+            raise UserError("top_k", self.top_k, problem, f"use at most {self.num_experts}")
         return self
 
 
@@ -154,76 +151,46 @@ class ModelSpec(Spec):
             table["num_kv_heads"] = table.get("num_kv_heads") or heads
             if type(width) is int and not table.get("head_dim"):
                 allowed = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
-                require(
-                    width % heads == 0,
-                    "num_heads",
-                    heads,
-                    problem=f"does not divide model.hidden_size ({width})",
-                    fix=f"use one of {', '.join(map(str, allowed))}, or set model.head_dim",
-                )
+                if width % heads != 0:
+                    problem = f"does not divide model.hidden_size ({width})"
+                    fix = f"use one of {', '.join(map(str, allowed))}, or set model.head_dim"
+                    raise UserError("num_heads", heads, problem, fix)
                 table["head_dim"] = width // heads
         return table
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
         allowed = ", ".join(map(str, divisors(self.num_heads)))
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_kv_heads",
-            self.num_kv_heads,
-            problem=f"does not divide model.num_heads ({self.num_heads})",
-            fix=f"use one of {allowed}",
-        )
-        if self.activation == "swiglu":
-            require(
-                not self.bias, "bias", self.bias, problem="is not supported with SwiGLU", fix="set model.bias = false"
-            )
+        if self.num_heads % self.num_kv_heads != 0:
+            problem = f"does not divide model.num_heads ({self.num_heads})"
+            raise UserError("num_kv_heads", self.num_kv_heads, problem, f"use one of {allowed}")
+        if self.activation == "swiglu" and self.bias:
+            raise UserError("bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
         if self.position_embedding == "rope":
             is_even = self.head_dim % 2 == 0
-            require(
-                is_even,
-                "head_dim",
-                self.head_dim,
-                problem="must be even for rotary positions",
-                fix="use an even number",
-            )
-        require(
-            not self.upcycle_reinit_fraction or (self.from_hf is not None and self.moe is not None),
-            "upcycle_reinit_fraction",
-            self.upcycle_reinit_fraction,
-            problem="requires experts that are initialized from a dense model",
-            fix="set model.from_hf and model.moe, or remove it",
-        )
+            if not is_even:
+                raise UserError("head_dim", self.head_dim, "must be even for rotary positions", "use an even number")
+        if self.upcycle_reinit_fraction and (self.from_hf is None or self.moe is None):
+            problem = "requires experts that are initialized from a dense model"
+            fix = "set model.from_hf and model.moe, or remove it"
+            raise UserError("upcycle_reinit_fraction", self.upcycle_reinit_fraction, problem, fix)
         unknown_layers = [layer for layer in self.full_attention_layers if not 0 <= layer < self.num_layers]
-        require(
-            not unknown_layers,
-            "full_attention_layers",
-            list(self.full_attention_layers),
-            problem=f"names layers that the model does not have (model.num_layers = {self.num_layers})",
-            fix=f"use numbers from 0 to {self.num_layers - 1}",
-        )
-        require(
-            not self.full_attention_layers or self.sliding_window is not None,
-            "full_attention_layers",
-            list(self.full_attention_layers),
-            problem="has no effect without a sliding window",
-            fix="set model.sliding_window, or remove it",
-        )
+        if unknown_layers:
+            problem = f"names layers that the model does not have (model.num_layers = {self.num_layers})"
+            fix = f"use numbers from 0 to {self.num_layers - 1}"
+            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
+        if self.full_attention_layers and self.sliding_window is None:
+            problem = "has no effect without a sliding window"
+            fix = "set model.sliding_window, or remove it"
+            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
         if self.moe is not None:
-            require(
-                self.moe.num_leading_dense_layers < self.num_layers,
-                "moe.num_leading_dense_layers",
-                self.moe.num_leading_dense_layers,
-                problem=f"leaves no layer with experts (model.num_layers = {self.num_layers})",
-                fix=f"use at most {self.num_layers - 1}",
-            )
-            require(
-                self.activation == "swiglu",
-                "activation",
-                self.activation,
-                problem="is not supported for experts",
-                fix='set model.activation = "swiglu"',
-            )
+            if self.moe.num_leading_dense_layers >= self.num_layers:
+                problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"
+                fix = f"use at most {self.num_layers - 1}"
+                raise UserError("moe.num_leading_dense_layers", self.moe.num_leading_dense_layers, problem, fix)
+            if self.activation != "swiglu":
+                problem = "is not supported for experts"
+                raise UserError("activation", self.activation, problem, 'set model.activation = "swiglu"')
         return self
 
     def attention_window(self, layer: int) -> int | None:

@@ -91,41 +91,33 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     check_inapplicable_options(layout)
     servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
     if servers and servers >= world_size:
-        raise UserError(
-            "layout.num_servers",
-            servers,
-            f"leaves no worker among the {world_size} ranks of the run",
-            fix=f"start more ranks, or use at most {world_size - 1}" if world_size > 1 else "start more ranks",
-        )
+        fix = f"start more ranks, or use at most {world_size - 1}" if world_size > 1 else "start more ranks"
+        raise UserError("layout.num_servers", servers, f"leaves no worker among the {world_size} ranks of the run", fix)
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
         used_axes = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
-        raise UserError(
-            f"layout.{used_axes}",
-            model_ranks,
-            f"does not divide the {world_size - servers} ranks that compute",
-            fix=f"use a multiple of {model_ranks} ranks (such as --nproc {model_ranks}), or lower a degree",
-        )
+        problem = f"does not divide the {world_size - servers} ranks that compute"
+        fix = f"use a multiple of {model_ranks} ranks (such as --nproc {model_ranks}), or lower a degree"
+        raise UserError(f"layout.{used_axes}", model_ranks, problem, fix)
     dp = (world_size - servers) // model_ranks
     if layout.data_parallel == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
-            raise UserError(
-                "layout.dp_shard", None, 'is required with layout.data_parallel = "hsdp"', fix=f"use one of {allowed}"
-            )
+            problem = 'is required with layout.data_parallel = "hsdp"'
+            raise UserError("layout.dp_shard", None, problem, f"use one of {allowed}")
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
-            raise UserError("layout.dp_shard", layout.dp_shard, problem, fix=f"use one of {allowed}")
+            raise UserError("layout.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
         if layout.dp_shard == 1 and layout.offload != "none":
             fix = f'use another value of {allowed}, or layout.data_parallel = "zero1"'
             problem = f'cannot be combined with layout.offload = "{layout.offload}", which requires sharded state'
-            raise UserError("layout.dp_shard", 1, problem, fix=fix)
+            raise UserError("layout.dp_shard", 1, problem, fix)
     expert_ranks = dp * layout.cp * layout.tp
     num_copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
     if expert_ranks // num_copies % layout.ep:
         allowed = ", ".join(map(str, divisors(expert_ranks // num_copies)))
         problem = f"does not divide the {expert_ranks // num_copies} ranks that store one copy of a stage's experts"
-        raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     dp_shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
     pipeline_outermost = layout.rank_order == "pipeline_outer"
     return ParallelDims(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import Spec
+from phalanx.spec.errors import UserError
 
 
 class RecoverySpec(Spec):
@@ -36,11 +37,8 @@ class RecoverySpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> RecoverySpec:
-        require(
-            self.loss_spike_ratio is None or self.max_rollbacks > 0,
-            "loss_spike_ratio",
-            self.loss_spike_ratio,
-            problem="cannot be combined with recovery.max_rollbacks = 0, because a loss spike causes a rollback",
-            fix="set recovery.max_rollbacks to at least 1, or remove recovery.loss_spike_ratio",
-        )
+        if self.loss_spike_ratio is not None and self.max_rollbacks <= 0:
+            problem = "cannot be combined with recovery.max_rollbacks = 0, because a loss spike causes a rollback"
+            fix = "set recovery.max_rollbacks to at least 1, or remove recovery.loss_spike_ratio"
+            raise UserError("loss_spike_ratio", self.loss_spike_ratio, problem, fix)
         return self

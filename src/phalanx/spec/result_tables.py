@@ -37,7 +37,5 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     try:
         import pandas
     except ModuleNotFoundError:
-        raise UserError(
-            "to_dataframe", None, "requires pandas, which is not installed", fix="pip install pandas"
-        ) from None
+        raise UserError("to_dataframe", None, "requires pandas, which is not installed", "pip install pandas") from None
     return pandas.DataFrame(list(rows))

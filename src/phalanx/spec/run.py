@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from phalanx.spec.base import LocalPath, Spec, TextSource, require
+from phalanx.spec.base import LocalPath, Spec, TextSource
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.components import ComponentSpec, check_components
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.learning_rate import default_learning_rate
 from phalanx.spec.model import ModelSpec
@@ -124,13 +125,10 @@ class TrainingSpec(Spec):
         if not isinstance(table, dict) or table.get("seconds") is None:
             return table
         steps = table.get("steps", UNDECIDED_STEPS)
-        require(
-            steps == UNDECIDED_STEPS,
-            "seconds",
-            table["seconds"],
-            problem=f"cannot be combined with training.steps = {steps}",
-            fix="remove one of them; on the command line: --set training.steps= or --set training.seconds=",
-        )
+        if steps != UNDECIDED_STEPS:
+            problem = f"cannot be combined with training.steps = {steps}"
+            fix = "remove one of them; on the command line: --set training.steps= or --set training.seconds="
+            raise UserError("seconds", table["seconds"], problem, fix)
         return {**table, "steps": UNDECIDED_STEPS}
 
     @property
@@ -292,42 +290,23 @@ class RunSpec(Spec):
         self._set_learning_rate()
         training = self.training
         nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
-        require(
-            training.tokens_per_step % training.seq_len == 0,
-            "training.tokens_per_step",
-            training.tokens_per_step,
-            problem=f"is not a multiple of training.seq_len ({training.seq_len})",
-            fix=f"use {nearest_multiple}",
-        )
-        if self.model.position_embedding == "learned":
-            require(
-                training.seq_len <= self.model.max_seq_len,
-                "training.seq_len",
-                training.seq_len,
-                problem=f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
-                fix=f"use at most {self.model.max_seq_len}",
-            )
-        require(
-            not self.recovery.max_rollbacks or self.layout.max_staleness is None,
-            "recovery.max_rollbacks",
-            self.recovery.max_rollbacks,
-            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
-            fix="set recovery.max_rollbacks = 0",
-        )
-        require(
-            training.has_decided_steps or self.layout.max_staleness is None,
-            "training.seconds",
-            training.seconds,
-            problem="cannot be combined with layout.max_staleness, because ranks are at different steps",
-            fix="set training.steps instead",
-        )
-        require(
-            not training.replica_check_interval or self.layout.data_parallel != "parameter_server",
-            "training.replica_check_interval",
-            training.replica_check_interval,
-            problem='cannot be combined with layout.data_parallel = "parameter_server", which has no replicas',
-            fix="set training.replica_check_interval = 0",
-        )
+        if training.tokens_per_step % training.seq_len != 0:
+            problem = f"is not a multiple of training.seq_len ({training.seq_len})"
+            raise UserError("training.tokens_per_step", training.tokens_per_step, problem, f"use {nearest_multiple}")
+        if self.model.position_embedding == "learned" and training.seq_len > self.model.max_seq_len:
+            problem = f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})"
+            raise UserError("training.seq_len", training.seq_len, problem, f"use at most {self.model.max_seq_len}")
+        if self.recovery.max_rollbacks and self.layout.max_staleness is not None:
+            problem = "cannot be combined with layout.max_staleness, because ranks are at different steps"
+            fix = "set recovery.max_rollbacks = 0"
+            raise UserError("recovery.max_rollbacks", self.recovery.max_rollbacks, problem, fix)
+        if not training.has_decided_steps and self.layout.max_staleness is not None:
+            problem = "cannot be combined with layout.max_staleness, because ranks are at different steps"
+            raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
+        if training.replica_check_interval and self.layout.data_parallel == "parameter_server":
+            problem = 'cannot be combined with layout.data_parallel = "parameter_server", which has no replicas'
+            fix = "set training.replica_check_interval = 0"
+            raise UserError("training.replica_check_interval", training.replica_check_interval, problem, fix)
         check_components(self)
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
@@ -340,17 +319,15 @@ def require_settings_of_weights(run: RunSpec) -> None:
     Planning needs neither.
     """
     optimizer = run.optimizer
-    require(
-        run.model.from_hf is None or optimizer.name != "muon" or "muon_learning_rate" in optimizer.model_fields_set,
-        "optimizer.muon_learning_rate",
-        optimizer.muon_learning_rate,
-        problem="is a rate for new weights, not for those of model.from_hf",
-        fix="set optimizer.muon_learning_rate",
-    )
-    require(
-        run.model.from_hf is None or run.data.tokenizer != "bpe",
-        "data.tokenizer",
-        run.data.tokenizer,
-        problem="would train a new tokenizer, but the weights of model.from_hf require their own",
-        fix="set data.tokenizer to the tokenizer.json of these weights",
-    )
+    if (
+        run.model.from_hf is not None
+        and optimizer.name == "muon"
+        and "muon_learning_rate" not in optimizer.model_fields_set
+    ):
+        problem = "is a rate for new weights, not for those of model.from_hf"
+        fix = "set optimizer.muon_learning_rate"
+        raise UserError("optimizer.muon_learning_rate", optimizer.muon_learning_rate, problem, fix)
+    if run.model.from_hf is not None and run.data.tokenizer == "bpe":
+        problem = "would train a new tokenizer, but the weights of model.from_hf require their own"
+        fix = "set data.tokenizer to the tokenizer.json of these weights"
+        raise UserError("data.tokenizer", run.data.tokenizer, problem, fix)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, require
+from phalanx.spec.base import Spec
 from phalanx.spec.components import named_components
+from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
     from phalanx.spec.run import RunSpec
@@ -138,48 +139,24 @@ class SwarmSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> SwarmSpec:
-        require(
-            not self.sends_gradients or self.every == 1,
-            "every",
-            self.every,
-            problem="must be 1 for ddp, which exchanges gradients after every step",
-            fix='set swarm.every = 1, or swarm.method = "fedavg"',
-        )
-        require(
-            not self.sends_gradients or self.outer is None,
-            "outer",
-            "set",
-            problem="cannot be combined with ddp, whose coordinator runs the optimizer of the run",
-            fix="remove it, and set the optimizer in [optimizer]",
-        )
-        require(
-            self.every % self.fragments == 0,
-            "fragments",
-            self.fragments,
-            problem=f"does not divide swarm.every ({self.every})",
-            fix="use a divisor of swarm.every",
-        )
-        require(
-            self.delay < self.steps_per_round,
-            "delay",
-            self.delay,
-            problem=f"must be less than the {self.steps_per_round} steps of a round",
-            fix=f"use at most {self.steps_per_round - 1}",
-        )
-        require(
-            self.mixing is None or self.delay > 0,
-            "mixing",
-            self.mixing,
-            problem="cannot be combined with swarm.delay = 0, because nodes do not train during the exchange",
-            fix="set swarm.delay to at least 1, or remove swarm.mixing",
-        )
-        require(
-            self.merge.every % self.every == 0,
-            "merge.every",
-            self.merge.every,
-            problem=f"is not a multiple of swarm.every ({self.every}), after which experts are exchanged",
-            fix=f"use a multiple of {self.every}",
-        )
+        if self.sends_gradients and self.every != 1:
+            problem = "must be 1 for ddp, which exchanges gradients after every step"
+            raise UserError("every", self.every, problem, 'set swarm.every = 1, or swarm.method = "fedavg"')
+        if self.sends_gradients and self.outer is not None:
+            problem = "cannot be combined with ddp, whose coordinator runs the optimizer of the run"
+            raise UserError("outer", "set", problem, "remove it, and set the optimizer in [optimizer]")
+        if self.every % self.fragments != 0:
+            problem = f"does not divide swarm.every ({self.every})"
+            raise UserError("fragments", self.fragments, problem, "use a divisor of swarm.every")
+        if self.delay >= self.steps_per_round:
+            problem = f"must be less than the {self.steps_per_round} steps of a round"
+            raise UserError("delay", self.delay, problem, f"use at most {self.steps_per_round - 1}")
+        if self.mixing is not None and self.delay <= 0:
+            problem = "cannot be combined with swarm.delay = 0, because nodes do not train during the exchange"
+            raise UserError("mixing", self.mixing, problem, "set swarm.delay to at least 1, or remove swarm.mixing")
+        if self.merge.every % self.every != 0:
+            problem = f"is not a multiple of swarm.every ({self.every}), after which experts are exchanged"
+            raise UserError("merge.every", self.merge.every, problem, f"use a multiple of {self.every}")
         splits_experts = self.method in EXPERT_SPLIT_METHODS
         for field, is_set in {
             "replication": self.replication > 1,
@@ -188,13 +165,9 @@ class SwarmSpec(Spec):
             "merge.every": self.merge.every > 0,
             "balance.local_expert_weight": self.balance.local_expert_weight < 1,
         }.items():
-            require(
-                splits_experts or not is_set,
-                field,
-                "set",
-                problem=f"cannot be combined with {self.method}, whose nodes train all experts",
-                fix='remove it, or set method = "spes+"',
-            )
+            if not splits_experts and is_set:
+                problem = f"cannot be combined with {self.method}, whose nodes train all experts"
+                raise UserError(field, "set", problem, 'remove it, or set method = "spes+"')
         return self
 
 
@@ -208,94 +181,50 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
     """Check recovery, experts, optimizer and batch."""
     moe = run.model.moe
     for field in ("in_memory_checkpoint_every", "max_rollbacks"):
-        require(
-            not getattr(run.recovery, field),
-            f"recovery.{field}",
-            getattr(run.recovery, field),
-            problem="is not supported in a swarm, whose nodes resume from the coordinator's last round",
-            fix=f"set recovery.{field} = 0",
-        )
-    require(
-        moe is not None or swarm.method not in EXPERT_SPLIT_METHODS,
-        "swarm.method",
-        swarm.method,
-        problem="distributes experts over nodes, but the model has no experts",
-        fix='set model.moe, or swarm.method = "diloco"',
-    )
-    require(
-        moe is None or not moe.bias_update_rate,
-        "model.moe.bias_update_rate",
-        moe and moe.bias_update_rate,
-        problem="is not supported in a swarm, because nodes do not exchange the router's biases",
-        fix="set model.moe.bias_update_rate = 0",
-    )
+        if getattr(run.recovery, field):
+            problem = "is not supported in a swarm, whose nodes resume from the coordinator's last round"
+            raise UserError(f"recovery.{field}", getattr(run.recovery, field), problem, f"set recovery.{field} = 0")
+    if moe is None and swarm.method in EXPERT_SPLIT_METHODS:
+        problem = "distributes experts over nodes, but the model has no experts"
+        raise UserError("swarm.method", swarm.method, problem, 'set model.moe, or swarm.method = "diloco"')
+    if moe is not None and moe.bias_update_rate:
+        problem = "is not supported in a swarm, because nodes do not exchange the router's biases"
+        fix = "set model.moe.bias_update_rate = 0"
+        raise UserError("model.moe.bias_update_rate", moe and moe.bias_update_rate, problem, fix)
     scaling = run.training.batch_scaling
-    require(
-        not swarm.sends_gradients or run.optimizer.name == "adamw",
-        "optimizer.name",
-        run.optimizer.name,
-        problem='is not supported with swarm.method = "ddp", whose coordinator runs AdamW',
-        fix='set optimizer.name = "adamw", or swarm.method = "fedavg"',
-    )
-    require(
-        not swarm.sends_gradients or scaling == "keep",
-        "training.batch_scaling",
-        scaling,
-        problem='is not supported with swarm.method = "ddp", whose coordinator runs the optimizer for all nodes',
-        fix='set training.batch_scaling = "keep", and set the learning rates for the batch of all nodes',
-    )
+    if swarm.sends_gradients and run.optimizer.name != "adamw":
+        problem = 'is not supported with swarm.method = "ddp", whose coordinator runs AdamW'
+        fix = 'set optimizer.name = "adamw", or swarm.method = "fedavg"'
+        raise UserError("optimizer.name", run.optimizer.name, problem, fix)
+    if swarm.sends_gradients and scaling != "keep":
+        problem = 'is not supported with swarm.method = "ddp", whose coordinator runs the optimizer for all nodes'
+        fix = 'set training.batch_scaling = "keep", and set the learning rates for the batch of all nodes'
+        raise UserError("training.batch_scaling", scaling, problem, fix)
 
 
 def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
     """Check the layout inside a node, the number of steps, and the data."""
-    require(
-        swarm.method not in EXPERT_SPLIT_METHODS or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
-        "layout.data_parallel",
-        run.layout.data_parallel,
-        problem=f"cannot be combined with layout.ep = {run.layout.ep} in a swarm, in which ranks may train no expert",
-        fix='set layout.data_parallel = "ddp", or layout.ep = 1',
-    )
-    require(
-        run.layout.data_parallel != "parameter_server",
-        "layout.data_parallel",
-        run.layout.data_parallel,
-        problem="is not supported inside a node of a swarm",
-        fix="use ddp or a ZeRO stage",
-    )
-    require(
-        run.training.has_decided_steps,
-        "training.seconds",
-        run.training.seconds,
-        problem="is not supported in a swarm, whose rounds require a fixed number of steps",
-        fix="set training.steps instead",
-    )
+    if swarm.method in EXPERT_SPLIT_METHODS and run.layout.ep != 1 and run.layout.data_parallel != "ddp":
+        problem = f"cannot be combined with layout.ep = {run.layout.ep} in a swarm, in which ranks may train no expert"
+        fix = 'set layout.data_parallel = "ddp", or layout.ep = 1'
+        raise UserError("layout.data_parallel", run.layout.data_parallel, problem, fix)
+    if run.layout.data_parallel == "parameter_server":
+        problem = "is not supported inside a node of a swarm"
+        raise UserError("layout.data_parallel", run.layout.data_parallel, problem, "use ddp or a ZeRO stage")
+    if not run.training.has_decided_steps:
+        problem = "is not supported in a swarm, whose rounds require a fixed number of steps"
+        raise UserError("training.seconds", run.training.seconds, problem, "set training.steps instead")
     for field, component in named_components(run):
-        require(False, field, component.class_path, problem="is not supported in a swarm", fix=f"remove {field}")
-    require(
-        not run.training.auto_precision,
-        "training.precision",
-        "auto",
-        problem="may select a different precision on each node",
-        fix='use "bf16" or "fp32"',
-    )
-    require(
-        run.training.precision != "fp8",
-        "training.precision",
-        "fp8",
-        problem="is not supported in a swarm yet",
-        fix='use "bf16" or "fp32"',
-    )
-    require(
-        run.training.steps % swarm.steps_per_round == 0,
-        "training.steps",
-        run.training.steps,
-        problem=f"is not a multiple of the {swarm.steps_per_round} steps of a round",
-        fix=f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
-    )
-    require(
-        not run.data.streaming,
-        "data.streaming",
-        True,
-        problem="is not supported in a swarm, because every node would read the same text",
-        fix="set data.streaming = false",
-    )
+        raise UserError(field, component.class_path, "is not supported in a swarm", f"remove {field}")
+    if run.training.auto_precision:
+        problem = "may select a different precision on each node"
+        raise UserError("training.precision", "auto", problem, 'use "bf16" or "fp32"')
+    if run.training.precision == "fp8":
+        raise UserError("training.precision", "fp8", "is not supported in a swarm yet", 'use "bf16" or "fp32"')
+    if run.training.steps % swarm.steps_per_round != 0:
+        problem = f"is not a multiple of the {swarm.steps_per_round} steps of a round"
+        fix = f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}"
+        raise UserError("training.steps", run.training.steps, problem, fix)
+    if run.data.streaming:
+        problem = "is not supported in a swarm, because every node would read the same text"
+        raise UserError("data.streaming", True, problem, "set data.streaming = false")

@@ -87,7 +87,7 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
         problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
     if problem:
         fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
-        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix=fix)
+        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
 
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
@@ -165,7 +165,7 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
         _check_equal_micro_batches(run, world_size)
     if layout.tp > 1 and layout.gradient_compression == "powersgd":
         problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
-        raise UserError("layout.gradient_compression", "powersgd", problem, fix="remove layout.gradient_compression")
+        raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
     if layout.cp > 1:
         _check_context(spec, layout, seq_len)
 
@@ -178,7 +178,7 @@ def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
             problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {size}"
             smaller_degree = "use a smaller layout.tp, " if ranks > 1 else ""
             fix = f'change {field}, {smaller_degree}or set training.precision = "bf16"'
-            raise UserError("training.precision", "fp8", problem, fix=fix)
+            raise UserError("training.precision", "fp8", problem, fix)
 
 
 def _fp8_widths(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, int]]:
@@ -204,27 +204,22 @@ def _check_capacity(layout: Layout, capacity_factor: float) -> None:
         sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
         requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
         problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
-        raise UserError(
-            "model.moe.capacity_factor",
-            capacity_factor,
-            problem,
-            fix="remove model.moe.capacity_factor"
-            + (", layout.ep or layout.tp" if requirement else f" or {sharing_option}"),
+        fix = "remove model.moe.capacity_factor" + (
+            ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
         )
+        raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
 
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     if spec.moe is None:
-        raise UserError(
-            "layout.ep", layout.ep, "cannot be combined with a model without experts", fix="set layout.ep = 1"
-        )
+        raise UserError("layout.ep", layout.ep, "cannot be combined with a model without experts", "set layout.ep = 1")
     if spec.moe.num_experts % layout.ep:
         allowed = ", ".join(map(str, divisors(spec.moe.num_experts)))
         problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-        raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     if layout.tp > 1 and not layout.sequence_parallel:
         problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
-        raise UserError("layout.ep", layout.ep, problem, fix="set layout.sequence_parallel = true")
+        raise UserError("layout.ep", layout.ep, problem, "set layout.sequence_parallel = true")
 
 
 def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
@@ -234,12 +229,11 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
     if (layout.cp * layout.tp) % layout.ep and batch_plan.global_batch_size % (
         batch_plan.dp_size * batch_plan.micro_batch_size
     ):
-        raise UserError(
-            "training.tokens_per_step",
-            run.training.tokens_per_step,
-            f"results in different numbers of micro-batches per rank; layout.ep = {layout.ep} requires equal numbers",
-            fix="use a multiple of micro-batch size x data-parallel ranks x training.seq_len",
+        problem = (
+            f"results in different numbers of micro-batches per rank; layout.ep = {layout.ep} requires equal numbers"
         )
+        fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
+        raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
 
 
 def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
@@ -250,16 +244,16 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     if seq_len % required_multiple:
         problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
-        raise UserError("layout.cp", cp, problem, fix=f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
+        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
     if layout.cp_method == "ring" and has_window(spec, seq_len):
         problem = f"does not support the windows of model.sliding_window ({spec.sliding_window})"
         fix = f'use "ulysses", or training.seq_len = {spec.sliding_window} or less'
-        raise UserError("layout.cp_method", "ring", problem, fix=fix)
+        raise UserError("layout.cp_method", "ring", problem, fix)
     heads = spec.num_heads // layout.tp
     kv = max(1, spec.num_kv_heads // layout.tp)
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
-        raise UserError("layout.cp", cp, problem, fix='use layout.cp_method = "ring", or a smaller degree')
+        raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
@@ -283,13 +277,13 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
             }
             if field in alternatives:
                 fix += f", or layout.{alternatives[field]}"
-            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix=fix)
+            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
     if layout.tp_attention == "gathered":
         _check_gathered_heads(spec, layout)
     elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, fix="use a divisor or a multiple of model.num_kv_heads")
+        raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
     rows = -(-spec.vocab_size // tp)
     if (tp - 1) * rows >= spec.vocab_size:
         problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
-        raise UserError("layout.tp", tp, problem, fix="use a smaller tensor-parallel degree, or a larger vocabulary")
+        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")

@@ -17,9 +17,5 @@ def check_torch_supports(layout: Layout) -> None:
     major, minor, *_ = installed.split(".")
     if layout.first_bucket_mb is not None and (int(major), int(minor)) < FIRST_BUCKET_TORCH_VERSION:
         required = ".".join(map(str, FIRST_BUCKET_TORCH_VERSION))
-        raise UserError(
-            "layout.first_bucket_mb",
-            layout.first_bucket_mb,
-            f"is not supported by torch {installed}",
-            fix=f"install torch {required} or later, or remove layout.first_bucket_mb",
-        )
+        fix = f"install torch {required} or later, or remove layout.first_bucket_mb"
+        raise UserError("layout.first_bucket_mb", layout.first_bucket_mb, f"is not supported by torch {installed}", fix)

@@ -115,7 +115,7 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     cleared_overrides = ["model.from_hf=", "model.upcycle_reinit_fraction="]
     run = load_run(file, [*local_overrides, *cleared_overrides, *overrides])
     if run.swarm is None:
-        raise UserError("swarm", None, "is missing in the coordinator's run", fix="join another coordinator")
+        raise UserError("swarm", None, "is missing in the coordinator's run", "join another coordinator")
     _check_same_run(load_run(file, cleared_overrides), run)
     return run
 
@@ -158,7 +158,7 @@ def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
     ]
     if differing:
         fix = "remove it; a node sets only its layout, data, cluster and logging"
-        raise UserError("--set", differing[0], "is set by the coordinator", fix=fix)
+        raise UserError("--set", differing[0], "is set by the coordinator", fix)
 
 
 def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:
@@ -181,15 +181,12 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
     num_fitting = sum(size <= memory_bytes for size in rank_sizes) - 1
     if num_fitting < min(1, experts):
         min_gb = rank_sizes[min(1, experts)] / 1e9
-        raise UserError(
-            "memory",
-            f"{memory_bytes / 1e9:.2f} GB",
-            f"is less than the {min_gb:.2f} GB that the state of a node needs",
-            fix=(
-                'use a machine with more memory, or swarm.frozen_expert_codec = "int8", '
-                "or another swarm.method: spes needs less memory than diloco"
-            ),
+        problem = f"is less than the {min_gb:.2f} GB that the state of a node needs"
+        fix = (
+            'use a machine with more memory, or swarm.frozen_expert_codec = "int8", '
+            "or another swarm.method: spes needs less memory than diloco"
         )
+        raise UserError("memory", f"{memory_bytes / 1e9:.2f} GB", problem, fix)
     return max(1, num_fitting)
 
 

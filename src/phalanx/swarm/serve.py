@@ -49,19 +49,15 @@ def swarm_directory(run: RunSpec) -> Path:
     text = to_toml(with_absolute_paths(run))
     if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
         fix = "continue that run unchanged, or choose another name"
-        raise UserError("name", run.name, f"{directory} contains another run", fix=fix)
+        raise UserError("name", run.name, f"{directory} contains another run", fix)
     claim_run_directory(directory)
     try:
         if not file.exists():
             keep_hf_files(run, directory)
         replace_file(file, text)
     except OSError as error:
-        raise UserError(
-            "output_dir",
-            str(directory),
-            f"cannot be written: {error.strerror}",
-            fix="set output_dir to another directory",
-        ) from None
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError("output_dir", str(directory), problem, "set output_dir to another directory") from None
     return directory
 
 

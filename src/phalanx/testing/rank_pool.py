@@ -58,7 +58,7 @@ class RankPool:
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         if world_size < 1:
-            raise UserError("world_size", world_size, "is not a valid number of ranks", fix="use at least 1")
+            raise UserError("world_size", world_size, "is not a valid number of ranks", "use at least 1")
         self.world_size = world_size
         self.device = device
         self._initial_resident_bytes = 0
@@ -84,9 +84,7 @@ class RankPool:
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
-            raise UserError(
-                "function", name, "cannot be imported by a rank", fix="define it at the top level of a module"
-            )
+            raise UserError("function", name, "cannot be imported by a rank", "define it at the top level of a module")
         call = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)), timeout + START_SECONDS))
         try:
             if not self._workers:

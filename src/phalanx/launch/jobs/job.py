@@ -10,7 +10,6 @@ from pathlib import Path
 
 from phalanx.cost.exact.layout_checks import assume_no_recomputation
 from phalanx.launch.jobs.node_range import fix_for_node_range, layout_error
-from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
@@ -112,21 +111,15 @@ class ClusterJob:
 def check_job(job: ClusterJob) -> None:
     """Raise UserError for a run that the minimum or the maximum number of ranks cannot train."""
     run = job.run
-    require(
-        run.swarm is None,
-        "swarm",
-        run.swarm and run.swarm.method,
-        problem="trains on several sites, but a job file is for one site",
-        fix="start it with phalanx swarm serve, or train on one site only: --set swarm=",
-    )
+    if run.swarm is not None:
+        problem = "trains on several sites, but a job file is for one site"
+        fix = "start it with phalanx swarm serve, or train on one site only: --set swarm="
+        raise UserError("swarm", run.swarm and run.swarm.method, problem, fix)
     if run.auto_layout:  # the layout is chosen at the start, for the available ranks
-        require(
-            run.cluster.preset is not None,
-            "layout",
-            "auto",
-            problem="requires a machine description",
-            fix="set cluster.preset, or write a run file with a fixed layout: phalanx plan RUN.toml --out FILE",
-        )
+        if run.cluster.preset is None:
+            problem = "requires a machine description"
+            fix = "set cluster.preset, or write a run file with a fixed layout: phalanx plan RUN.toml --out FILE"
+            raise UserError("layout", "auto", problem, fix)
         return
     run = assume_no_recomputation(run)
     errors = {
@@ -143,7 +136,7 @@ def check_job(job: ClusterJob) -> None:
         fix = fix_for_node_range(run, error, range(job.min_nodes, job.max_nodes + 1), nproc=job.nproc)
     size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
     fix = f"{fix}; or change --nodes or --nproc".removeprefix("; or ")
-    raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix=fix)
+    raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -154,13 +147,9 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     min_nodes, max_nodes = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    require(
-        0 < min_nodes <= max_nodes,
-        "--nodes",
-        text,
-        problem="is not a valid node count",
-        fix="write a number (4), or the minimum and the maximum (2:4)",
-    )
+    if not (0 < min_nodes <= max_nodes):
+        problem = "is not a valid node count"
+        raise UserError("--nodes", text, problem, "write a number (4), or the minimum and the maximum (2:4)")
     return min_nodes, max_nodes
 
 
@@ -172,12 +161,8 @@ def ranks_per_node(run: RunSpec, requested: int | None) -> int:
     """
     nproc = requested or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
     if nproc is None:
-        raise UserError(
-            "--nproc",
-            None,
-            "is required: the GPUs of the nodes cannot be counted from this machine",
-            fix='add --nproc N, or set cluster.nproc_per_node or cluster.device = "cpu"',
-        )
+        fix = 'add --nproc N, or set cluster.nproc_per_node or cluster.device = "cpu"'
+        raise UserError("--nproc", None, "is required: the GPUs of the nodes cannot be counted from this machine", fix)
     return nproc
 
 

@@ -67,9 +67,9 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
         need = describe_host_need(cluster, host_bytes, offloads=run.layout.offloads)
         problem = f"with {size}: does not fit. {need}"
         fix = f"{_command(job, 'plan')} lists {fitting}"
-        raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix=fix)
+        raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix)
     fix = f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} {fitting}"
-    raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix=fix)
+    raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix)
 
 
 def _with_recomputation(job: ClusterJob, nodes: int) -> RunSpec:

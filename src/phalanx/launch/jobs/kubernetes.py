@@ -7,8 +7,7 @@ import textwrap
 
 from phalanx.launch.jobs.job import PORT, SAVING_SECONDS, ClusterJob
 from phalanx.launch.jobs.volume import WORK, job_environment, require_options
-from phalanx.spec.base import require
-from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.errors import EXIT_STOPPED, UserError
 
 RUN_FOLDER = "/etc/phalanx"
 RUN_FILE = "run.toml"
@@ -206,11 +205,7 @@ def _job_name(run_name: str) -> str:
         UserError: The name cannot be a host name.
     """
     name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
-    require(
-        len(name) <= MAX_NAME_LENGTH and name[0].isalpha(),
-        "name",
-        run_name,
-        problem=f"must start with a letter and have at most {MAX_NAME_LENGTH} characters, as a name in Kubernetes",
-        fix="choose another name with --set name=...",
-    )
+    if len(name) > MAX_NAME_LENGTH or not name[0].isalpha():
+        problem = f"must start with a letter and have at most {MAX_NAME_LENGTH} characters, as a name in Kubernetes"
+        raise UserError("name", run_name, problem, "choose another name with --set name=...")
     return name

@@ -7,8 +7,7 @@ import textwrap
 
 from phalanx.launch.jobs.job import PORT, ClusterJob, shell_join
 from phalanx.launch.jobs.volume import WORK, job_environment, require_options
-from phalanx.spec.base import require
-from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.errors import EXIT_STOPPED, UserError
 
 RUN_FILE = "~/phalanx/run.toml"
 
@@ -66,13 +65,9 @@ def skypilot(
     if job.gpus:
         required["--accelerator"] = (accelerator, "SkyPilot's name of the GPU (sky gpus list)")
     image, volume, *_ = require_options(required)
-    require(
-        bool(job.gpus) or not accelerator,
-        "--accelerator",
-        accelerator,
-        problem='cannot be combined with cluster.device = "cpu"',
-        fix='remove --accelerator, or set cluster.device = "cuda"',
-    )
+    if not bool(job.gpus) and accelerator:
+        problem = 'cannot be combined with cluster.device = "cpu"'
+        raise UserError("--accelerator", accelerator, problem, 'remove --accelerator, or set cluster.device = "cuda"')
     resources = {
         **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),
         **({"cpus": f"{job.cpus}+"} if job.cpus else {}),

@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 from phalanx.launch.jobs.job import SAVING_SECONDS, ClusterJob, shell_join
-from phalanx.spec.base import require
-from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.errors import EXIT_STOPPED, UserError
 
 CHECK_MINUTES = 5
 """Time limit in minutes for `phalanx doctor --quick`, which takes at most one unless something hangs."""
@@ -95,15 +94,12 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     Raises:
         UserError: The time limit leaves no time between the start and the last checkpoint.
     """
-    if time is not None:
-        require(
-            parse_time_limit(time) > STARTING_SECONDS + SAVING_SECONDS,
-            "--time",
-            time,
-            problem=f"leaves no time to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
-            f"{SAVING_SECONDS // 60} for saving a checkpoint",
-            fix="increase --time",
+    if time is not None and parse_time_limit(time) <= STARTING_SECONDS + SAVING_SECONDS:
+        problem = (
+            f"leaves no time to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
+            f"{SAVING_SECONDS // 60} for saving a checkpoint"
         )
+        raise UserError("--time", time, problem, "increase --time")
     settings = [  # without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum
         f"--job-name={job.run.name}",
         "--output=%x-%j.log",
@@ -155,7 +151,8 @@ def parse_time_limit(time: str) -> int:
         UserError: The text has another format.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
-    require(match is not None, "--time", time, problem="is not a valid time limit", fix="write HH:MM:SS or D-HH:MM:SS")
+    if match is None:
+        raise UserError("--time", time, "is not a valid time limit", "write HH:MM:SS or D-HH:MM:SS")
     assert match is not None
     parts = [int(part) for part in match["rest"].split(":")]
     if match["days"]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from phalanx.launch.jobs.job import ClusterJob
-from phalanx.spec.base import require
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.load import ENVIRONMENT_PREFIX
 
@@ -36,13 +35,9 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         UserError: The run directory is not on the volume.
     """
     out = WORK / job.run.output_dir
-    require(
-        out.is_relative_to(WORK) and ".." not in out.parts and not job.run.output_dir.startswith("~"),
-        "output_dir",
-        job.run.output_dir,
-        problem=f"is not on the volume, which is mounted at {WORK}: checkpoints would be lost with the machines",
-        fix='set output_dir to a relative path such as "runs"',
-    )
+    if not out.is_relative_to(WORK) or ".." in out.parts or job.run.output_dir.startswith("~"):
+        problem = f"is not on the volume, which is mounted at {WORK}: checkpoints would be lost with the machines"
+        raise UserError("output_dir", job.run.output_dir, problem, 'set output_dir to a relative path such as "runs"')
     variables = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:

@@ -68,7 +68,7 @@ def load_run(
     """
     if not Path(path).exists() and str(path) in preset_names("models"):
         fix = f"create a run file with `phalanx init run.toml`, and add --set model.preset={path}"
-        raise UserError("run file", str(path), "is the name of a model, not a file", fix=fix)
+        raise UserError("run file", str(path), "is the name of a model, not a file", fix)
     is_hf_config = Path(path).suffix == ".json"
     table = {"model": {"from_hf": str(path)}} if is_hf_config else read_run_table(path, trust)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
@@ -85,9 +85,8 @@ def load_run(
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
-            raise UserError(
-                "--set", override, "is not of the form KEY=VALUE", fix="write, for example, --set training.steps=200"
-            )
+            problem = "is not of the form KEY=VALUE"
+            raise UserError("--set", override, problem, "write, for example, --set training.steps=200")
         variable_of_field.pop(key.strip(), None)
         set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
@@ -108,7 +107,7 @@ def _check_variable_name(name: str, text: str) -> None:
         if field in getattr(RunSpec.model_fields[section].annotation, "model_fields", ()):
             problem = "is not a valid name: two underscores must separate the section and the field"
             fix = f"write {ENVIRONMENT_PREFIX}{section.upper()}__{field.upper()}, or unset it"
-            raise UserError(name, text, problem, fix=fix)
+            raise UserError(name, text, problem, fix)
 
 
 def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
@@ -288,9 +287,8 @@ def resolve_model(table: Table) -> Table:
         return resolve_preset(table, "models", "model")
     config = hf_config_file(str(source))
     if not config.is_file():
-        raise UserError(
-            "model.from_hf", source, f"has no {config.name}", fix="use a directory that save_pretrained has written"
-        )
+        problem = f"has no {config.name}"
+        raise UserError("model.from_hf", source, problem, "use a directory that save_pretrained has written")
     return deep_merge(model_table(read_json(config)), table)
 
 
@@ -310,7 +308,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
         return deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
     if name not in known_presets:
-        raise UserError(f"{field}.preset", name, "is not a known preset", fix=did_you_mean(str(name), known_presets))
+        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
     return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
@@ -319,7 +317,7 @@ def _check_choice(field: str, value: str, choices: Sequence[str]) -> None:
     known = ["auto", *choices]
     if value not in known:
         problem = f"must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-        raise UserError(field, value, problem, fix=did_you_mean(value, known, fallback="use one of these values"))
+        raise UserError(field, value, problem, did_you_mean(value, known, fallback="use one of these values"))
 
 
 def preset_names(folder: str) -> list[str]:

@@ -32,15 +32,14 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"use {path / 'run.toml'}" if (path / "run.toml").is_file() else f"create one with: {command}"
-        raise UserError(file_kind, str(path), problem, fix=fix)
+        raise UserError(file_kind, str(path), problem, fix)
     try:
         return parse_toml(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="correct the file") from None
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "correct the file") from None
     except OSError as error:
-        raise UserError(
-            file_kind, str(path), f"cannot be read: {error.strerror}", fix="check the permissions of this file"
-        ) from None
+        problem = f"cannot be read: {error.strerror}"
+        raise UserError(file_kind, str(path), problem, "check the permissions of this file") from None
 
 
 def read_run_table(path: str | Path, trust: bool | None) -> Table:
@@ -126,9 +125,9 @@ def read_json(path: Path, field: str = "model config", fix: str = "use a Hugging
     try:
         return dict(parse_json(path.read_bytes()))
     except OSError as error:
-        raise UserError(field, str(path), f"cannot be read: {error.strerror}", fix=fix) from None
+        raise UserError(field, str(path), f"cannot be read: {error.strerror}", fix) from None
     except (ValueError, TypeError) as error:
-        raise UserError(field, str(path), f"is not valid JSON: {error}", fix=fix) from None
+        raise UserError(field, str(path), f"is not valid JSON: {error}", fix) from None
 
 
 def deep_merge(base: Table, override: Table) -> Table:
@@ -154,7 +153,7 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", fix="correct the dotted path")
+            raise UserError(origin, text, f"{part} is a value, not a table", "correct the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:

@@ -68,4 +68,4 @@ def topology_error(index: int, problem: str, fix: str) -> NoReturn:
         problem: Predicate of the error.
         fix: Imperative fix.
     """
-    raise UserError("topology", None, f"line {index + 1}: {problem}", fix=fix)
+    raise UserError("topology", None, f"line {index + 1}: {problem}", fix)

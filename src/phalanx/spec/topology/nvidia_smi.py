@@ -69,7 +69,7 @@ def _find_header(lines: Sequence[str]) -> int:
         next_row = next((row for row in lines[index + 1 :] if row.strip()), "").split()
         if words and GPU.match(words[0]) and len(next_row) > 1 and CELL.match(next_row[1]) and not _is_row(words):
             return index
-    raise UserError("topology", None, "has no header line (GPU0 GPU1 ...)", fix="use the output of nvidia-smi topo -m")
+    raise UserError("topology", None, "has no header line (GPU0 GPU1 ...)", "use the output of nvidia-smi topo -m")
 
 
 def _is_row(words: Sequence[str]) -> bool:

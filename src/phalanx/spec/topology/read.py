@@ -54,7 +54,7 @@ def read_topology(path: str | Path) -> NodeTopology:
     try:
         return parse_topology(Path(path).read_text(errors="replace"))
     except OSError as error:
-        raise UserError("topology", str(path), f"cannot be read: {error.strerror}", fix="check the path") from None
+        raise UserError("topology", str(path), f"cannot be read: {error.strerror}", "check the path") from None
 
 
 def parse_topology(text: str) -> NodeTopology:

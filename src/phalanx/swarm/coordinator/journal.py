@@ -48,10 +48,10 @@ class Journal:
             content = read_bytes(path) if path.exists() or path.is_symlink() else b""
             self._file = open(path, "ab", buffering=0, opener=open_no_link)  # noqa: SIM115 -- `close` closes it
         except OSError as error:
-            raise UserError("journal", str(path), f"cannot be opened: {error.strerror}", fix=RESTORE) from None
+            raise UserError("journal", str(path), f"cannot be opened: {error.strerror}", RESTORE) from None
         for number, (_, event) in enumerate(parse_jsonl(content, _decode_known_event), start=1):
             if event is None:
-                raise UserError("journal", f"{path}, line {number}", "is not an event", fix=RESTORE)
+                raise UserError("journal", f"{path}, line {number}", "is not an event", RESTORE)
             self.events.append(event)
         self._size = content.rfind(b"\n") + 1
         self._alive_path = path.with_name(ALIVE_FILE)

@@ -131,7 +131,7 @@ class SwarmStore:
                         self.check_weights(file, digests)
         except (OSError, TensorFileError) as error:
             fix = f"restore the file from a copy; nodes/NAME/{SHARED_WEIGHTS_FILE} of a node in the last round is one"
-            raise UserError("model", str(self.base.parent), f"is damaged: {error}", fix=fix) from None
+            raise UserError("model", str(self.base.parent), f"is damaged: {error}", fix) from None
 
     def check_weights(self, file: TensorFile, digests: Sequence[str | None]) -> None:
         """Check all weights in a file.

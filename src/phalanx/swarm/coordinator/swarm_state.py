@@ -312,7 +312,7 @@ def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     for number, event in enumerate(events, start=1):
         if not state.can_record(event):
             problem = f"the event {event['kind']!r} does not follow from the lines before it"
-            raise UserError("journal", f"line {number}", problem, fix=RESTORE)
+            raise UserError("journal", f"line {number}", problem, RESTORE)
         state.record(event)
     return state
 

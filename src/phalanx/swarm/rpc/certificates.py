@@ -32,9 +32,8 @@ def create_certificate_authority(folder: Path) -> None:
         UserError: The folder already has one.
     """
     if (folder / "ca.key").exists():
-        raise UserError(
-            "certs", str(folder), "already has an authority", fix="issue certificates with it, or use another folder"
-        )
+        problem = "already has an authority"
+        raise UserError("certs", str(folder), problem, "issue certificates with it, or use another folder")
     folder.mkdir(parents=True, exist_ok=True)
     # A unique name distinguishes a certificate of another authority from a forged one.
     key = ec.generate_private_key(ec.SECP256R1())
@@ -61,25 +60,20 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
         UserError: The name is invalid or taken, or the folder has no authority.
     """
     if not NAME_PATTERN.fullmatch(member):
-        raise UserError(
-            "name", member, "is not a valid member name", fix="use letters, digits, dots, dashes and underscores"
-        )
+        problem = "is not a valid member name"
+        raise UserError("name", member, problem, "use letters, digits, dots, dashes and underscores")
     try:
         authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except (OSError, ValueError) as error:
         fix = "create one: phalanx swarm certs FOLDER"
-        raise UserError("certs", str(folder), f"has no authority: {error}", fix=fix) from None
+        raise UserError("certs", str(folder), f"has no authority: {error}", fix) from None
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
     member_key = ec.generate_private_key(ec.SECP256R1())
     member_folder = folder / member
     if member_folder.exists():
-        raise UserError(
-            "name",
-            member,
-            f"already has a certificate in {member_folder}",
-            fix="use another name, or remove the certificate",
-        )
+        problem = f"already has a certificate in {member_folder}"
+        raise UserError("name", member, problem, "use another name, or remove the certificate")
     names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
         _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days=days)
@@ -110,10 +104,10 @@ def certificate_member(folder: Path) -> str:
     except (OSError, ValueError) as error:
         fix = "use the folder of this member, which phalanx swarm certs has created"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix=fix) from None
+        raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix) from None
     if certificate.not_valid_after_utc < datetime.now(UTC):
         problem = f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        raise UserError("--certs", str(folder), problem, fix="ask the owner of the authority for a new one")
+        raise UserError("--certs", str(folder), problem, "ask the owner of the authority for a new one")
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 

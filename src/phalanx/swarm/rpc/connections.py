@@ -50,7 +50,7 @@ def connection_limit() -> int:
     connections = min(MAX_CONNECTIONS, soft_limit - RESERVED_DESCRIPTORS)
     if connections < 2 * MAX_NODES:
         fix = f"raise the limit: ulimit -n {needed}"
-        raise UserError("ulimit -n", soft_limit, "is too low for a coordinator's files and connections", fix=fix)
+        raise UserError("ulimit -n", soft_limit, "is too low for a coordinator's files and connections", fix)
     return connections
 
 
