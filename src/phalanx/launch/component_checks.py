@@ -16,10 +16,6 @@ def check_component(field: str, spec: ComponentSpec) -> None:
     """Raise UserError if a component does not exist, or is not trusted.
 
     Modules inside packages are checked when ranks import them.
-
-    Args:
-        field: Field of the run file that names it.
-        spec: Its description.
     """
     require_trusted(field, spec)
     package = spec.module.partition(".")[0]

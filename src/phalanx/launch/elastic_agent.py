@@ -228,20 +228,9 @@ def run_until_done(
 ) -> bool:
     """Run local ranks, with those of other nodes, until all have succeeded or `on_failure` decides against a restart.
 
-    Args:
-        nproc: Number of local ranks.
-        worker_command: Command of the ranks for a world size; the first node's applies to all nodes.
-        on_failure: Callback after a failure of local ranks.
-        rendezvous: Rendezvous of all nodes.
-        rank_starter: Starter of the ranks' processes; None for new interpreters.
-
-    Returns:
-        True if all ranks succeeded.
-
-    Raises:
-        UserError: Nodes cannot perform a rendezvous.
-        RendezvousError: The rendezvous failed.
-        RunEndedByOtherNode: Another node has ended the run.
+    The command for a world size is the first node's on all nodes. Without `rank_starter`, ranks are new interpreters.
+    Return True if all ranks succeeded. Raises UserError if nodes cannot perform a rendezvous. Raises RendezvousError if
+    the rendezvous failed. Raises RunEndedByOtherNode if another node has ended the run.
     """
     if rendezvous.max_nodes > 1:
         print(f"phalanx: {expected_nodes(rendezvous)}", file=sys.stderr)
@@ -312,11 +301,8 @@ def launch_ranks(
 ) -> int:
     """Run a module as local ranks, wait for them, and return the exit code.
 
-    Args:
-        nproc: Number of ranks.
-        worker_args: Name of the module, and its arguments.
-        report: Callback with the failures and the number of OOM kills. It prints the cause and returns the exit code.
-        started: Warm process that is already running; None to start one for several ranks.
+    `report` prints the cause of the failures, given also the number of OOM kills, and returns the exit code. Several
+    ranks are forked from a warm process: `started`, or a new one.
     """
     code = 0
 

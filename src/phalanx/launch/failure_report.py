@@ -143,15 +143,8 @@ def decide(
     """Decide what follows a failure.
 
     A failure that would recur ends the run, and so do too many consecutive failures. If the cause is in this node
-    alone, this node leaves instead, and the others continue.
-
-    Args:
-        report: The failure.
-        counters: Consecutive failures, including this one.
-        out_of_memory_again: True if the same step would run out of memory again.
-        restart_limit: `recovery.max_restarts`.
-        num_nodes: Maximum number of nodes of the run.
-        is_essential: True if the other nodes cannot continue without this node.
+    alone, this node leaves instead, and the others continue. `counters` include this failure. `is_essential`: the other
+    nodes cannot continue without this node.
     """
     code = 2 if out_of_memory_again else int(report.first["code"])
     is_final = code == 2 or report.first.get("final", False)
@@ -174,12 +167,7 @@ def describe_restart(
 ) -> str:
     """Describe from where the ranks restart, and how often they have.
 
-    Args:
-        report: The failure.
-        counters: Consecutive failures, including this one.
-        saved: Checkpoints, newest first.
-        has_memory_copies: True if the run copies its state into memory.
-        restart_limit: `recovery.max_restarts`.
+    `counters` include this failure; `saved` are the checkpoints, newest first.
     """
     source = saved[0].name if saved else "the beginning"
     lost_steps = report.step - step_of(saved[0]) if saved else 0

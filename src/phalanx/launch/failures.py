@@ -61,9 +61,7 @@ def as_user_error(error: BaseException, directory: Path) -> BaseException:
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """Print which rank failed first, at which step and why; return the exit code.
 
-    Args:
-        failures: The agent's failures of this node's ranks.
-        kills: The number of ranks killed by the kernel's OOM killer.
+    `failures` are the agent's, `kills` the number of ranks killed by the kernel's OOM killer.
     """
     return print_final_failure(directory, find_first_failure(directory, failures, kills))
 
@@ -71,12 +69,8 @@ def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: in
 def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """Report failures of ranks whose directory will be deleted; return the exit code.
 
-    The message contains the traceback unless the user can fix the error.
-
-    Args:
-        directory: Directory of the ranks' failure records.
-        failures: The agent's failures of this node's ranks.
-        kills: Number of OOM kills by the kernel since the ranks started.
+    The message contains the traceback unless the user can fix the error. `kills` is the number of ranks killed by the
+    kernel's OOM killer.
     """
     first_failure = find_first_failure(directory, failures, kills)
     is_program_error = first_failure["code"] != 2
@@ -125,12 +119,8 @@ def find_first_failure(
     """Return the failure record of the rank that failed first (`write_failure`).
 
     For a rank that had no time to write a record, the result describes its exit. If the rank only lost a peer without a
-    record, the result contains "lost_peer".
-
-    Args:
-        failures: The agent's failures of this node's ranks.
-        kills: The number of OOM kills by the kernel since the ranks started.
-        records: The failure records to consider; by default all in the directory.
+    record, the result contains "lost_peer". `records` are the failure records to consider, by default all in the
+    directory.
     """
     records = read_failures(directory) if records is None else records
     root_causes = [failure for failure in records if not is_peer_loss(failure["reason"])]
@@ -180,11 +170,8 @@ def write_failure(
 ) -> None:
     """Write a failure record of this rank for its launcher.
 
-    Args:
-        step: The last finished step.
-        error: The cause of the failure.
-        memory: The allocated memory, if it was insufficient (`train.guards.oom_report`).
-        final: Whether the failure would recur.
+    `step` is the last finished one, `memory` the allocated memory if it was insufficient (`train.guards.oom_report`). A
+    `final` failure would recur.
     """
     is_user_error = isinstance(error, UserError)
     record = {

@@ -43,12 +43,7 @@ searched with this number of layers."""
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for errors that would stop this run later.
 
-    Data is checked by `prepare`. No files are changed.
-
-    Args:
-        run: Run to check.
-        world_size: Number of ranks.
-        resume: True if the run resumes from its directory; otherwise its directory must not contain a run.
+    Data is checked by `prepare`. No files are changed. Unless the run resumes, its directory must not contain a run.
     """
     check_settings(run, world_size)
     _check_directory(run, resume)
@@ -135,13 +130,8 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
 def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
     """Check that the ranks of one machine have their planned peak memory.
 
-    Args:
-        nproc: The number of ranks on the machine.
-        memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
-        device: "cuda" or "cpu".
-
-    Raises:
-        UserError: The memory is insufficient. The message suggests settings that fit.
+    `memory_bytes` is the memory of each rank on a "cuda" device, or of all together on a "cpu". Raises UserError if the
+    memory is insufficient. The message suggests settings that fit.
     """
     run = on_machine(run, nproc, memory_bytes, device=device)
     planned = _planned_bytes(run, device)
@@ -160,10 +150,7 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
 def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunSpec:
     """Return the run on a machine of known memory.
 
-    Args:
-        nproc: The number of ranks on the machine.
-        memory_bytes: The memory of each rank on a "cuda" device, or of all together on a "cpu".
-        device: "cuda" or "cpu".
+    `memory_bytes` is the memory of each rank on a "cuda" device, or of all together on a "cpu".
     """
     cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
     machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
@@ -260,9 +247,7 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
     """Lock the directory of a run for its launcher; return None if the file system has no locks.
 
     The lock is held from before the first write until the launcher exits, also if it becomes the rank itself (exec).
-
-    Raises:
-        UserError: Another launcher has the lock, or has trained in the directory since the run was checked.
+    Raises UserError if another launcher has the lock, or has trained in the directory since the run was checked.
     """
     directory = run_directory(run)
     claim_run_directory(directory)

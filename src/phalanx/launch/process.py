@@ -44,8 +44,7 @@ LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
 def select_device(run: RunSpec) -> str:
     """Return the device, "cuda" or "cpu".
 
-    Raises:
-        UserError: The run requires a GPU that is absent or does not support its precision.
+    Raises UserError if the run requires a GPU that is absent or does not support its precision.
     """
     requested = run.cluster.device
     if requested != "cpu":
@@ -59,10 +58,8 @@ def select_device(run: RunSpec) -> str:
 def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     """Return the number of ranks to start on this node.
 
-    It is the requested number, that of the run file, or one per GPU (one on a CPU).
-
-    Raises:
-        UserError: There are fewer GPUs than ranks.
+    It is the requested number, that of the run file, or one per GPU (one on a CPU). Raises UserError if there are fewer
+    GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
     check_fp8_capability(run)

@@ -18,15 +18,9 @@ def resolve_recomputation(
 ) -> RunSpec:
     """Return the run with its recomputation chosen if it is "auto", and print the choice to stderr.
 
-    The memory is the smaller of the cluster's and this machine's. Ranks on CPUs share it.
-
-    Args:
-        world_size: Number of ranks.
-        gpu_memory_bytes: Memory of this machine's GPUs, if it is known.
-        nproc: Number of ranks on this machine; by default equally many on each node of the cluster.
-
-    Raises:
-        UserError: The memory is unknown, or the layout cannot run.
+    The memory is the smaller of the cluster's and this machine's. Ranks on CPUs share it. `nproc` is the number of
+    ranks on this machine; by default equally many on each node of the cluster. Raises UserError if the memory is
+    unknown, or the layout cannot run.
     """
     if not run.layout.auto_checkpointing:
         return run

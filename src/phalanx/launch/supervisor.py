@@ -33,18 +33,9 @@ def supervise_training(
 ) -> int:
     """Train the run of a directory, restart after failures, and return the exit code.
 
-    Prints the cause of failures. A single rank that is not to be restarted runs in this process.
-
-    Args:
-        nproc: The number of ranks on this node.
-        choose_layout: Returns the layout for a number of ranks.
-        options: Options of phalanx.train.
-        rendezvous: The rendezvous with other nodes.
-        warm_process: A warm process, from which ranks are forked.
-
-    Raises:
-        RendezvousError: The rendezvous failed.
-        UserError: Nodes cannot perform a rendezvous, or too few ranks are left for any layout.
+    Prints the cause of failures. A single rank that is not to be restarted runs in this process. `choose_layout`
+    returns the layout for a number of ranks. Raises RendezvousError if the rendezvous failed. Raises UserError if nodes
+    cannot perform a rendezvous, or too few ranks are left for any layout.
     """
     options = ["--device", select_device(run), *options]  # a lost GPU must not turn into a CPU
     if any(named_components(run)):  # the checks before the start have found that the user trusts them
@@ -127,15 +118,8 @@ def _code_after_stop(
 def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: LayoutChooser) -> Sequence[str]:
     """Return the layout of the maximum number of usable ranks, as options of phalanx.train.
 
-    The number is `ranks` minus a multiple of `ranks_per_node`; the remaining ranks stand by.
-
-    Args:
-        ranks: The number of ranks.
-        ranks_per_node: The number of ranks that stand by together.
-        choose_layout: Returns the layout for a number of ranks.
-
-    Raises:
-        UserError: No layout fits any number.
+    The number is `ranks` minus a multiple of `ranks_per_node`; the remaining ranks stand by. Raises UserError if no
+    layout fits any number.
     """
     first_error: UserError | None = None
     for num_used in range(ranks, 0, -ranks_per_node):

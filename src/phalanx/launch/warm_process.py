@@ -93,8 +93,7 @@ class WarmProcess:
     def fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
         """Fork a process for a request of `ForkedProcess`; return its process id.
 
-        Raises:
-            WarmProcessError: The warm process has exited, does not answer in time, or has insufficient memory.
+        Raises WarmProcessError if the warm process has exited, does not answer in time, or has insufficient memory.
         """
         try:
             if not self._is_ready:
@@ -132,8 +131,7 @@ class ForkedProcess(subprocess.Popen[Any]):
     def __init__(self, warm_process: WarmProcess, args: Sequence[str], name: str = "", **options: Any) -> None:
         """Start a process; `name` is the name that `top` shows.
 
-        Raises:
-            WarmProcessError: The warm process cannot fork.
+        Raises WarmProcessError if the warm process cannot fork.
         """
         self._warm_process = warm_process
         self._name = name
@@ -206,8 +204,7 @@ def warm_process(modules: Sequence[str] = RANK_MODULES) -> Iterator[WarmProcess 
 def process_state(folder: Path) -> tuple[str, int]:
     """Return the state of a process (a letter) and its parent, from its directory in /proc.
 
-    Raises:
-        OSError: The process has exited.
+    Raises OSError if the process has exited.
     """
     # pid (name) state parent ...; the name may contain any characters, parentheses too
     state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -217,8 +214,7 @@ def process_state(folder: Path) -> tuple[str, int]:
 def rank_of_process(folder: Path) -> int | None:
     """Return the rank of a process, from its directory in /proc; None if it is not a rank.
 
-    Raises:
-        OSError: The process has exited, or belongs to another user.
+    Raises OSError if the process has exited, or belongs to another user.
     """
     match = RANK_NAME.fullmatch((folder / "comm").read_text())
     match = match or RANK_VARIABLE.search((folder / "environ").read_bytes().decode(errors="replace"))

@@ -28,13 +28,8 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the kernel of attention's core.
 
-    Args:
-        device: Type of the device, such as "cuda".
-        half_precision: Attention computes in bf16 or fp16.
-        head_dim: Width of a head.
-        documents: Documents in a row are hidden from each other.
-        window: Rows are longer than the sliding window of some layers.
-        sinks: The model has attention sinks.
+    `documents`: documents in a row are hidden from each other. `window`: rows are longer than the sliding window of
+    some layers.
     """
     if not (documents or window or sinks):
         return AttentionBackend.SDPA

@@ -52,10 +52,8 @@ class Spec(BaseModel):
         """Return a validated copy with some fields changed; unset fields remain unset.
 
         Values may be tables and lists, as in files. Pydantic's `model_copy(update=...)` checks nothing: it is for the
-        loops of the planner, which compute many values and check layouts themselves.
-
-        Raises:
-            UserErrorGroup: Some fields are wrong.
+        loops of the planner, which compute many values and check layouts themselves. Raises UserErrorGroup if some
+        fields are wrong.
         """
         try:
             copy = self.model_validate({**self.__dict__, **changes})
@@ -68,13 +66,8 @@ class Spec(BaseModel):
 def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
     """Validate a table into a description.
 
-    Args:
-        spec_class: Class of the description.
-        table: Fields as read from TOML or JSON.
-        path_prefix: Path of the table in its file, which precedes the field names of errors.
-
-    Raises:
-        UserErrorGroup: Some fields are wrong. The message names every field, its value and the allowed values.
+    `path_prefix`, the path of the table in its file, precedes the field names of errors. Raises UserErrorGroup if some
+    fields are wrong. The message names every field, its value and the allowed values.
     """
     try:
         # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
@@ -176,12 +169,8 @@ def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
 def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
     """Return a sentence that suggests the nearest known word.
 
-    Letter case and suffixes after a dash are ignored.
-
-    Args:
-        word: Unknown word.
-        known: Known words.
-        fallback: Result if no word is near; if empty, a list of all known words.
+    Letter case and suffixes after a dash are ignored. If no word is near, the result is `fallback`, or a list of all
+    known words.
     """
     query = word.lower()
     matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]
@@ -195,12 +184,8 @@ def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:
     """Raise UserError unless a condition holds.
 
-    Args:
-        ok: Condition.
-        field: Name of the field; inside a validator, relative to the table being validated.
-        value: Value of the field.
-        problem: Predicate of the error, such as "is below 1".
-        fix: Imperative fix, if there is one.
+    Inside a validator, `field` is relative to the table being validated. `problem` is a predicate, such as "is below
+    1".
     """
     if not ok:
         raise UserError(field, value, problem, fix)

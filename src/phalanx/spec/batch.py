@@ -51,10 +51,8 @@ def needs_all_logits(run: RunSpec) -> bool:
 def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     """Divide the tokens of a step among the ranks: global batch = micro-batch x ranks x accumulation.
 
-    Ranks that reduce gradients once per step may have uneven shares.
-
-    Raises:
-        UserError: The batch cannot be divided, or the layout does not support the division.
+    Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be divided,
+    or the layout does not support the division.
     """
     dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training

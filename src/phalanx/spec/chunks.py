@@ -22,10 +22,7 @@ def chunk_by_bytes(
 ) -> list[list[T]]:
     """Split items into chunks of adjacent items.
 
-    Args:
-        items: Items in order.
-        limit: Maximum bytes of a chunk; a larger item is a chunk of its own.
-        nbytes: Function from an item to its size in bytes.
+    A chunk has at most `limit` bytes; a larger item is a chunk of its own.
     """
     chunks: list[list[T]] = []
     size = 0
@@ -46,10 +43,7 @@ def loss_chunk_rows(vocab: int, on_cuda: bool) -> int:
 def logits_chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
     """Return the number of tokens whose logits are in memory at once: all, or those of chunks of equal size.
 
-    Args:
-        tokens: Tokens of the micro-batch.
-        columns: Maximum number of columns of the logits on a rank.
-        itemsize: Bytes of a logit.
+    `columns` is the maximum number of columns of the logits on a rank, `itemsize` the bytes of a logit.
     """
     max_rows = max(1, LOGITS_CHUNK_BYTES // (columns * itemsize))
     num_chunks = max(1, -(-tokens // max_rows))

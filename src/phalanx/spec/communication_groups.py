@@ -40,11 +40,6 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
 
     Every rank is in exactly one group; servers are in none. Only groups of kind `pp`, `ends` and `losses` span pipeline
     stages; `ends` are returned as full pipelines.
-
-    Args:
-        run: Run with the model and the data-parallel strategy.
-        dims: Size of every parallel axis.
-        kind: Kind of groups (`GroupKind`).
     """
     is_hybrid = run.layout.data_parallel == "hsdp"
     match kind:
@@ -84,10 +79,6 @@ def _stage_copies(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
 def group_ranks(run: RunSpec, dims: ParallelDims, kind: GroupKind, rank: int) -> Group:
     """Return the ranks of one group of a kind.
 
-    Args:
-        run: Run with the model and the data-parallel strategy.
-        dims: Size of every parallel axis.
-        kind: Kind of groups (`GroupKind`).
-        rank: Global rank in the group; not a server.
+    A server is in no group.
     """
     return next(ranks for ranks in communication_groups(run, dims, kind) if rank in ranks)

@@ -85,9 +85,7 @@ def named_components(run: RunSpec) -> Iterator[tuple[str, ComponentSpec]]:
 def mark_components(table: dict[str, Any], file: str | None) -> None:
     """Record in the table of a run file that its components are untrusted.
 
-    Args:
-        table: Content of the run file, which is changed in place.
-        file: The run file that names them; None if the user trusts it.
+    The table is changed in place. `file` is the run file; None if the user trusts it.
     """
     callbacks = table.get("callbacks")
     places = [(table.get(section), field) for section, field in COMPONENT_FIELDS]
@@ -113,10 +111,7 @@ def changed_fields(spec: Spec) -> dict[str, Any]:
 def require_trusted(field: str, component: ComponentSpec, fix: str = "") -> None:
     """Raise UserError for a component that only a run directory names.
 
-    Args:
-        field: Field of the run file that names it.
-        component: Its description.
-        fix: Remedy of a command without `--trust`.
+    `fix` is the remedy of a command without `--trust`.
     """
     remedy = "read that code, then add --trust (trust=True in Python), or name it in your own run file or with --set"
     if component.named_in is not None:

@@ -27,12 +27,6 @@ def missing_package(field: str, value: object, package: str, instead: str = "") 
     """Return the error for a package that is not installed.
 
     The fix is the command that installs the package, from a checkout or a wheel.
-
-    Args:
-        field: Field or option that needs the package.
-        value: Value of the field.
-        package: Name of the package, a key of EXTRA_OF_PACKAGE.
-        instead: Alternative fix, if there is one.
     """
     fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
     return UserError(field, value, f"requires {package}, which is not installed", fix=fix)

@@ -30,11 +30,7 @@ def printable(text: str) -> str:
 def number_fix(name: str, value: object) -> str:
     """Return the fix for a number with a unit, such as "4M": what it may mean, in powers of 1024 and 1000.
 
-    The result is empty for any other value.
-
-    Args:
-        name: Name before the number, such as "seq_len =" or "--tokens".
-        value: Value that is not a number.
+    The result is empty for any other value. `name` precedes the number, such as "seq_len =" or "--tokens".
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([kmgbt])(?:i?b)?", str(value).lower())
     if match is None:
@@ -128,9 +124,7 @@ def format_percent(value: float) -> str:
 def plural(count: int, noun: str, one: str = "1") -> str:
     """Return a count with its noun: "1 node", "2 nodes".
 
-    Args:
-        noun: Noun in the singular, whose plural ends with s.
-        one: Text in place of the digit 1.
+    `one` replaces the digit 1.
     """
     return f"{one} {noun}" if count == 1 else f"{count} {noun}s"
 

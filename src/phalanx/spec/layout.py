@@ -188,10 +188,7 @@ class Layout(Spec):
 def compiles_whole_blocks(degree: int, splits_backward: bool, fsdp_unit: str = "block") -> bool:
     """Return whether a block is compiled to one graph, which communication or split backward passes would break.
 
-    Args:
-        degree: Ranks that communicate inside a block: the product of `tp`, `cp` and `ep`.
-        splits_backward: Whether the pipeline's schedule splits backward passes.
-        fsdp_unit: Modules that ZeRO-3 gathers at a time.
+    `degree` is the number of ranks that communicate inside a block: the product of `tp`, `cp` and `ep`.
     """
     return degree == 1 and not splits_backward and fsdp_unit != "sublayer"
 

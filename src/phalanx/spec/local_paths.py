@@ -10,22 +10,12 @@ URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def check_local_path(field: str, value: str) -> str:
-    """Return a path, or raise UserError if it is a URL.
-
-    Args:
-        field: Field or option with the path, for errors.
-        value: The path.
-    """
+    """Return a path, or raise UserError if it is a URL."""
     return _refuse_url(field, value, path=value, supported="local paths")
 
 
 def check_text_source(field: str, value: str) -> str:
-    """Return a local path, or `hf:` with a name or directory; raise UserError if it is a URL.
-
-    Args:
-        field: Field or option with the source, for errors.
-        value: The source.
-    """
+    """Return a local path, or `hf:` with a name or directory; raise UserError if it is a URL."""
     supported = "local paths and hf:NAME"
     _refuse_url(field, value, path=value, supported=supported)
     return _refuse_url(field, value, path=value.removeprefix("hf:"), supported=supported)

@@ -12,10 +12,9 @@ M_ARENA_MAX = -8
 def tune_malloc(trim_threshold_bytes: int, mmap_threshold_bytes: int, max_arenas: int | None = None) -> None:
     """Limit the free memory and the arenas of glibc's heap.
 
-    Args:
-        trim_threshold_bytes: Maximum bytes of free memory that the heap retains at its end.
-        mmap_threshold_bytes: Size from which an allocation is outside the heap, and returned to the system when freed.
-        max_arenas: Maximum number of arenas; None for glibc's eight per core, so that threads do not wait.
+    The heap retains at most `trim_threshold_bytes` of free memory at its end. Allocations from `mmap_threshold_bytes`
+    on lie outside the heap and return to the system when freed. Without `max_arenas`, glibc has eight per core, so that
+    threads do not wait.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

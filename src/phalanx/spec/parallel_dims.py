@@ -85,8 +85,7 @@ class ParallelDims:
 def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
     """Return the mesh axes of `layout` on `world_size` ranks.
 
-    Raises:
-        UserError: The ranks cannot be divided in this way, or an option does not apply to this layout.
+    Raises UserError if the ranks cannot be divided in this way, or an option does not apply to this layout.
     """
     check_inapplicable_options(layout)
     servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
@@ -136,10 +135,7 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
     """Return the strategy that a layout has on its ranks.
 
     FSDP on one shard is a replica, or ZeRO-2 if it offloads. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1
-    does.
-
-    Args:
-        shards: Ranks that share one sharded copy, including those of context parallelism.
+    does. `shards` includes the ranks of context parallelism.
     """
     strategy = layout.data_parallel
     if strategy in ("zero3", "hsdp") and shards == 1:
@@ -150,8 +146,7 @@ def strategy_on_ranks(layout: Layout, shards: int) -> StrategyName:
 def effective_strategy(layout: Layout, dims: ParallelDims, precision: Precision) -> StrategyName:
     """Return the strategy with which a transformer computes (`replica_strategy`).
 
-    Args:
-        dims: Its ranks, with those of context parallelism counted as data-parallel.
+    `dims` counts the ranks of context parallelism as data-parallel.
     """
     strategy = strategy_on_ranks(layout, dims.dp_shard)
     return replica_strategy(strategy, precision, dp_size=dims.dp_size, ep=layout.ep)
@@ -161,12 +156,8 @@ def replica_strategy(strategy: StrategyName, precision: Precision, *, dp_size: i
     """Return the strategy with which the replicas of a transformer compute.
 
     In bf16 a single replica is ZeRO-1 on one rank: it computes with bf16 parameters and trains an fp32 copy. With
-    expert parallelism, one replica may have several copies of its experts, and adds their gradients.
-
-    Args:
-        strategy: Strategy of the ranks; only "ddp" has replicas.
-        dp_size: Ranks that read different data, including those of context parallelism.
-        ep: Ranks with different experts.
+    expert parallelism, one replica may have several copies of its experts, and adds their gradients. `dp_size` includes
+    the ranks of context parallelism. Only "ddp" has replicas.
     """
     is_alone = strategy == "ddp" and dp_size * ep == 1
     return "zero1" if is_alone and precision in BF16_PRECISIONS else strategy

@@ -16,11 +16,6 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption
     """Return an HTML table for a notebook.
 
     All text is escaped.
-
-    Args:
-        columns: Headings.
-        rows: Cells of each row, one per column.
-        caption: Caption, if there is one.
     """
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
@@ -31,8 +26,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     """Return rows as a pandas DataFrame.
 
-    Raises:
-        UserError: pandas is not installed.
+    Raises UserError if pandas is not installed.
     """
     try:
         import pandas

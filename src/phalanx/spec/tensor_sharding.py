@@ -43,9 +43,6 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
     Embedding and head are sharded by vocabulary. Operations on single tokens are replicated; with sequence parallelism
     they process only the tokens of this rank (arXiv 2205.05198, section 4.2.2). Experts are sharded like MLPs, or with
     expert parallelism between experts.
-
-    Args:
-        name: Name of the parameter in the model.
     """
     tp = layout.tp
     (*_, module, leaf) = name.split(".")
@@ -99,11 +96,6 @@ def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
     """Return the number of rows of a rank.
 
     The first ranks have ceil(rows / ranks) each, the last possibly fewer or none.
-
-    Args:
-        rank: Index of the rank.
-        rows: Rows that the ranks share.
-        ranks: Number of ranks.
     """
     rows_per_rank = -(-rows // ranks)
     return max(0, min(rows_per_rank, rows - rank * rows_per_rank))
@@ -114,21 +106,12 @@ def data_parallel_axis(shape: Sequence[int], ranks: int) -> int:
 
     A stack of fewer experts than ranks would leave ranks without a part of it (torchtitan shards it like this too). The
     rows of its matrices are sharded if they can be sharded equally, which FSDP2 requires.
-
-    Args:
-        shape: Shape of the tensor on these ranks.
-        ranks: Number of ranks.
     """
     return int(len(shape) == 3 and 0 < shape[0] < ranks and shape[1] % ranks == 0)
 
 
 def has_strided_shards(shape: Sequence[int], ranks: int) -> bool:
-    """Return whether a data-parallel rank's part of a tensor is not contiguous in it: rows of several matrices.
-
-    Args:
-        shape: Shape of the tensor on these ranks.
-        ranks: Number of ranks.
-    """
+    """Return whether a data-parallel rank's part of a tensor is not contiguous in it: rows of several matrices."""
     return shape[0] > 1 and data_parallel_axis(shape, ranks) == 1
 
 
@@ -137,10 +120,6 @@ def max_shard_elements(shape: tuple[int, ...], ranks: int) -> int:
     """Return the elements of the first of `ranks` that shard a tensor on its data-parallel axis.
 
     All ranks have an equal number of rows. The last can have fewer, or padding if all send or store the same number.
-
-    Args:
-        shape: Shape of the tensor on these ranks.
-        ranks: Number of ranks.
     """
     axis = data_parallel_axis(shape, ranks)
     return -(-shape[axis] // ranks) * prod(shape[:axis]) * prod(shape[axis + 1 :])

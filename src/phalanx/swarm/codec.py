@@ -43,12 +43,7 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
 def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     """Decode a tensor to fp32; from a bytearray in fp32 it shares the memory.
 
-    Args:
-        data: The encoded bytes.
-        shape: The shape of the tensor.
-
-    Raises:
-        CodecError: The number of bytes is wrong.
+    Raises CodecError if the number of bytes is wrong.
     """
     data = data if isinstance(data, bytearray) else bytearray(data)
     numel = int(torch.Size(shape).numel())

@@ -19,11 +19,6 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
 
     Each node gets the integer part of its share, and nodes with the largest remainders get one more (Hamilton's
     method). With integer capacities that suffice for all slots, no node gets more than its capacity.
-
-    Args:
-        num_slots: The total number of slots.
-        max_per_node: The maximum per node.
-        capacities: The capacity of each node, in any unit.
     """
     counts: dict[str, int] = {}
     shares = _fair_shares(num_slots, counts, capacities)
@@ -53,13 +48,7 @@ def assign_experts(
     """Return the owners of each expert, in the order of the nodes.
 
     Without previous owners, nodes own consecutive experts, as in SPES's code. Otherwise the number of changes is
-    minimal.
-
-    Args:
-        num_experts: The number of experts.
-        capacities: The capacity of each node, in any unit, above 0.
-        replication: The number of owners per expert.
-        previous_owners: The owners before.
+    minimal. Capacities are above 0, in any unit. `replication` is the number of owners per expert.
     """
     num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)

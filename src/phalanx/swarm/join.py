@@ -60,18 +60,9 @@ def join_swarm(
 ) -> int:
     """Join a swarm with local ranks, and return the exit code.
 
-    Args:
-        address: The address of the coordinator.
-        certificates: The folder of the node's certificate.
-        nproc: The number of ranks; None for the run's.
-        out: The folder for the node's directory.
-        overrides: Settings of the node (`--set`).
-        log: A function that prints a message.
-
-    Raises:
-        UserError: The coordinator cannot be reached or has another version, the memory is too small, or the text
-            differs.
-            Nothing has been received yet.
+    `out` is the folder for the node's directory, `overrides` are its settings (`--set`). Without `nproc`, ranks are
+    those of the run. Raises UserError if the coordinator cannot be reached or has another version, the memory is too
+    small, or the text differs; nothing has been received by then.
     """
     name = certificate_member(certificates)
     directory = out / name
@@ -164,13 +155,8 @@ def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
 def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:
     """Return how many experts of each layer a node has memory to train; 1 if nodes train all.
 
-    Activations are not counted.
-
-    Args:
-        model_parallel_size: The number of ranks that share an expert.
-
-    Raises:
-        UserError: The memory is too small for one expert.
+    Activations are not counted. `model_parallel_size` is the number of ranks that share an expert. Raises UserError if
+    the memory is too small for one expert.
     """
     experts = model.moe.num_experts if model.moe is not None and swarm.method in EXPERT_SPLIT_METHODS else 0
     state_sizes = [

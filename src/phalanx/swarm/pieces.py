@@ -83,12 +83,7 @@ def fragment_index(piece: ModelPiece, num_fragments: int) -> int:
 
 
 def fragment_pieces(model: ModelSpec, fragment: int, num_fragments: int) -> tuple[ModelPiece, ...]:
-    """Return the pieces of a fragment.
-
-    Args:
-        fragment: The index of the fragment.
-        num_fragments: The number of fragments.
-    """
+    """Return the pieces of a fragment."""
     return tuple(piece for piece in model_pieces(model) if fragment_index(piece, num_fragments) == fragment)
 
 
@@ -101,10 +96,7 @@ def round_pieces(run: RunSpec, round_number: int) -> tuple[ModelPiece, ...]:
 def pieces_sent_by(pieces: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
     """Return the pieces that a node trains and sends: shared pieces, and those of its experts.
 
-    Args:
-        pieces: The pieces of the round.
-        owners: The owners of each expert; None if each node trains all.
-        node: The name of the node.
+    Without owners each node trains all experts.
     """
     if owners is None:
         return pieces

@@ -41,8 +41,7 @@ Both exceed the need of the RPC server, and of a piece of most models.
 def swarm_directory(run: RunSpec) -> Path:
     """Write the run file to a swarm's directory, and return the directory.
 
-    Raises:
-        UserError: The directory contains another run, or is not writable.
+    Raises UserError if the directory contains another run, or is not writable.
     """
     directory = run_directory(run)
     file = directory / RUN_FILE
@@ -79,13 +78,7 @@ def initial_pieces(run: RunSpec) -> Weights:
 
 
 def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
-    """Serve nodes until all rounds are done and nodes have left, or until a signal; return the exit code.
-
-    Args:
-        address: The address to listen on.
-        certificates: The folder of the coordinator's certificate.
-        log: A function that prints a message.
-    """
+    """Serve nodes until all rounds are done and nodes have left, or until a signal; return the exit code."""
     # Each thread that serves a node would retain freed memory, and pieces leave gaps: up to two models.
     tune_malloc(TRIM_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES, max_arenas=1)
     directory = swarm_directory(run)
@@ -115,11 +108,6 @@ def run_rounds(coordinator: Coordinator, stop: threading.Event, log: Callable[[s
 
     No error ends the swarm, because nodes may have trained for days: a full disk is cleaned up, and a damaged file is
     restored from a copy.
-
-    Args:
-        coordinator: The coordinator, whose problems are set.
-        stop: The event that stops the process.
-        log: A function that prints a message.
     """
     reported_rounds = -1
     reported_problem = ""

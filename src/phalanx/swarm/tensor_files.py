@@ -38,9 +38,8 @@ class TensorFile:
     def __init__(self, path: Path, writable: bool = False) -> None:
         """Open a file.
 
-        Raises:
-            TensorFileError: The file is not a valid safetensors file, or has other types than F32 and U8.
-            OSError: The file cannot be opened, which says nothing about its content.
+        Raises TensorFileError if the file is not a valid safetensors file, or has other types than F32 and U8. Raises
+        OSError if the file cannot be opened, which says nothing about its content.
         """
         self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
@@ -66,12 +65,7 @@ class TensorFile:
 
     @classmethod
     def create(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
-        """Create a file of zeros.
-
-        Args:
-            shapes: The shape of each tensor by name.
-            dtype: The type of all elements.
-        """
+        """Create a file of zeros."""
         header, size = _build_header(shapes, dtype)
         with path.open("wb") as file:
             file.write(header)
@@ -83,10 +77,6 @@ class TensorFile:
         """Open a file of these tensors whose caller writes all elements.
 
         An existing file with the same tensors is reused with its content, which saves allocating its memory again.
-
-        Args:
-            shapes: The shape of each tensor by name.
-            dtype: The type of all elements.
         """
         header, size = _build_header(shapes, dtype)
         if path.exists() and path.stat().st_size == size:

@@ -40,11 +40,7 @@ def write_update(
 ) -> TensorFile:
     """Write the pieces to a file.
 
-    Args:
-        path: The file.
-        weights: The present values.
-        base: The values before the round.
-        feedback: The encoding errors, which are updated.
+    `base` are the values before the round. `feedback` has the encoding errors, which are updated.
     """
     shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")
@@ -54,13 +50,7 @@ def write_update(
 
 
 def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
-    """Return the encoded piece, and update its encoding error.
-
-    Args:
-        weights: The present values.
-        base: The values before the round.
-        feedback: The encoding errors, which are updated.
-    """
+    """Return the encoded piece, and update its encoding error."""
     value = weights(piece).detach().float()
     if sends_weights(codec):
         return encode(value, codec)
@@ -75,12 +65,7 @@ def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weight
 def decode_piece(piece: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
     """Return the value of a received piece.
 
-    Args:
-        data: The encoded bytes.
-        base: The values before the round.
-
-    Raises:
-        CodecError: The number of bytes is wrong.
+    Raises CodecError if the number of bytes is wrong.
     """
     value = decode(data, piece.shape, codec)
     return value if sends_weights(codec) else base(piece) + value

@@ -31,8 +31,7 @@ def flip_bit(file: Path) -> None:
 def small_disk(mount_point: Path, size_bytes: int) -> Iterator[None]:
     """Mount a separate filesystem in memory.
 
-    Raises:
-        NotAllowed: this process may not mount filesystems.
+    Raises NotAllowed if this process may not mount filesystems.
     """
     mount_point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(mount_point)]
@@ -60,10 +59,7 @@ def fill_disk(directory: Path, spare_bytes: int = 0) -> Path:
 def memory_limited(max_bytes: int) -> Iterator[Callable[[int], None]]:
     """Create a group of processes with a total memory limit (cgroup v1).
 
-    Yields a function that moves a process into the group.
-
-    Raises:
-        NotAllowed: this process may not create the group.
+    Yields a function that moves a process into the group. Raises NotAllowed if this process may not create the group.
     """
     group = Path(f"/sys/fs/cgroup/memory/phalanx-test-{os.getpid()}")
     try:

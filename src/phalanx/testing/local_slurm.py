@@ -80,13 +80,7 @@ class LocalSlurm:
     def wait(self, job: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
         """Wait until the fields of a job meet a condition, and return them.
 
-        Args:
-            job: Number of the job.
-            condition: Condition on the fields.
-            seconds: Maximum time.
-
-        Raises:
-            TimeoutError: the condition is not met in time.
+        Raises TimeoutError if the condition is not met in time.
         """
         deadline = time.monotonic() + seconds
         while not condition(info := self.job_info(job)):
@@ -100,10 +94,8 @@ class LocalSlurm:
 def local_slurm(directory: Path, nodes: int) -> Iterator[LocalSlurm]:
     """Run a Slurm cluster, each node with all cores of this machine.
 
-    The first node has this machine's own name, so that all nodes can resolve it. Daemons and jobs end on exit.
-
-    Raises:
-        SlurmUnavailable: Slurm cannot be started.
+    The first node has this machine's own name, so that all nodes can resolve it. Daemons and jobs end on exit. Raises
+    SlurmUnavailable if Slurm cannot be started.
     """
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:

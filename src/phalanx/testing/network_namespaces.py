@@ -61,13 +61,7 @@ class StarNetwork:
         _run_command([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
 
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
-        """Set the speed of a host's link.
-
-        Args:
-            name: Name of the host.
-            up_mbit: Speed from the host in Mbit/s.
-            down_mbit: Speed to the host in Mbit/s.
-        """
+        """Set the speed of a host's link."""
         host = self.hosts[name]
         for prefix, end, speed in (
             (host.prefix, host.interface, up_mbit),
@@ -83,15 +77,8 @@ def star_network(
 ) -> Iterator[StarNetwork]:
     """Create hosts on links of a given speed, and delete them on exit.
 
-    Processes on the hosts must have exited by then.
-
-    Args:
-        names: Names of the hosts.
-        up_mbit: Speed from the hosts in Mbit/s; None: unlimited.
-        down_mbit: Speed to the hosts in Mbit/s; None: `up_mbit`.
-
-    Raises:
-        NamespacesUnavailable: the hosts cannot be created.
+    Processes on the hosts must have exited by then. Without a speed, links from hosts are unlimited, and those to hosts
+    have the speed of those from hosts. Raises NamespacesUnavailable if the hosts cannot be created.
     """
     pid = os.getpid()
     hub = Host(name="hub", namespace=f"phalanx-{pid}-hub", address="", hub="", interface="")

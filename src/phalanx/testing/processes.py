@@ -43,14 +43,7 @@ def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any
 def run_python(
     command: Sequence[str], timeout: float = WAIT_SECONDS, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run `python -m MODULE ARGUMENTS` as `subprocess.run` does, and capture its output.
-
-    Args:
-        command: Command with the path of Python.
-        timeout: Maximum time in seconds.
-        check: Raise an error for a nonzero exit code.
-        options: Options of `subprocess.Popen`.
-    """
+    """Run `python -m MODULE ARGUMENTS` as `subprocess.run` does, and capture its output."""
     with start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -82,13 +75,7 @@ def warm_process_pid(launcher: int) -> int:
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float = WAIT_SECONDS) -> None:
-    """Wait until a condition is true; fail after `seconds`.
-
-    Args:
-        condition: Condition to poll.
-        description: Text of the failure.
-        seconds: Maximum time.
-    """
+    """Wait until a condition is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {seconds:g} s: {description}"

@@ -70,17 +70,9 @@ class RankPool:
         """Call `function(*args, **kwargs)` on every rank at once, and return the results in rank order.
 
         Every call has a new world, a fixed random seed, and no groups or DTensor caches of earlier calls. The pool
-        restarts at its next use unless every rank has answered.
-
-        Args:
-            function: Top-level function of an importable module.
-            args: Arguments of the function.
-            timeout: Maximum time in seconds.
-            kwargs: Keyword arguments of the function.
-
-        Raises:
-            RankError: a rank raises, dies or has not returned in time, or collectives differ.
-            UserError: a rank cannot import `function`.
+        restarts at its next use unless every rank has answered. The function is a top-level one of an importable
+        module. Raises RankError if a rank raises, dies or has not returned in time, or collectives differ. Raises
+        UserError if a rank cannot import `function`.
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:

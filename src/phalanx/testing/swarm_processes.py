@@ -27,13 +27,7 @@ class SwarmProcesses:
     `folder` contains certs/NAME (certificates), nodes/NAME (run directories) and NAME.txt (output)."""
 
     def __init__(self, network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path) -> None:
-        """Issue the certificates.
-
-        Args:
-            network: Hosts of the swarm.
-            folder: Directory of the test's files.
-            run_file: Run file of the swarm.
-        """
+        """Issue the certificates."""
         self.network = network
         self.folder = folder
         self.run_file = run_file
@@ -98,13 +92,7 @@ class SwarmProcesses:
     def wait_until(self, condition: Callable[[], bool], description: str, seconds: float) -> None:
         """Wait until a condition is true.
 
-        Args:
-            condition: Condition to poll.
-            description: Text of the failure.
-            seconds: Maximum time.
-
-        Raises:
-            AssertionError: the time is over, or a process exits that was not killed.
+        Raises AssertionError if the time is over, or a process exits that was not killed.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -128,13 +116,7 @@ class SwarmProcesses:
 def swarm_processes(
     network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
 ) -> Iterator[SwarmProcesses]:
-    """Create the processes of a swarm, and kill them on exit.
-
-    Args:
-        network: Hosts of the swarm.
-        folder: Directory of the test's files.
-        run_file: Run file of the swarm.
-    """
+    """Create the processes of a swarm, and kill them on exit."""
     processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
     try:
         yield processes

@@ -142,8 +142,7 @@ def check_job(job: ClusterJob) -> None:
 def parse_nodes(text: str) -> tuple[int, int]:
     """Return the minimum and the maximum number of nodes of "4" or "2:4".
 
-    Raises:
-        UserError: The text has another format.
+    Raises UserError if the text has another format.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     min_nodes, max_nodes = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -156,8 +155,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 def ranks_per_node(run: RunSpec, requested: int | None) -> int:
     """Return the ranks per node: as requested, or as in the run file; one for CPU ranks.
 
-    Raises:
-        UserError: The number is unknown, because the nodes' GPUs cannot be counted from this machine.
+    Raises UserError if the number is unknown, because the nodes' GPUs cannot be counted from this machine.
     """
     nproc = requested or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
     if nproc is None:

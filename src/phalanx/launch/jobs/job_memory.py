@@ -24,8 +24,7 @@ from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 def job_notes(job: ClusterJob) -> Iterator[str]:
     """Yield notes on a job before it is written: choices that are not set, and whether its ranks fit in memory.
 
-    Raises:
-        UserError: The ranks do not fit, by the count of `phalanx memory`, and `job.force` is not set.
+    Raises UserError if the ranks do not fit, by the count of `phalanx memory`, and `job.force` is not set.
     """
     run = job.run
     _, unset_note = unset_choices_of_large_model(run)

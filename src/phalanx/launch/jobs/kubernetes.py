@@ -125,13 +125,8 @@ CONTAINER_FIELDS = """\
 def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = None) -> str:
     """Return the job file for Kubernetes.
 
-    Args:
-        job: The run and its machines.
-        image: The image of the containers.
-        volume: The claim of a volume that all nodes can write to.
-
-    Raises:
-        UserError: An option is missing, or a path is not on the volume.
+    `volume` is the claim of a volume that all nodes can write to. Raises UserError if an option is missing, or a path
+    is not on the volume.
     """
     image, volume = require_options(
         {
@@ -201,8 +196,7 @@ def _format_args(*args: str) -> str:
 def _job_name(run_name: str) -> str:
     """Return the name of a run as a host name (RFC 1035).
 
-    Raises:
-        UserError: The name cannot be a host name.
+    Raises UserError if the name cannot be a host name.
     """
     name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
     if len(name) > MAX_NAME_LENGTH or not name[0].isalpha():

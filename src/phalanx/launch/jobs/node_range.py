@@ -30,11 +30,7 @@ def layout_error(run: RunSpec, world_size: int) -> UserError | None:
 def fix_for_node_range(run: RunSpec, error: UserError, node_counts: range, nproc: int) -> str:
     """Return the fix of an error of one number of nodes that does not lead to an error of another number.
 
-    Args:
-        run: The run, with a fixed layout.
-        error: The error of `check_layout` with the minimum or the maximum number of nodes.
-        node_counts: All numbers of nodes.
-        nproc: The number of ranks per node.
+    `error` is that of `check_layout` with the minimum or the maximum number of nodes.
     """
     ends = [node_counts[0] * nproc, node_counts[-1] * nproc]
     if error.field == "training.tokens_per_step":

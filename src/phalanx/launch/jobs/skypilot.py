@@ -49,14 +49,8 @@ def skypilot(
 ) -> str:
     """Return the task file for SkyPilot.
 
-    Args:
-        job: The run and its machines.
-        image: The container image.
-        volume: The volume that all nodes can write to.
-        accelerator: SkyPilot's name of a GPU.
-
-    Raises:
-        UserError: An option is missing, or a path is not on the volume.
+    All nodes can write to `volume`; `accelerator` is SkyPilot's name of a GPU. Raises UserError if an option is
+    missing, or a path is not on the volume.
     """
     required = {
         "--image": (image, "a container image that contains phalanx"),

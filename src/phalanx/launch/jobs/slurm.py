@@ -85,14 +85,7 @@ exit 1
 def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None, account: str | None = None) -> str:
     """Return the batch script for Slurm.
 
-    Args:
-        job: The run and its machines.
-        time: The time limit.
-        partition: The Slurm partition.
-        account: The Slurm account.
-
-    Raises:
-        UserError: The time limit leaves no time between the start and the last checkpoint.
+    Raises UserError if the time limit leaves no time between the start and the last checkpoint.
     """
     if time is not None and parse_time_limit(time) <= STARTING_SECONDS + SAVING_SECONDS:
         problem = (
@@ -145,10 +138,8 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
 def parse_time_limit(time: str) -> int:
     """Return the minutes of a Slurm time limit.
 
-    Formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
-
-    Raises:
-        UserError: The text has another format.
+    Formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time). Raises UserError if the text has
+    another format.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     if match is None:

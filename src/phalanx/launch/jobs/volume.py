@@ -17,8 +17,7 @@ WORK = PurePosixPath("/work")
 def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     """Return the values of options without a default; each value comes with its description.
 
-    Raises:
-        UserErrorGroup: Some options are missing.
+    Raises UserErrorGroup if some options are missing.
     """
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
@@ -31,8 +30,7 @@ def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
 def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
     """Return variables by name, with their values and reasons.
 
-    Raises:
-        UserError: The run directory is not on the volume.
+    Raises UserError if the run directory is not on the volume.
     """
     out = WORK / job.run.output_dir
     if not out.is_relative_to(WORK) or ".." in out.parts or job.run.output_dir.startswith("~"):

@@ -210,8 +210,7 @@ def write_effective_layout(directory: Path, layout: Layout | None) -> None:
 def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
     """Return a run with the layout of its last start.
 
-    Raises:
-        UserError: The saved layout is of another version.
+    Raises UserError if the saved layout is of another version.
     """
     file = directory / LAYOUT_FILE
     if not file.exists() and not file.is_symlink():
@@ -295,10 +294,7 @@ def resolve_model(table: Table) -> Table:
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
     """Merge a table over the preset that it names, if any.
 
-    Args:
-        table: Fields of the run file, which override the preset's.
-        folder: Folder of the presets, "machines" or "models".
-        field: Name of the table, for errors.
+    `folder` is "machines" or "models"; `field` is the name of the table in errors.
     """
     name = table.get("preset")
     if name is None:

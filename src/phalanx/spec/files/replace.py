@@ -9,8 +9,7 @@ from pathlib import Path
 def replace_file(file: Path, text: str) -> None:
     """Write a file so that readers find it complete or not at all; a link in its place is replaced, not followed.
 
-    Raises:
-        OSError: The file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     partial_file = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial_file.unlink(missing_ok=True)

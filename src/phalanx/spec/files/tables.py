@@ -23,8 +23,7 @@ MAX_DEPTH = 100
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
     """Parse a TOML file.
 
-    Raises:
-        UserError: The file does not exist or is not TOML.
+    Raises UserError if the file does not exist or is not TOML.
     """
     path = Path(check_local_path(file_kind, str(path)))
     if not path.is_file():
@@ -45,13 +44,8 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
 def read_run_table(path: str | Path, trust: bool | None) -> Table:
     """Parse a run file, and mark its components if they are not trusted.
 
-    Args:
-        path: The run file.
-        trust: Whether its components are trusted; None: as the file says, and not if it lies in a run directory, which
-            may be someone else's.
-
-    Raises:
-        UserError: The file does not exist or is not TOML.
+    With `trust` None they are trusted as the file says, but not in a run directory, which may be someone else's. Raises
+    UserError if the file does not exist or is not TOML.
     """
     table = read_toml(path)
     file = Path(path).absolute()
@@ -71,9 +65,8 @@ def is_in_run_directory(file: Path) -> bool:
 def parse_toml(text: str) -> Table:
     """Return the table of a TOML text.
 
-    Raises:
-        tomllib.TOMLDecodeError: The text is not TOML; or values are nested deeper than `MAX_DEPTH`, an integer has
-            more than 64 bits, or text contains control characters, which would reach terminals.
+    Raises tomllib.TOMLDecodeError if the text is not TOML; or values are nested deeper than `MAX_DEPTH`, an integer has
+    more than 64 bits, or text contains control characters, which would reach terminals.
     """
     try:
         table = tomllib.loads(text)
@@ -114,13 +107,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path, field: str = "model config", fix: str = "use a Hugging Face config.json") -> Table:
     """Parse a JSON file that contains a table.
 
-    Args:
-        path: The file.
-        field: The kind of the file, for errors.
-        fix: The fix, for errors.
-
-    Raises:
-        UserError: The file cannot be read, or is not a table in JSON.
+    Raises UserError if the file cannot be read, or is not a table in JSON.
     """
     try:
         return dict(parse_json(path.read_bytes()))
@@ -144,11 +131,8 @@ def deep_merge(base: Table, override: Table) -> Table:
 def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     """Set a field of a nested table from its text.
 
-    Args:
-        table: Table, which is changed in place.
-        path: Names of the tables and of the field.
-        text: TOML value, or a string without quotes; empty text removes the field.
-        origin: Option or variable with the text, for errors.
+    The text is a TOML value, or a string without quotes; empty text removes the field. Errors name `origin`, the option
+    or variable with the text.
     """
     for part in path[:-1]:
         table = table.setdefault(part, {})

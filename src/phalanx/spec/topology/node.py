@@ -63,9 +63,6 @@ class NodeTopology:
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:
     """Raise UserError about a line of a topology.
 
-    Args:
-        index: Index of the line, from 0; the message counts from 1.
-        problem: Predicate of the error.
-        fix: Imperative fix.
+    `index` counts from 0, the message from 1.
     """
     raise UserError("topology", None, f"line {index + 1}: {problem}", fix)

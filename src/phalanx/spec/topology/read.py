@@ -48,8 +48,7 @@ class InferredCluster:
 def read_topology(path: str | Path) -> NodeTopology:
     """Return the topology in a file.
 
-    Raises:
-        UserError: The topology is invalid. The message names the file or its wrong line.
+    Raises UserError if the topology is invalid. The message names the file or its wrong line.
     """
     try:
         return parse_topology(Path(path).read_text(errors="replace"))

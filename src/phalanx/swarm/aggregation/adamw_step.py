@@ -32,11 +32,7 @@ class AdamWStep:
         """Update a piece's weights and moments in place.
 
         The optimizer is that of a trainer of the full model: rows of a matrix, and experts of a stack, have its weight
-        decay.
-
-        Args:
-            gradient: Its mean gradient.
-            moments: Its moments by name (`MOMENTS`).
+        decay. `gradient` is the mean gradient, `moments` are by name (`MOMENTS`).
         """
         parameter = nn.Parameter(weights)
         parameter.grad = gradient

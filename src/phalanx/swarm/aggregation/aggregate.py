@@ -63,8 +63,7 @@ class AggregationConfig:
 def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0) -> AggregationConfig:
     """Return the settings for aggregating a round.
 
-    Args:
-        learned_rounds: Number of earlier rounds that updated the weights: the step count of AdamW.
+    `learned_rounds`, the earlier rounds that updated the weights, is the step count of AdamW.
     """
     swarm = run.swarm
     assert swarm is not None
@@ -116,16 +115,8 @@ def aggregate(
 ) -> dict[str, str]:
     """Write the state after a round to `new`, without the effects of `encode_broadcast`.
 
-    Args:
-        pieces: The pieces of the round.
-        updates: The updates of the nodes.
-        config: The settings.
-        old: The state before the round.
-        new: The state after the round.
-
-    Returns:
-        The updated pieces by key. The value is the node if one node alone changes the piece and its update is final,
-        else "".
+    Return the updated pieces by key. The value is the node if one node alone changes the piece and its update is final,
+    else "".
     """
     updates = sorted(updates, key=lambda update: update.node)
     is_merging = bool(config.merge_alpha and updates)
@@ -212,11 +203,6 @@ def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust
 
     The weighted mean needs one value in memory at a time. The trimmed mean excludes the maximum and the minimum of
     every element and uses no weights, so that one value can be arbitrary (Yin et al., arXiv 1803.01498, definition 2).
-
-    Args:
-        values: The values, equal in shape.
-        weights: The weight of each value.
-        robust: The kind of mean.
     """
     remaining = iter(values)
     if len(weights) == 1:
@@ -258,16 +244,7 @@ def encode_broadcast(
 ) -> None:
     """Write the broadcast of each updated piece, and set `new` to the values that nodes decode from it.
 
-    A final update of a single node is forwarded as it was received.
-
-    Args:
-        pieces: The pieces of the round.
-        updates: The updates of the nodes.
-        piece_senders: The result of `aggregate`.
-        codec: The codec of the broadcast.
-        old: The state before the round.
-        new: The state after the round.
-        broadcast: The file of the broadcast.
+    A final update of a single node is forwarded as it was received. `piece_senders` is the result of `aggregate`.
     """
     file_by_node = {update.node: update.file for update in updates}
 

@@ -12,13 +12,7 @@ from torch import Tensor
 
 
 def merge_ratio(step: int, alpha: float, steps: int) -> float:
-    """Return the merge ratio alpha (1 - t / T), which falls linearly to 0 and stays there.
-
-    Args:
-        step: The step t.
-        alpha: The initial ratio.
-        steps: The number T of warm-up steps.
-    """
+    """Return the merge ratio alpha (1 - t / T), which falls linearly to 0 and stays there."""
     return alpha * max(0.0, 1 - step / steps) if steps else 0.0
 
 
@@ -26,10 +20,6 @@ def nearest_experts(gate_EFD: Tensor, nearest: int) -> Tensor:
     """Return the `nearest` most similar experts of each, [E, K], by the cosine of their input projections.
 
     An expert is not among its own neighbors, so K is at most E - 1.
-
-    Args:
-        gate_EFD: The input projections of the experts.
-        nearest: The number of neighbors K.
     """
     flat_gates = gate_EFD.flatten(1).float()
     dot_products = flat_gates @ flat_gates.T
@@ -44,11 +34,6 @@ def merge_experts(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> 
     """Move each expert of a layer toward the mean of its nearest ones, in place.
 
     theta_i + alpha (mean_j theta_j - theta_i), with all theta from before the merge.
-
-    Args:
-        experts: The layer's stacked tensors, "gate" among them.
-        alpha: The merge ratio.
-        nearest: The number of neighbors.
     """
     if alpha == 0 or len(experts["gate"]) < 2:
         return

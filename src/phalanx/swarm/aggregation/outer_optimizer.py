@@ -26,12 +26,8 @@ class OuterSGD:
     def step(self, base: Tensor, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the new weights and the new velocity.
 
-        v = mu v + D, theta - eta (D + mu v), where D = theta - mean.
-
-        Args:
-            base: The initial weights theta of the round.
-            mean: The mean of the nodes' weights.
-            velocity: The velocity v of the round before, or None.
+        v = mu v + D, theta - eta (D + mu v), where D = theta - mean. theta is `base`, the weights at the start of the
+        round, and v the velocity of the round before, if there is one.
         """
         if self.is_plain_mean:
             return mean, None

@@ -52,13 +52,7 @@ class Coordinator:
     ) -> None:
         """Start a swarm, or continue the existing one.
 
-        Args:
-            directory: Directory of the swarm.
-            weights: Initial weights of a new swarm.
-            clock: Returns the present time.
-
-        Raises:
-            UserError: A file of the model is damaged or missing.
+        `weights` are the initial ones of a new swarm. Raises UserError if a file of the model is damaged or missing.
         """
         assert run.swarm is not None
         self.run = run
@@ -96,14 +90,8 @@ class Coordinator:
     def join(self, node: str, capacity: float, data_fingerprint: str, begin: bool = True) -> None:
         """Add a node to the next round; it may have been a member before.
 
-        Args:
-            node: Name of the node.
-            capacity: Number of experts per layer that the node can train.
-            data_fingerprint: Checksum of the node's text.
-            begin: Add the node; otherwise only check that it may join.
-
-        Raises:
-            UpdateRejected: The node may not join.
+        `capacity` is the number of experts per layer that the node can train, `data_fingerprint` the checksum of its
+        text. Unless `begin`, only check that it may join. Raises UpdateRejected if the node may not join.
         """
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
@@ -128,8 +116,7 @@ class Coordinator:
     def set_text(self, text: str) -> None:
         """Set the checksum of the text that all nodes must read, and remove members and updates with another text.
 
-        Raises:
-            UpdateRejected: The checksum is empty, too long or not printable.
+        Raises UpdateRejected if the checksum is empty, too long or not printable.
         """
         _check_text(text)
         with self.changed:
@@ -147,14 +134,7 @@ class Coordinator:
             return node_task(self.state, node, self.clock(), closing=self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
-        """Return a node's task when it has `reached` a round or committed rounds, or after a time.
-
-        Args:
-            node: Name of the node.
-            round: A round, or None.
-            committed: A number of committed rounds, or None.
-            seconds: Maximum time to wait.
-        """
+        """Return a node's task when it has `reached` a round or committed rounds, or after a time."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
@@ -171,13 +151,7 @@ class Coordinator:
     def receiving_update(self, node: str, round_number: int, upload_id: str) -> Iterator[tuple[Path, int]]:
         """Provide the path and the maximum size for a node's update while it is received.
 
-        Args:
-            node: Name of the node.
-            round_number: Round of the update.
-            upload_id: Id of the update among those of the node.
-
-        Raises:
-            UpdateRejected: No update of the node is expected, or another one is being received.
+        Raises UpdateRejected if no update of the node is expected, or another one is being received.
         """
         if not self._upload_locks[node].acquire(blocking=False):
             raise UpdateRejected(f"{BUSY}: another update of this node is in progress")
@@ -193,15 +167,8 @@ class Coordinator:
     def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
         """Check a received update, and accept it.
 
-        Args:
-            node: Name of the node.
-            round_number: Round of the update.
-            upload_id: Id of the update among those of the node.
-            tokens: Number of targets that the node trained on, which is its weight in means.
-            steps: Number of steps that the node trained.
-
-        Raises:
-            UpdateRejected: The update is invalid.
+        `tokens` is the number of targets that the node trained on: its weight in means. Raises UpdateRejected if the
+        update is invalid.
         """
         path = self.store.update(round_number, node)
         partial_path = self.store.partial_update_path(round_number, node, upload_id)
@@ -241,10 +208,8 @@ class Coordinator:
     def record_refusal(self, node: str, round_number: int, reason: str) -> None:
         """Record that a message or an update of a node was rejected.
 
-        Args:
-            node: Name of the node.
-            round_number: Round of the message or update; -1 if it was unreadable.
-            reason: Kind of the rejection; more text may follow after a colon.
+        The round is -1 for an unreadable message. `reason` is the kind of the rejection; more text may follow after a
+        colon.
         """
         kind = reason.partition(":")[0]
         with self.changed:

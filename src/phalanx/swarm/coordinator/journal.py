@@ -39,8 +39,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Open a journal.
 
-        Raises:
-            UserError: The file is not a journal.
+        Raises UserError if the file is not a journal.
         """
         self.path = path
         self.events: list[JsonRecord] = []
@@ -60,9 +59,8 @@ class Journal:
     def append(self, event: JsonRecord) -> None:
         """Write an event, and wait until it is on disk.
 
-        Raises:
-            OSError: The disk is full, for example. The event is not in the journal, and may be written again.
-            ValueError: A restart could not read the event. It is not in the journal.
+        Raises OSError if the disk is full, for example. The event is not in the journal, and may be written again.
+        Raises ValueError if a restart could not read the event. It is not in the journal.
         """
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         _decode_known_event(line)

@@ -37,11 +37,7 @@ class NodeTask:
 def node_task(state: SwarmState, node: str, now: float, closing: bool = False) -> NodeTask:
     """Return the task of a node: that of the open round if the node can still take part in it, else of the next round.
 
-    Args:
-        state: The state of the swarm.
-        node: Name of the node.
-        now: The present time by the coordinator's clock.
-        closing: True if the open round accepts no more updates.
+    `now` is the time of the coordinator's clock. `closing`: the open round accepts no more updates.
     """
     is_member = node in state.members
     open_round = state.round

@@ -66,21 +66,11 @@ class SwarmStore:
         return self.round(round_number) / f"{node}.update"
 
     def partial_update_path(self, round_number: int, node: str, upload_id: str) -> Path:
-        """Return the path of a partially received update, which differs between uploads.
-
-        Args:
-            node: The name of the node.
-            upload_id: The id of the update.
-        """
+        """Return the path of a partially received update, which differs between uploads."""
         return self.round(round_number) / f"{node}.{hashlib.sha256(upload_id.encode()).hexdigest()[:16]}.part"
 
     def remove_partial_updates(self, round_number: int, node: str, upload_id: str) -> None:
-        """Remove partial updates of a node with another id.
-
-        Args:
-            node: The name of the node.
-            upload_id: The id of the update to keep.
-        """
+        """Remove partial updates of a node with another id."""
         for path in self.round(round_number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
             if path != self.partial_update_path(round_number, node, upload_id):
                 path.unlink(missing_ok=True)
@@ -110,12 +100,8 @@ class SwarmStore:
     def restore(self, digests: Sequence[str | None], committed: int) -> None:
         """Repeat the application of the last round, which may have been interrupted, and check the model's files.
 
-        Args:
-            digests: The recorded digest of the weights of each fragment; None where none was recorded.
-            committed: The number of committed rounds.
-
-        Raises:
-            UserError: A file is missing, or is not as it was written.
+        The digest of a fragment's weights is None if it was not recorded. Raises UserError if a file is missing, or is
+        not as it was written.
         """
         last_round = max(0, committed - 1)
         config = aggregation_config(self.run, last_round)
@@ -136,11 +122,8 @@ class SwarmStore:
     def check_weights(self, file: TensorFile, digests: Sequence[str | None]) -> None:
         """Check all weights in a file.
 
-        Args:
-            digests: The recorded digest of each fragment; None where none was recorded.
-
-        Raises:
-            TensorFileError: The weights differ from what was written.
+        The digest of a fragment is None if it was not recorded. Raises TensorFileError if the weights differ from what
+        was written.
         """
         for names, digest in zip(self._fragment_names, digests, strict=True):
             check_digest(file, names, digest)
@@ -162,10 +145,7 @@ class SwarmStore:
     ) -> dict[str, str]:
         """Aggregate a round without changing the model yet, and return the digests of its weights and broadcast.
 
-        Args:
-            pieces: The pieces of the round.
-            node_tokens: Name and number of tokens of each node with an update.
-            config: The settings.
+        `node_tokens` has the name and number of tokens of each node with an update.
         """
         self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
@@ -273,12 +253,7 @@ class SwarmStore:
 def check_digest(file: TensorFile, names: Iterable[str], digest: str | None) -> None:
     """Check the content of tensors.
 
-    Args:
-        names: The names of the tensors.
-        digest: The recorded digest, or None if none was recorded.
-
-    Raises:
-        TensorFileError: The content differs from what was written.
+    The digest is None if it was not recorded. Raises TensorFileError if the content differs from what was written.
     """
     if digest is not None and file.digest(names) != digest:
         raise TensorFileError(f"{file.path.name} differs from what the coordinator wrote")

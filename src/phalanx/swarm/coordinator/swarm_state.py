@@ -305,8 +305,7 @@ class SwarmState:
 def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     """Return the state after these events.
 
-    Raises:
-        UserError: An event cannot follow the earlier ones: lines of the journal are missing or damaged.
+    Raises UserError if an event cannot follow the earlier ones: lines of the journal are missing or damaged.
     """
     state = SwarmState(run)
     for number, event in enumerate(events, start=1):
@@ -318,12 +317,7 @@ def replay(run: RunSpec, events: list[Event]) -> SwarmState:
 
 
 def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> dict[str, Any]:
-    """Return the status that `phalanx swarm status` prints.
-
-    Args:
-        last_seen: The time of each node's last heartbeat.
-        now: The present time.
-    """
+    """Return the status that `phalanx swarm status` prints."""
     updates = state.round.updates if state.round else {}
     return {
         "method": state.swarm.method,

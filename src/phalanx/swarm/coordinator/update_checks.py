@@ -41,10 +41,7 @@ def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
 def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> None:
     """Raise UpdateRejected if a node cannot have trained so much in a round.
 
-    Args:
-        tokens: The number of targets that the node reports.
-        steps: The number of steps that the node reports.
-        assigned_steps: The number of steps of text that the node may read in the round.
+    `assigned_steps` is the number of steps of text that the node may read in the round.
     """
     # Without tokens: a gradient that was not finite, or steps whose targets are all ignored.
     if not (0 < steps <= assigned_steps and 0 <= tokens <= steps * run.training.tokens_per_step):
@@ -61,16 +58,9 @@ def check_update(
 ) -> float:
     """Return the norm of the change in an update.
 
-    Args:
-        path: The file of the update.
-        pieces: The pieces that the node must send.
-        base: The values before the round.
-        recent_norms: The norms of earlier updates.
-        outlier_factor: The multiple of their median from which an update is an outlier; 0 for no check.
-
-    Raises:
-        UpdateRejected: A piece is not permitted, missing or of a wrong size, a value is not finite, or the update is an
-            outlier.
+    An update is an outlier from `outlier_factor` times the median of `recent_norms`; 0 for no check. Raises
+    UpdateRejected if a piece is not permitted, missing or of a wrong size, a value is not finite, or the update is an
+    outlier.
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_BYTES), "little")

@@ -28,8 +28,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 def create_certificate_authority(folder: Path) -> None:
     """Create a certificate authority.
 
-    Raises:
-        UserError: The folder already has one.
+    Raises UserError if the folder already has one.
     """
     if (folder / "ca.key").exists():
         problem = "already has an authority"
@@ -50,14 +49,8 @@ def create_certificate_authority(folder: Path) -> None:
 def issue_certificate(folder: Path, member: str, hosts: list[str], days: float = VALID_DAYS) -> Path:
     """Issue a certificate for a member, and return its folder.
 
-    Args:
-        folder: The folder of the authority.
-        member: The name of the member.
-        hosts: The host names and addresses of a coordinator, by which nodes reach it.
-        days: The validity.
-
-    Raises:
-        UserError: The name is invalid or taken, or the folder has no authority.
+    `hosts` are the names and addresses by which nodes reach a coordinator. Raises UserError if the name is invalid or
+    taken, or the folder has no authority.
     """
     if not NAME_PATTERN.fullmatch(member):
         problem = "is not a valid member name"
@@ -94,8 +87,7 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
 def certificate_member(folder: Path) -> str:
     """Return the name in the certificate of a member's folder.
 
-    Raises:
-        UserError: The folder has no certificate, or its certificate has expired.
+    Raises UserError if the folder has no certificate, or its certificate has expired.
     """
     try:
         certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())

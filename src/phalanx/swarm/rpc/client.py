@@ -124,13 +124,8 @@ class SwarmClient:
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update.
 
-        Args:
-            path: The file of the update.
-            tokens: Number of targets that the node trained on.
-            steps: Number of its steps.
-
-        Raises:
-            UpdateRejected: The coordinator rejected the update.
+        `tokens` is the number of targets that the node trained on. Raises UpdateRejected if the coordinator rejected
+        the update.
         """
         size_bytes = path.stat().st_size
         upload_id = update_id(path)
@@ -179,17 +174,9 @@ class SwarmClient:
     ) -> int:
         """Receive a round's broadcast or all weights into a file, and return the number of committed rounds.
 
-        After a link failure, the transfer continues with the next piece.
-
-        Args:
-            path: The file.
-            round: The round; None for all weights.
-            local_keys: The keys of pieces that the node already has.
-            shapes: A function that returns the shape of a piece.
-
-        Raises:
-            RoundExpired: The coordinator has removed the result of the round.
-            UpdateRejected: The data was damaged in transfer.
+        After a link failure, the transfer continues with the next piece. Without `round`, receive all weights.
+        `local_keys` are the pieces that the node already has. Raises RoundExpired if the coordinator has removed the
+        result of the round. Raises UpdateRejected if the data was damaged in transfer.
         """
         call = self._channel.unary_stream(f"/{SERVICE}/get")
         committed = -1
@@ -251,10 +238,8 @@ class SwarmClient:
     def _retry(self, call: Callable[[], T]) -> T:
         """Call a function, and repeat the call while the link is broken.
 
-        Raises:
-            UserError: The coordinator is unreachable for too long.
-            UpdateRejected: The coordinator rejected the call.
-            RoundExpired: The coordinator has removed the result of the round.
+        Raises UserError if the coordinator is unreachable for too long. Raises UpdateRejected if the coordinator
+        rejected the call. Raises RoundExpired if the coordinator has removed the result of the round.
         """
         last_progress_at = time.monotonic()
         pause = 0.1

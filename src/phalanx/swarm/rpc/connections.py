@@ -37,8 +37,7 @@ INTERNET_FAMILIES = socket.AF_INET, socket.AF_INET6
 def connection_limit() -> int:
     """Raise the limit of descriptors as far as needed, and return the maximum number of connections.
 
-    Raises:
-        UserError: The limit is too low for the files of a coordinator and the connections of its nodes.
+    Raises UserError if the limit is too low for the files of a coordinator and the connections of its nodes.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MAX_CONNECTIONS + RESERVED_DESCRIPTORS

@@ -42,8 +42,7 @@ def pack(message: Message) -> bytes:
 def unpack(data: bytes) -> Message:
     """Return a message from bytes.
 
-    Raises:
-        ValueError: The bytes are not a message.
+    Raises ValueError if the bytes are not a message.
     """
     message = parse_json(data)
     if not isinstance(message, dict):

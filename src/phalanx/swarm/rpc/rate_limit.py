@@ -41,8 +41,7 @@ class RateLimiter:
     def limited(self, member: str) -> Iterator[None]:
         """Count a call of a member while it runs.
 
-        Raises:
-            UpdateRejected: The member exceeds a limit.
+        Raises UpdateRejected if the member exceeds a limit.
         """
         with self._lock:
             now = self._clock()

@@ -64,13 +64,8 @@ CODES = {
 def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: Message) -> tuple[grpc.Server, int]:
     """Start a server, and return it with its port.
 
-    Args:
-        address: The address; it may end in :0.
-        certificates: The folder of the coordinator's certificate.
-        greeting: The answer to nodes that join.
-
-    Raises:
-        UserError: The server cannot listen on the address.
+    The address may end in :0. `greeting` is the answer to nodes that join. Raises UserError if the server cannot listen
+    on the address.
     """
     operator = certificate_member(certificates)
     max_connections = connection_limit()

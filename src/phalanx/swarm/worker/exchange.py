@@ -59,11 +59,7 @@ class RoundExchange:
     def send_update(self, task: NodeTask, steps: int, tokens: int, round_record: RoundRecord) -> bool:
         """Send the update of a round, and return whether the coordinator accepted it.
 
-        Args:
-            task: The task of the round.
-            steps: Number of finished steps.
-            tokens: Number of targets that the node trained on.
-            round_record: The record of the round, which is updated.
+        `tokens` is the number of targets that the node trained on. The record of the round is updated.
         """
         assert self.link is not None
         start = time.perf_counter()
@@ -143,11 +139,8 @@ class RoundExchange:
     def prefetch_round(self, round_number: int, upload: Future[bool], round_record: RoundRecord) -> None:
         """Receive the result of a round when it is known, while the node continues training.
 
-        No result is received if the node must leave, or if the result was removed.
-
-        Args:
-            upload: The upload of this node's update.
-            round_record: The record of the round, which is updated.
+        No result is received if the node must leave, or if the result was removed. `upload` is that of this node's
+        update. The record of the round is updated.
         """
         assert self.link is not None
         was_accepted = upload.result()
@@ -162,12 +155,7 @@ class RoundExchange:
         """Update the shared weights to `committed` rounds, and return how many rounds they include.
 
         The results are received round by round. If one was removed, all weights are received, which may include more
-        rounds.
-
-        Args:
-            committed: Number of committed rounds.
-            round_record: The record of the round, which is updated.
-            accepted_round: The last round in which this node's update was accepted.
+        rounds. `accepted_round` is the last one in which this node's update was accepted.
         """
         assert self.link is not None
         try:

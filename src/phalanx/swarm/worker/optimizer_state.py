@@ -34,12 +34,7 @@ def transfer_moments(
 
     State is copied for parameters that this rank trains in full, and in stacks of experts for the experts of both
     learners. State of new experts starts at zero. Experts are not copied if ranks have different ones or only rows of
-    them.
-
-    Args:
-        moments: The state of the old optimizers.
-        old_experts: The experts of the old learner.
-        learner: The new learner.
+    them. `moments` are the state of the old optimizers.
     """
     is_expert_parallel = learner.run.layout.ep > 1
     for name, parameter in learner.strategy.trainable_parameters.items():

@@ -36,12 +36,7 @@ from phalanx.train.learner import Learner
 def write_weights(
     strategy: Strategy, mesh: Mesh, trained_experts: TrainedExperts | None, num_experts: int, file: TensorFile
 ) -> None:
-    """Write the trained parameters to a file of full parameters.
-
-    Args:
-        trained_experts: The experts that are trained; None for all.
-        num_experts: The number of experts of the model.
-    """
+    """Write the trained parameters to a file of full parameters."""
     _write_tensors(
         strategy,
         mesh,
@@ -112,12 +107,8 @@ def read_weights(
 ) -> None:
     """Read trained and frozen weights.
 
-    Args:
-        trained_experts: The experts that are trained; None for all.
-        num_experts: The number of experts of the model.
-        weights: The new weights.
-        blend_factors: The fraction of its local value that a parameter keeps.
-        sent_weights: The weights at the last update; the local change since is added to parameters without a factor.
+    `blend_factors` are the fractions of its local value that a parameter keeps. To a parameter without a factor, the
+    local change since `sent_weights` is added.
     """
 
     def load_parameter(name: str, source: Weights) -> None:
@@ -152,10 +143,6 @@ def blend_factors(run: RunSpec, updated_rounds: range, plan: RoundPlan) -> dict[
 
     It is 1 for fragments that were not updated, and for the node's own experts whose update is final. For a node
     that continued training after its update, it is `mixing` if that is set.
-
-    Args:
-        updated_rounds: The rounds whose results are received.
-        plan: Which local values the node keeps.
     """
     swarm = run.swarm
     assert swarm is not None

@@ -49,9 +49,7 @@ class RoundPlan:
 def plan_steps(run: RunSpec, task: NodeTask, steps_ahead: int) -> RoundSteps:
     """Return the steps of a round.
 
-    Args:
-        task: The task of the round.
-        steps_ahead: Number of steps of the round that are already done.
+    `steps_ahead` steps of the round are already done.
     """
     assert run.swarm is not None
     before_update = run.swarm.steps_per_round - steps_ahead
@@ -66,11 +64,7 @@ def plan_round(
 ) -> RoundPlan:
     """Plan the receipt of all results up to a number of committed rounds.
 
-    Args:
-        exchange: The node's files, experts and version.
-        committed: Number of committed rounds.
-        accepted_round: The last round that accepted this node's update, or None after an absence.
-        final: Whether no round follows.
+    `accepted_round` is the last one that accepted this node's update; None after an absence. `final`: no round follows.
     """
     receives_only_accepted_round = accepted_round == exchange.version == committed - 1
     keeps_local_steps = exchange.swarm.delay > 0 and receives_only_accepted_round

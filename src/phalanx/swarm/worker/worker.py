@@ -57,11 +57,7 @@ class SwarmWorker:
     ) -> None:
         """Prepare the rank.
 
-        Args:
-            corpus: The text of the node.
-            directory: Directory of the node.
-            name: Name of the node in the swarm.
-            link: Connection to the coordinator; None on ranks other than 0.
+        Only rank 0 has a link to the coordinator.
         """
         assert run.swarm is not None
         self.run = run
@@ -98,13 +94,7 @@ class SwarmWorker:
     def participate(
         self, loggers: list[Logger], round_logger: Logger | None, log: Callable[[str], None]
     ) -> MetricsRecord:
-        """Participate until the last round is done or the node must leave, and return the last evaluation.
-
-        Args:
-            loggers: Loggers of steps.
-            round_logger: Logger of rounds, on rank 0.
-            log: Prints a line about each round.
-        """
+        """Participate until the last round is done or the node must leave, and return the last evaluation."""
         if self.link is not None:
             threading.Thread(target=self._heartbeat_loop, daemon=True).start()
         try:
