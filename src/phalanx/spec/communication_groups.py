@@ -48,7 +48,11 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
         case "replicas":
             return process_groups(dims, "dp_replicate")
         case "same_experts" | "expert_replicas":
-            stages = _stage_copies(dims, dims.dp_replicate if is_hybrid else 1)
+            size = dims.dp_size * dims.cp * dims.tp // (dims.dp_replicate if is_hybrid else 1)
+            stages = [
+                [ranks[start : start + size] for start in range(0, len(ranks), size)]
+                for ranks in pipeline_stage_groups(dims)
+            ]
             if kind == "same_experts":
                 return [ranks[start :: dims.ep] for copies in stages for ranks in copies for start in range(dims.ep)]
             return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
@@ -66,14 +70,6 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
             return process_groups(dims, "dp_replicate", "dp_shard", "cp", "pp")
         case _:
             return process_groups(dims, kind)
-
-
-def _stage_copies(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
-    """Return, for each stage, the ranks of each of its `num_copies` copies."""
-    size = dims.dp_size * dims.cp * dims.tp // num_copies
-    return [
-        [ranks[start : start + size] for start in range(0, len(ranks), size)] for ranks in pipeline_stage_groups(dims)
-    ]
 
 
 def group_ranks(run: RunSpec, dims: ParallelDims, kind: GroupKind, rank: int) -> Group:

@@ -139,9 +139,9 @@ class TrainingSpec(Spec):
     @property
     def steps_text(self) -> str:
         """Number of steps as text; a phrase if it is undecided."""
-        return (
-            str(self.steps) if self.has_decided_steps else f"an undecided number (training.seconds = {self.seconds:g})"
-        )
+        if self.has_decided_steps:
+            return str(self.steps)
+        return f"an undecided number (training.seconds = {self.seconds:g})"
 
 
 class OptimizerSpec(Spec):
@@ -276,21 +276,17 @@ class RunSpec(Spec):
         by_default = self.cluster.uses_cuda and self.model.implementation is None
         return by_default if self.training.compile is None else self.training.compile
 
-    def _set_learning_rate(self) -> None:
-        """Fill in the default of this model; the field remains unset, so that its origin is known."""
-        optimizer = self.optimizer
-        if "learning_rate" not in optimizer.model_fields_set:
-            learning_rate, _ = default_learning_rate(self.model)
-            optimizer = optimizer.replace(learning_rate=learning_rate)
-            optimizer.model_fields_set.discard("learning_rate")
-            object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
-
     @model_validator(mode="after")
     def _complete_and_check(self) -> RunSpec:
-        self._set_learning_rate()
+        optimizer = self.optimizer
+        if "learning_rate" not in optimizer.model_fields_set:
+            optimizer = optimizer.replace(learning_rate=default_learning_rate(self.model)[0])
+            # The field remains unset, so that its origin is known.
+            optimizer.model_fields_set.discard("learning_rate")
+            object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
         training = self.training
-        nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
-        if training.tokens_per_step % training.seq_len != 0:
+        if training.tokens_per_step % training.seq_len:
+            nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
             problem = f"is not a multiple of training.seq_len ({training.seq_len})"
             raise UserError("training.tokens_per_step", training.tokens_per_step, problem, f"use {nearest_multiple}")
         if self.model.position_embedding == "learned" and training.seq_len > self.model.max_seq_len:
@@ -318,16 +314,14 @@ def require_settings_of_weights(run: RunSpec) -> None:
 
     Planning needs neither.
     """
+    if run.model.from_hf is None:
+        return
     optimizer = run.optimizer
-    if (
-        run.model.from_hf is not None
-        and optimizer.name == "muon"
-        and "muon_learning_rate" not in optimizer.model_fields_set
-    ):
+    if optimizer.name == "muon" and "muon_learning_rate" not in optimizer.model_fields_set:
         problem = "is a rate for new weights, not for those of model.from_hf"
         fix = "set optimizer.muon_learning_rate"
         raise UserError("optimizer.muon_learning_rate", optimizer.muon_learning_rate, problem, fix)
-    if run.model.from_hf is not None and run.data.tokenizer == "bpe":
+    if run.data.tokenizer == "bpe":
         problem = "would train a new tokenizer, but the weights of model.from_hf require their own"
         fix = "set data.tokenizer to the tokenizer.json of these weights"
         raise UserError("data.tokenizer", run.data.tokenizer, problem, fix)

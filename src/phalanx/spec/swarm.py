@@ -173,13 +173,9 @@ class SwarmSpec(Spec):
 
 def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
     """Raise UserError for fields of a run that swarm nodes do not support."""
-    _check_learning(run, swarm)
-    _check_layout_and_data(run, swarm)
-
-
-def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
-    """Check recovery, experts, optimizer and batch."""
     moe = run.model.moe
+    training = run.training
+    layout = run.layout
     for field in ("in_memory_checkpoint_every", "max_rollbacks"):
         if getattr(run.recovery, field):
             problem = "is not supported in a swarm, whose nodes resume from the coordinator's last round"
@@ -190,41 +186,36 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
     if moe is not None and moe.bias_update_rate:
         problem = "is not supported in a swarm, because nodes do not exchange the router's biases"
         fix = "set model.moe.bias_update_rate = 0"
-        raise UserError("model.moe.bias_update_rate", moe and moe.bias_update_rate, problem, fix)
-    scaling = run.training.batch_scaling
+        raise UserError("model.moe.bias_update_rate", moe.bias_update_rate, problem, fix)
     if swarm.sends_gradients and run.optimizer.name != "adamw":
         problem = 'is not supported with swarm.method = "ddp", whose coordinator runs AdamW'
         fix = 'set optimizer.name = "adamw", or swarm.method = "fedavg"'
         raise UserError("optimizer.name", run.optimizer.name, problem, fix)
-    if swarm.sends_gradients and scaling != "keep":
+    if swarm.sends_gradients and training.batch_scaling != "keep":
         problem = 'is not supported with swarm.method = "ddp", whose coordinator runs the optimizer for all nodes'
         fix = 'set training.batch_scaling = "keep", and set the learning rates for the batch of all nodes'
-        raise UserError("training.batch_scaling", scaling, problem, fix)
-
-
-def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
-    """Check the layout inside a node, the number of steps, and the data."""
-    if swarm.method in EXPERT_SPLIT_METHODS and run.layout.ep != 1 and run.layout.data_parallel != "ddp":
-        problem = f"cannot be combined with layout.ep = {run.layout.ep} in a swarm, in which ranks may train no expert"
+        raise UserError("training.batch_scaling", training.batch_scaling, problem, fix)
+    if swarm.method in EXPERT_SPLIT_METHODS and layout.ep != 1 and layout.data_parallel != "ddp":
+        problem = f"cannot be combined with layout.ep = {layout.ep} in a swarm, in which ranks may train no expert"
         fix = 'set layout.data_parallel = "ddp", or layout.ep = 1'
-        raise UserError("layout.data_parallel", run.layout.data_parallel, problem, fix)
-    if run.layout.data_parallel == "parameter_server":
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)
+    if layout.data_parallel == "parameter_server":
         problem = "is not supported inside a node of a swarm"
-        raise UserError("layout.data_parallel", run.layout.data_parallel, problem, "use ddp or a ZeRO stage")
-    if not run.training.has_decided_steps:
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, "use ddp or a ZeRO stage")
+    if not training.has_decided_steps:
         problem = "is not supported in a swarm, whose rounds require a fixed number of steps"
-        raise UserError("training.seconds", run.training.seconds, problem, "set training.steps instead")
+        raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
     for field, component in named_components(run):
         raise UserError(field, component.class_path, "is not supported in a swarm", f"remove {field}")
-    if run.training.auto_precision:
+    if training.auto_precision:
         problem = "may select a different precision on each node"
         raise UserError("training.precision", "auto", problem, 'use "bf16" or "fp32"')
-    if run.training.precision == "fp8":
+    if training.precision == "fp8":
         raise UserError("training.precision", "fp8", "is not supported in a swarm yet", 'use "bf16" or "fp32"')
-    if run.training.steps % swarm.steps_per_round != 0:
+    if training.steps % swarm.steps_per_round != 0:
         problem = f"is not a multiple of the {swarm.steps_per_round} steps of a round"
-        fix = f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}"
-        raise UserError("training.steps", run.training.steps, problem, fix)
+        fix = f"use {-(-training.steps // swarm.steps_per_round) * swarm.steps_per_round}"
+        raise UserError("training.steps", training.steps, problem, fix)
     if run.data.streaming:
         problem = "is not supported in a swarm, because every node would read the same text"
         raise UserError("data.streaming", True, problem, "set data.streaming = false")

@@ -73,20 +73,6 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
     return TensorSharding(None, tp, is_partial_sum=layout.sequence_parallel or module in ("q_norm", "k_norm"))
 
 
-def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
-    width = spec.num_heads * spec.head_dim
-    problem = ""
-    if spec.num_kv_heads != spec.num_heads:
-        problem = f"requires model.num_kv_heads ({spec.num_kv_heads}) to equal model.num_heads ({spec.num_heads})"
-    elif width % layout.tp:
-        problem = f"requires model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({layout.tp})"
-    elif layout.cp > 1:
-        problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
-    if problem:
-        fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
-        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
-
-
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
     """Return the number of ranks that have the same key/value heads."""
     return max(1, tp // spec.num_kv_heads)
@@ -132,26 +118,80 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
     """
     spec = run.model
     layout = run.layout
-    seq_len = run.training.seq_len
     if layout.tp > 1:
-        _check_tensor(spec, layout, seq_len)
+        _check_tensor(spec, layout, run.training.seq_len)
     if run.training.precision == "fp8":
         _check_fp8(spec, layout)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
-        _check_experts(spec, layout)
-        _check_equal_micro_batches(run, world_size)
+        _check_experts(run, world_size)
     if layout.tp > 1 and layout.gradient_compression == "powersgd":
         problem = f"cannot be combined with layout.tp = {layout.tp}: its approximation would make replicas differ"
         raise UserError("layout.gradient_compression", "powersgd", problem, "remove layout.gradient_compression")
     if layout.cp > 1:
-        _check_context(spec, layout, seq_len)
+        _check_context(spec, layout, run.training.seq_len)
+
+
+def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    tp = layout.tp
+    widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
+    if _has_dense_layer(spec):
+        widths["model.ffn_hidden_size"] = spec.ffn_hidden_size
+    if spec.moe and layout.ep == 1:
+        widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
+    elif spec.moe and spec.moe.num_shared_experts:
+        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
+        widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
+    if layout.sequence_parallel:
+        widths["training.seq_len"] = seq_len
+    alternatives = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
+    for field, size in widths.items():
+        if size % tp:
+            alternative = f", or layout.{alternatives[field]}" if field in alternatives else ""
+            fix = f"use a tensor-parallel degree that divides {field}{alternative}"
+            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
+    problem = ""
+    if layout.tp_attention == "gathered":
+        width = spec.num_heads * spec.head_dim
+        if spec.num_kv_heads != spec.num_heads:
+            problem = f"requires model.num_kv_heads ({spec.num_kv_heads}) to equal model.num_heads ({spec.num_heads})"
+        elif width % tp:
+            problem = f"requires model.num_heads x model.head_dim ({width}) to be a multiple of layout.tp ({tp})"
+        elif layout.cp > 1:
+            problem = f"cannot be combined with context parallelism (layout.cp = {layout.cp})"
+        if problem:
+            fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
+            raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
+    elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+        problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
+        raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
+    rows = -(-spec.vocab_size // tp)
+    if (tp - 1) * rows >= spec.vocab_size:
+        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
+        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")
+
+
+def _has_dense_layer(spec: ModelSpec) -> bool:
+    return any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
 
 
 def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
-    """Check the widths of a rank's products in float8."""
-    for field, (size, ranks) in _fp8_widths(spec, layout).items():
+    """Check the widths of products in float8, each of which some ranks share."""
+    tp = layout.tp
+    kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
+    widths = {
+        "model.hidden_size": (spec.hidden_size, 1),
+        "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
+        "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
+    }
+    if _has_dense_layer(spec):
+        widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
+    if spec.moe is not None:
+        widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
+        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
+        widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
+    for field, (size, ranks) in widths.items():
         if size % (FP8_MULTIPLE * ranks):
             per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
             problem = f"requires widths that are multiples of {FP8_MULTIPLE}{per_rank}, and {field} is {size}"
@@ -160,66 +200,41 @@ def _check_fp8(spec: ModelSpec, layout: Layout) -> None:
             raise UserError("training.precision", "fp8", problem, fix)
 
 
-def _fp8_widths(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the widths of a model's products in float8 by field, each with the number of ranks that share it."""
-    tp = layout.tp
-    kv_ranks = tp if layout.tp_attention == "gathered" else min(tp, spec.num_kv_heads)
-    widths = {
-        "model.hidden_size": (spec.hidden_size, 1),
-        "model.num_heads x head_dim": (spec.num_heads * spec.head_dim, tp),
-        "model.num_kv_heads x head_dim": (spec.num_kv_heads * spec.head_dim, kv_ranks),
-    }
-    if any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers)):
-        widths["model.ffn_hidden_size"] = (spec.ffn_hidden_size, tp)
-    if spec.moe is not None:
-        widths["model.moe.expert_ffn_size"] = (spec.moe.expert_ffn_size, 1 if layout.ep > 1 else tp)
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = (shared_width, tp)
-    return widths
-
-
 def _check_capacity(layout: Layout, capacity_factor: float) -> None:
     if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
         sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
         requirement = ", which layout.ep requires with layout.tp," if layout.cp == 1 < layout.ep else ""
         problem = f"requires full sequences on each rank, but {sharing_option}{requirement} splits sequences"
-        fix = "remove model.moe.capacity_factor" + (
-            ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
-        )
+        alternative = ", layout.ep or layout.tp" if requirement else f" or {sharing_option}"
+        fix = f"remove model.moe.capacity_factor{alternative}"
         raise UserError("model.moe.capacity_factor", capacity_factor, problem, fix)
 
 
-def _check_experts(spec: ModelSpec, layout: Layout) -> None:
-    if spec.moe is None:
-        raise UserError("layout.ep", layout.ep, "cannot be combined with a model without experts", "set layout.ep = 1")
-    if spec.moe.num_experts % layout.ep:
-        allowed = ", ".join(map(str, divisors(spec.moe.num_experts)))
-        problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
+def _check_experts(run: RunSpec, world_size: int) -> None:
+    layout = run.layout
+    ep = layout.ep
+    moe = run.model.moe
+    if moe is None:
+        raise UserError("layout.ep", ep, "cannot be combined with a model without experts", "set layout.ep = 1")
+    if moe.num_experts % ep:
+        problem = f"does not divide model.moe.num_experts ({moe.num_experts})"
+        raise UserError("layout.ep", ep, problem, f"use one of {', '.join(map(str, divisors(moe.num_experts)))}")
     if layout.tp > 1 and not layout.sequence_parallel:
         problem = f"requires sequence parallelism with layout.tp = {layout.tp}, so that ranks have different tokens"
-        raise UserError("layout.ep", layout.ep, problem, "set layout.sequence_parallel = true")
-
-
-def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
-    """Check that ranks that exchange tokens for experts have equal numbers of micro-batches."""
-    batch_plan = plan_batch(run, world_size)
-    layout = run.layout
-    if (layout.cp * layout.tp) % layout.ep and batch_plan.global_batch_size % (
-        batch_plan.dp_size * batch_plan.micro_batch_size
-    ):
-        problem = (
-            f"results in different numbers of micro-batches per rank; layout.ep = {layout.ep} requires equal numbers"
-        )
+        raise UserError("layout.ep", ep, problem, "set layout.sequence_parallel = true")
+    # Ranks that exchange tokens for experts must have equal numbers of micro-batches.
+    batch = plan_batch(run, world_size)
+    has_equal_numbers = batch.global_batch_size % (batch.dp_size * batch.micro_batch_size) == 0
+    if (layout.cp * layout.tp) % ep and not has_equal_numbers:
+        problem = f"results in different numbers of micro-batches per rank; layout.ep = {ep} requires equal numbers"
         fix = "use a multiple of micro-batch size x data-parallel ranks x training.seq_len"
         raise UserError("training.tokens_per_step", run.training.tokens_per_step, problem, fix)
 
 
 def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     cp = layout.cp
-    num_chunks = layout.cp * (2 if layout.cp_method == "ring" else 1)
-    tp_share = layout.tp if layout.sequence_parallel else 1
-    required_multiple = lcm(num_chunks, cp * tp_share)
+    num_chunks = cp * (2 if layout.cp_method == "ring" else 1)
+    required_multiple = lcm(num_chunks, cp * (layout.tp if layout.sequence_parallel else 1))
     if seq_len % required_multiple:
         problem = f"requires training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
@@ -233,36 +248,3 @@ def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"does not divide the {heads} heads ({kv} key/value heads) of a tensor-parallel rank"
         raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
-
-
-def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    tp = layout.tp
-    has_dense_layer = any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
-    widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
-    widths |= {"model.ffn_hidden_size": spec.ffn_hidden_size} if has_dense_layer else {}
-    if spec.moe and layout.ep == 1:
-        widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
-    elif spec.moe and spec.moe.num_shared_experts:
-        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
-        widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
-    if layout.sequence_parallel:
-        widths["training.seq_len"] = seq_len
-    for field, size in widths.items():
-        if size % tp:
-            fix = f"use a tensor-parallel degree that divides {field}"
-            alternatives = {
-                "training.seq_len": "sequence_parallel = false",
-                "model.num_heads": 'tp_attention = "gathered"',
-            }
-            if field in alternatives:
-                fix += f", or layout.{alternatives[field]}"
-            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
-    if layout.tp_attention == "gathered":
-        _check_gathered_heads(spec, layout)
-    elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, "use a divisor or a multiple of model.num_kv_heads")
-    rows = -(-spec.vocab_size // tp)
-    if (tp - 1) * rows >= spec.vocab_size:
-        problem = f"leaves a rank without rows of the embedding (model.vocab_size = {spec.vocab_size})"
-        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")

@@ -157,15 +157,29 @@ def run_from_table(table: Table) -> RunSpec:
         table |= {"layout": {}, "auto_layout": True}
     for spec_class, path in (TrainingSpec, "training.precision"), (Layout, "layout.activation_checkpointing"):
         section, field = path.split(".")
-        if isinstance(part := table.get(section), dict) and isinstance(part.get(field), str):
-            _check_choice(path, part[field], get_args(spec_class.model_fields[field].annotation))
-            if part[field] == "auto":  # a flag replaces it
-                others = {key: value for key, value in part.items() if key != field}
-                table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
+        part = table.get(section)
+        if not isinstance(part, dict) or not isinstance(value := part.get(field), str):
+            continue
+        choices = get_args(spec_class.model_fields[field].annotation)
+        if value == "auto":  # a flag replaces it
+            others = {key: part[key] for key in part if key != field}
+            table[section] = others | {f"auto_{field.removeprefix('activation_')}": True}
+        elif value not in choices:
+            problem = f"must be {', '.join(map(repr, ('auto', *choices[:-1])))} or {choices[-1]!r}"
+            raise UserError(path, value, problem, did_you_mean(value, ["auto", *choices], "use one of these values"))
     if isinstance(model := table.get("model", {}), dict):
-        table["model"] = resolve_model(model)
-    table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))
-    table["optimizer"] = _limit_warmup(table.get("optimizer", {}), table.get("training"))
+        table["model"] = model = resolve_model(model)
+        data = table.get("data", {})
+        if "from_hf" in model and isinstance(data, dict) and "tokenizer" not in data:
+            tokenizer = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
+            if tokenizer.is_file():
+                table["data"] = {**data, "tokenizer": str(tokenizer)}
+    training = table.get("training")
+    steps = training.get("steps") if isinstance(training, dict) else None
+    optimizer = table.get("optimizer", {})
+    max_short_steps = 2 * OptimizerSpec.model_fields["warmup_steps"].default
+    if isinstance(steps, int) and 0 < steps < max_short_steps and "warmup_steps" not in optimizer:
+        table["optimizer"] = {**optimizer, "warmup_steps": steps // 2}
     if isinstance(cluster := table.get("cluster", {}), dict):
         table["cluster"] = resolve_preset(cluster, "machines", "cluster")
     return parse_table(RunSpec, table)
@@ -217,23 +231,6 @@ def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
         return run
     table = read_json(file, "layout of the last start", fix="remove the file to use the layout of run.toml")
     return run.replace(layout=parse_table(Layout, table))
-
-
-def _add_tokenizer(data: Any, model: Any) -> Any:
-    """Use the tokenizer of the Hugging Face weights, unless the run file names one."""
-    if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
-        return data
-    path = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
-    return {**data, "tokenizer": str(path)} if path.is_file() else data
-
-
-def _limit_warmup(optimizer: Any, training: Any) -> Any:
-    """Limit warm-up to half of the steps of a short run, unless the run file sets it."""
-    steps = training.get("steps") if isinstance(training, dict) else None
-    if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
-        return optimizer
-    default_steps = int(OptimizerSpec.model_fields["warmup_steps"].default)
-    return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * default_steps else optimizer
 
 
 def load_machine(name: str) -> ClusterSpec:
@@ -306,14 +303,6 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     if name not in known_presets:
         raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
     return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
-
-
-def _check_choice(field: str, value: str, choices: Sequence[str]) -> None:
-    """Raise UserError for a value that is neither "auto" nor one of the choices."""
-    known = ["auto", *choices]
-    if value not in known:
-        problem = f"must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-        raise UserError(field, value, problem, did_you_mean(value, known, fallback="use one of these values"))
 
 
 def preset_names(folder: str) -> list[str]:

@@ -61,7 +61,9 @@ def _render_table(spec: Spec, path: str) -> Iterator[str]:
         if f"{path}{name}" == CALIBRATION_TABLE:
             continue
         if isinstance(field.get_default(), dict):
-            yield from ("", *_render_examples(f"{path}{name}", field))
+            # A table of free keys is a comment, with the field's first example.
+            yield from ("", *_render_comment(_field_doc(field)), f"# [{path}{name}]")
+            yield from (f"# {key} = {json.dumps(value)}" for key, value in (field.examples or [{}])[0].items())
         elif table is not None:
             subtables.append((f"{path}{name}", table))
         else:
@@ -82,20 +84,11 @@ def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
                 yield from _render_field(f"{name}.{key}", field, field.get_default())
         for key, subtable in subtables.items():
             if subtable is not None:
-                yield from (
-                    "",
-                    *_render_section(f"{name}.{key}", subtable if isinstance(subtable, type) else type(subtable)),
-                )
+                subtable_class = subtable if isinstance(subtable, type) else type(subtable)
+                yield from ("", *_render_section(f"{name}.{key}", subtable_class))
     else:
         yield f"[{name}]"
         yield from _render_table(table, f"{name}.")
-
-
-def _render_examples(path: str, field: FieldInfo) -> Iterator[str]:
-    """Yield a table of free keys as a comment, with the field's first example."""
-    yield from _render_comment(_field_doc(field))
-    yield f"# [{path}]"
-    yield from (f"# {key} = {json.dumps(value)}" for key, value in (field.examples or [{}])[0].items())
 
 
 def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from xml.parsers import expat
@@ -18,28 +17,32 @@ def parse_nccl(text: str) -> NodeTopology:
     """
     root = _parse_tree(text)
     if root.tag != "system" or not root.findall("cpu"):
-        topology_error(
-            _line_index(root),
-            f"<{root.tag}> is not a <system> with <cpu>",
-            "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE",
-        )
+        fix = "use a file that NCCL wrote to NCCL_TOPO_DUMP_FILE"
+        topology_error(_line_index(root), f"<{root.tag}> is not a <system> with <cpu>", fix)
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
-        topology_error(
-            _line_index(root), "contains the CPUs of several nodes", "dump one node with NCCL_MNNVL_ENABLE=0"
-        )
+        fix = "dump one node with NCCL_MNNVL_ENABLE=0"
+        topology_error(_line_index(root), "contains the CPUs of several nodes", fix)
     parents = {child: parent for parent in root.iter() for child in parent}
     gpus, has_gpu_elements = _find_gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
-    devices = [_pci_device(net, parents) for net in nets]
+    # A virtual card has no <pci>.
+    devices = [next((item for item in (net, *_ancestors(net, parents)) if item.tag == "pci"), net) for net in nets]
+    ports = [_count_nvlinks(gpu) for gpu in gpus]
+
+    def link(i: int, j: int) -> str:
+        """Return the path between two GPUs: direct NVLinks, else NVLinks to switches, else PCIe."""
+        count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
+        return "X" if i == j else f"NV{count}" if count else _pcie_path(gpus[i], gpus[j], parents)
+
     capabilities = {_read_int(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
     speeds = [_read_int(net, "speed") for net in nets]
     return NodeTopology(
         gpus=tuple(f"GPU{i}" for i in range(len(gpus))),
         nics=tuple(net.get("name") or net.get("busid") or f"NIC{i}" for i, net in enumerate(nets)),
-        links=_link_matrix(gpus, parents),
+        links=tuple(tuple(link(i, j) for j in range(len(gpus))) for i in range(len(gpus))),
         nic_paths=tuple(tuple(_pcie_path(gpu, device, parents) for device in devices) for gpu in gpus),
         numa_nodes=tuple(_numa_node(gpu, parents) for gpu in gpus),
-        nvlinks=tuple(sum(_count_nvlinks(gpu).values()) if has_gpu_elements else None for gpu in gpus),
+        nvlinks=tuple(sum(counts.values()) if has_gpu_elements else None for counts in ports),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
         nic_bytes_per_second=tuple(speed * 1e6 / 8 if speed and speed > 0 else None for speed in speeds),
         rails=tuple(_read_int(net, "rail") for net in nets),
@@ -58,9 +61,8 @@ def _find_gpus(root: Element) -> tuple[list[Element], bool]:
     for pci in gpus:
         if not pci.get("busid"):
             topology_error(_line_index(pci), "<pci> has no busid", "use the file as NCCL wrote it")
-    return sorted(gpus, key=lambda pci: max((_read_int(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
-        dumped_gpus
-    )
+    gpus = sorted(gpus, key=lambda pci: max((_read_int(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0))
+    return gpus, bool(dumped_gpus)
 
 
 def _count_nvlinks(pci: Element) -> dict[str, int]:
@@ -75,17 +77,6 @@ def _count_nvlinks(pci: Element) -> dict[str, int]:
         if kind != "0x068001":
             ports[target] = ports.get(target, 0) + (_read_int(link, "count") or 0)
     return ports
-
-
-def _link_matrix(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[tuple[str, ...], ...]:
-    """Return the path between each two GPUs: direct NVLinks, else NVLinks to switches, else PCIe."""
-    ports = [_count_nvlinks(gpu) for gpu in gpus]
-
-    def path_type(i: int, j: int) -> str:
-        count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
-        return "X" if i == j else f"NV{count}" if count else _pcie_path(gpus[i], gpus[j], parents)
-
-    return tuple(tuple(path_type(i, j) for j in range(len(gpus))) for i in range(len(gpus)))
 
 
 def _pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
@@ -107,11 +98,6 @@ def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Elemen
         element = parents[element]
         ancestors.append(element)
     return ancestors
-
-
-def _pci_device(net: Element, parents: dict[Element, Element]) -> Element:
-    """Return the <pci> element of a <net>, which a virtual card lacks."""
-    return next((element for element in (net, *_ancestors(net, parents)) if element.tag == "pci"), net)
 
 
 def _numa_node(gpu: Element, parents: dict[Element, Element]) -> int | None:
@@ -139,9 +125,8 @@ def _parse_tree(text: str) -> Element:
     try:
         parser.Parse(text.lstrip("\ufeff \t\r\n").encode(errors="replace"), True)
     except expat.ExpatError as error:
-        topology_error(
-            error.lineno - 1, f"is not XML: {expat.ErrorString(error.code)}", "use the file as NCCL wrote it"
-        )
+        problem = f"is not XML: {expat.ErrorString(error.code)}"
+        topology_error(error.lineno - 1, problem, "use the file as NCCL wrote it")
     return builder.close()
 
 
@@ -151,11 +136,8 @@ def _read_int(element: Element, key: str) -> int | None:
     try:
         return int(text, 0) if text else None
     except ValueError:
-        topology_error(
-            _line_index(element),
-            f'{key}="{text}" of <{element.tag}> is not a whole number',
-            "use the file as NCCL wrote it",
-        )
+        problem = f'{key}="{text}" of <{element.tag}> is not a whole number'
+        topology_error(_line_index(element), problem, "use the file as NCCL wrote it")
 
 
 def _line_index(element: Element) -> int:

@@ -39,21 +39,16 @@ def parse_matrix(text: str) -> NodeTopology:
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]
     _check_symmetry(links, gpus, row_indices)
     nics = [i for i, name in enumerate(devices) if name not in gpus]
+    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
     shows_nvlinks = "NV#" in text or "Legend:" not in text
     return NodeTopology(
         gpus=tuple(gpus),
-        nics=_nic_names(lines[header_index:], [devices[i] for i in nics]),
+        nics=tuple(legend.get(devices[i], devices[i]) for i in nics),
         links=tuple(map(tuple, links)),
         nic_paths=tuple(tuple(row[i] for i in nics) for row in cells),
         numa_nodes=tuple(numa),
         nvlinks=tuple(_count_nvlinks(row) if shows_nvlinks else None for row in links),
     )
-
-
-def _nic_names(lines: Sequence[str], nics: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of network cards in the legend below the matrix, or else their names in the matrix."""
-    legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
-    return tuple(legend.get(nic, nic) for nic in nics)
 
 
 def _count_nvlinks(paths: Sequence[str]) -> int:
@@ -87,9 +82,8 @@ def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> 
             row_indices.setdefault(words[0], index)
     for name in gpus:
         if name not in row_indices:
-            topology_error(
-                header_index, f"has a column {name} without a row", "use the complete output of nvidia-smi topo -m"
-            )
+            fix = "use the complete output of nvidia-smi topo -m"
+            topology_error(header_index, f"has a column {name} without a row", fix)
     return row_indices
 
 
@@ -106,11 +100,9 @@ def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) 
             word = (remainder.split() or ["nothing"])[0]
             allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PCIE_PATHS)}"
             topology_error(line_index, f"{name} to {device} is {word}", f"use {allowed}")
-        is_self = match[1] == "X"
-        if is_self != (device == name):
-            topology_error(
-                line_index, f"{name} to {device} is {match[1]}", "use X for a device and itself, and only there"
-            )
+        if (match[1] == "X") != (device == name):
+            fix = "use X for a device and itself, and only there"
+            topology_error(line_index, f"{name} to {device} is {match[1]}", fix)
         cells.append(match[1].replace("SOC", "SYS"))  # before driver 384
         remainder = remainder[match.end() :]
     return cells, remainder
