@@ -26,19 +26,14 @@ def check_component(field: str, spec: ComponentSpec) -> None:
         fix = f"start in the directory of {package}.py, or install its package"
         raise UserError(field, spec.class_path, problem, fix)
     if spec.module == package and found.origin is not None and found.origin.endswith(".py"):
-        names = _top_level_names(_parse(field, spec, Path(found.origin)))
+        try:
+            names = _top_level_names(ast.parse(Path(found.origin).read_bytes()))
+        except SyntaxError as error:
+            problem = f"belongs to a module with a syntax error: {error}"
+            raise UserError(field, spec.class_path, problem, f"correct {found.origin}") from None
         if not names & {spec.name, "*", "__getattr__"}:
             fix = f"use one of {', '.join(sorted(names)) or 'its classes'}"
             raise UserError(field, spec.class_path, f"is not defined in {found.origin}", fix)
-
-
-def _parse(field: str, spec: ComponentSpec, file: Path) -> ast.Module:
-    """Return the syntax tree of a module; raises UserError if it has none."""
-    try:
-        return ast.parse(file.read_bytes())
-    except SyntaxError as error:
-        problem = f"belongs to a module with a syntax error: {error}"
-        raise UserError(field, spec.class_path, problem, f"correct {file}") from None
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:

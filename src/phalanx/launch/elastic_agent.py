@@ -56,7 +56,7 @@ FAILURE_GRACE_SECONDS = 3.0
 MONITOR_SECONDS = 0.05
 MIN_CONNECTED_SECONDS = 30.0
 """Seconds of contact with the rendezvous host after which a node counts as having joined other nodes."""
-COMMAND_KEY = "phalanx/words"
+COMMAND_KEY = "phalanx/command"
 COMMAND_TIMEOUT_SECONDS = 300
 """Store key of the command that the first node sets for all nodes, and the timeout in seconds."""
 
@@ -109,17 +109,15 @@ class ElasticAgent(LocalElasticAgent):
             try:
                 return super()._initialize_workers(worker_group)
             except DistError as error:
-                print(
-                    f"phalanx: a node was lost before ranks started; repeating the rendezvous: {error}", file=sys.stderr
-                )
+                reason = f"a node was lost before ranks started; repeating the rendezvous: {error}"
+                print(f"phalanx: {reason}", file=sys.stderr)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         command = self._agree_on_command(worker_group)
         if self._num_nodes > 1:
-            joined_nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
-            print(
-                f"phalanx: {joined_nodes} joined; starting {worker_group.workers[0].world_size} ranks", file=sys.stderr
-            )
+            nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
+            num_ranks = worker_group.workers[0].world_size
+            print(f"phalanx: {nodes} joined; starting {num_ranks} ranks", file=sys.stderr)
         self._oom_kills_at_start = cgroup_oom_kills() or 0
         self._pcontext = RankProcesses(command, rank_environments(worker_group), self._rank_starter)
         self._pcontext.start()
@@ -138,31 +136,25 @@ class ElasticAgent(LocalElasticAgent):
             except UserError as error:
                 group.store.set(COMMAND_KEY, json.dumps({"error": [error.field, None, error.problem, error.fix]}))
                 raise
-            group.store.set(COMMAND_KEY, json.dumps({"words": command}))
+            group.store.set(COMMAND_KEY, json.dumps({"command": command}))
             return command
         group.store.wait([COMMAND_KEY], timedelta(seconds=COMMAND_TIMEOUT_SECONDS))
         message = json.loads(group.store.get(COMMAND_KEY))
         if "error" in message:
             raise UserError(*message["error"])
-        return [str(argument) for argument in message["words"]]
+        return [str(argument) for argument in message["command"]]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._has_failed():
+        if any(status not in (None, 0) for status in map(exit_status, self._pids())):
             self._kill_remaining()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            genuine_failures = {
-                rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed_pids
-            }
-            self.failure_action = self._on_failure(
-                genuine_failures or result.failures, (cgroup_oom_kills() or 0) - self._oom_kills_at_start
-            )
+            failures = result.failures
+            genuine = {rank: failure for rank, failure in failures.items() if failure.pid not in self._killed_pids}
+            oom_kills = (cgroup_oom_kills() or 0) - self._oom_kills_at_start
+            self.failure_action = self._on_failure(genuine or failures, oom_kills)
             self._remaining_restarts = int(self.failure_action is FailureAction.RESTART)
         return result
-
-    def _has_failed(self) -> bool:
-        """Return whether a rank has exited with an error."""
-        return any(status not in (None, 0) for status in map(exit_status, self._pids()))
 
     def _kill_remaining(self) -> None:
         """Let ranks that wait for a lost one fail and report it; kill those that are stopped."""
@@ -187,11 +179,10 @@ class ElasticAgent(LocalElasticAgent):
 
     def _stop(self, death_sig: signal.Signals) -> None:
         """Stop ranks in order. If the signal itself ended one, the others have `FAILURE_GRACE_SECONDS` left."""
-        for pid in self._pids():
-            if exit_status(pid) is None:
-                os.kill(pid, death_sig)
-        deadline = time.monotonic() + STOP_SECONDS
         pids = self._pids()
+        for pid in self._running_pids():
+            os.kill(pid, death_sig)
+        deadline = time.monotonic() + STOP_SECONDS
         while any(exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
             if any(exit_status(pid) == death_sig for pid in pids):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
@@ -240,17 +231,36 @@ def run_until_done(
         try:
             wait_for_host(rendezvous, deadline)
             with quiet_torchelastic():
-                return _run_once(
-                    nproc, worker_command, on_failure, rendezvous=rendezvous, rank_starter=rank_starter or RankStarter()
+                handler = make_rendezvous_handler(rendezvous)
+                address = local_address(rendezvous)
+                if rendezvous is not SINGLE_NODE:
+                    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                        if name not in os.environ:
+                            os.environ[name] = interface_of(address)
+                spec = WorkerSpec(
+                    role="default",
+                    local_world_size=nproc,
+                    entrypoint=sys.executable,
+                    args=(),
+                    rdzv_handler=handler,
+                    max_restarts=0,
+                    monitor_interval=MONITOR_SECONDS,
+                    local_addr=address,
                 )
+                starter = rank_starter or RankStarter()
+                agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes, starter)
+                result = agent.run()
+            if agent.failure_action is not FailureAction.LEAVE:
+                handler.shutdown()  # no node can join any more
+            return result is not None and not result.is_failed()
         except RendezvousTimeoutError:
             fix = "start the command on every node with the same --rendezvous, or allow fewer nodes: --nodes MIN:MAX"
             nodes_text = plural(rendezvous.min_nodes, "node", one="one")
             problem = f"fewer than {nodes_text} joined within {rendezvous.join_seconds:g} s"
-            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
+            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix) from None
         except RendezvousClosedError:
-            problem = "another node ended the run; the output of that node contains the cause"
-            raise RunEndedByOtherNode(problem) from None
+            message = "another node ended the run; the output of that node contains the cause"
+            raise RunEndedByOtherNode(message) from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if rendezvous.is_host:
                 fix = "use a port that no other run uses; to start several ranks on one machine, use --nproc"
@@ -260,37 +270,7 @@ def run_until_done(
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"the connection to the rendezvous failed: {error}"
-                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="use another port") from None
-
-
-def _run_once(
-    nproc: int,
-    worker_command: WorkerCommand,
-    on_failure: FailureHandler,
-    rendezvous: Rendezvous,
-    rank_starter: RankStarter,
-) -> bool:
-    handler = make_rendezvous_handler(rendezvous)
-    address = local_address(rendezvous)
-    if rendezvous is not SINGLE_NODE:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if name not in os.environ:
-                os.environ[name] = interface_of(address)
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=nproc,
-        entrypoint=sys.executable,
-        args=(),
-        rdzv_handler=handler,
-        max_restarts=0,
-        monitor_interval=MONITOR_SECONDS,
-        local_addr=address,
-    )
-    agent = ElasticAgent(spec, worker_command, on_failure, num_nodes=rendezvous.max_nodes, rank_starter=rank_starter)
-    result = agent.run()
-    if agent.failure_action is not FailureAction.LEAVE:
-        handler.shutdown()  # no node can join any more
-    return result is not None and not result.is_failed()
+                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, "use another port") from None
 
 
 def launch_ranks(

@@ -65,39 +65,20 @@ class FailurePolicy:
         first = find_first_failure(self.directory, failures, kills, records=records)
         self._seen_failures.add(_failure_id(first))  # the record of a rank that wrote none was created just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
-        report = diagnose(self.directory, first, records, saved=saved, local_ranks=failures, num_nodes=self.num_nodes)
-        out_of_memory_again = self.counters.out_of_memory_again(report)
-        self.counters.count(report)
-        decision = decide(
-            report,
-            self.counters,
-            out_of_memory_again,
-            restart_limit=self.restart_limit,
-            num_nodes=self.num_nodes,
-            is_essential=self.is_essential,
-        )
+        report = diagnose(self.directory, first, records, saved, failures, self.num_nodes)
+        counters = self.counters
+        out_of_memory_again = counters.out_of_memory_again(report)
+        counters.count(report)
+        limit = self.restart_limit
+        decision = decide(report, counters, out_of_memory_again, limit, self.num_nodes, self.is_essential)
         self.code = decision.code
         self.is_permanent = decision.is_permanent
         headline = failure_headline(self.directory)
-        append_event(
-            self.directory,
-            FAILED,
-            rank=report.blamed_rank,
-            step=report.step,
-            reason=report.reason,
-            verdict=headline,
-            local=report.is_local,
-        )
+        event = {"rank": report.blamed_rank, "step": report.step, "reason": report.reason}
+        append_event(self.directory, FAILED, **event, verdict=headline, local=report.is_local)
         if decision.action is FailureAction.RESTART:
-            restart = describe_restart(
-                report,
-                self.counters,
-                saved,
-                has_memory_copies=self.has_memory_copies,
-                restart_limit=self.restart_limit,
-            )
-            lines = (f"phalanx: {describe_failure(first)}", *headline, restart)
-            print("\n  ".join(lines), file=sys.stderr)
+            restart = describe_restart(report, counters, saved, self.has_memory_copies, limit)
+            print(f"phalanx: {describe_failure(first)}", *headline, restart, sep="\n  ", file=sys.stderr)
             return decision.action
         print_failure(self.directory, first)
         if out_of_memory_again:
@@ -122,12 +103,8 @@ class FailurePolicy:
         """
         counters = self.counters
         fails_repeatedly = len(counters.suspects) == 1 and counters.local > self.restart_limit > 0
-        if (
-            self.is_permanent
-            or not fails_repeatedly
-            or UNKNOWN_RANK in counters.suspects
-            or self.last_drop_step == counters.last_step_reached
-        ):
+        helped_last_time = self.last_drop_step != counters.last_step_reached
+        if self.is_permanent or not fails_repeatedly or not helped_last_time or UNKNOWN_RANK in counters.suspects:
             return None
         (failing_rank,) = counters.suspects
         for ranks in range(nproc - 1, 0, -1):
@@ -141,10 +118,8 @@ class FailurePolicy:
         counters.local = 0
         counters.suspects = set()
         append_event(self.directory, RANK_DROPPED, rank=failing_rank)
-        print(
-            f"phalanx: rank {failing_rank} failed repeatedly; continuing without it on {ranks} of {nproc} ranks",
-            file=sys.stderr,
-        )
+        remaining = f"continuing without it on {ranks} of {nproc} ranks"
+        print(f"phalanx: rank {failing_rank} failed repeatedly; {remaining}", file=sys.stderr)
         return ranks
 
 
@@ -155,10 +130,7 @@ def _failure_id(record: Mapping[str, Any]) -> tuple[int, float]:
 def hide_gpu(rank: int) -> None:
     """Hide the GPU of a local rank from ranks that are started later."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = (
-        visible_devices.split(",") if visible_devices else [str(index) for index in range(torch.cuda.device_count())]
-    )
+    devices = visible_devices.split(",") if visible_devices else list(map(str, range(torch.cuda.device_count())))
     if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-            device for local_rank, device in enumerate(devices) if local_rank != rank
-        )
+        devices = [device for local_rank, device in enumerate(devices) if local_rank != rank]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -54,12 +54,8 @@ def diagnose(
 ) -> FailureReport:
     """Return the report of a failure.
 
-    Args:
-        first: Record of the first failure.
-        records: Failure records since the last failure.
-        saved: Checkpoints, newest first.
-        local_ranks: Ranks of this node that failed.
-        num_nodes: Maximum number of nodes of the run.
+    `first` is the record of the first failure, `records` are those since the last failure, `saved` the checkpoints,
+    newest first, and `local_ranks` the ranks of this node that failed.
     """
     start_steps = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1:]
     record_steps = [record.get("step", 0) for record in records]
@@ -159,11 +155,7 @@ def decide(
 
 
 def describe_restart(
-    report: FailureReport,
-    counters: FailureCounters,
-    saved: Sequence[Path],
-    has_memory_copies: bool,
-    restart_limit: int,
+    report: FailureReport, counters: FailureCounters, saved: Sequence[Path], has_memory_copies: bool, restart_limit: int
 ) -> str:
     """Describe from where the ranks restart, and how often they have.
 

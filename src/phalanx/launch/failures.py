@@ -174,12 +174,12 @@ def write_failure(
     `final` failure would recur.
     """
     is_user_error = isinstance(error, UserError)
+    reason = str(error) if is_user_error else f"{type(error).__name__}: {error}"
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
-        "reason": format_oom_report(memory or {})
-        or (str(error) if is_user_error else f"{type(error).__name__}: {error}"),
+        "reason": format_oom_report(memory or {}) or reason,
         "code": 2 if is_user_error else 1,
         "final": final,
         "traceback": traceback.format_exc(),

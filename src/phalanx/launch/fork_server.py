@@ -112,7 +112,11 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
             time.sleep(0.001)
         server.close()
         os.close(reading_end)
-        *fds, writing_end = _move_fds([*fds, writing_end])
+        # Move the descriptors away from the numbers that are needed as targets.
+        opened = [*fds, writing_end]
+        *fds, writing_end = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for fd in opened]
+        for fd in opened:
+            os.close(fd)
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
             os.write(writing_end, b"has already used a GPU")
             os._exit(1)
@@ -162,7 +166,11 @@ def _run_module(argv: Sequence[str]) -> NoReturn:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        code = _exit_code(end)
+        if end.code is None or isinstance(end.code, int):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -172,21 +180,6 @@ def _run_module(argv: Sequence[str]) -> NoReturn:
         with suppress(BrokenPipeError):
             stream.flush()
     os._exit(code)
-
-
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
-
-
-def _move_fds(fds: Sequence[int]) -> list[int]:
-    """Move file descriptors away from the numbers that are needed as targets."""
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    return moved
 
 
 def _open_standard_streams() -> None:

@@ -65,7 +65,12 @@ def check_settings(run: RunSpec, world_size: int) -> None:
     for field, component in named_components(run):
         check_component(field, component)
     if run.layout.activation_checkpointing == "offload":
-        _check_activation_offload(run, world_size)
+        needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
+        memory_bytes = physical_memory_bytes()
+        if needed > memory_bytes:
+            problem = f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}"
+            fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
+            raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
 
@@ -74,42 +79,30 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
     """Raise UserError if the tokenizer has more tokens than the model."""
     if run.model.vocab_size >= num_tokens:
         return
-    resizing = (
-        "; the embeddings of new tokens are initialized to the mean of the existing ones" if run.model.from_hf else ""
-    )
     problem = f"is less than the tokenizer's {num_tokens} tokens"
-    raise UserError("model.vocab_size", run.model.vocab_size, problem, f"set model.vocab_size = {num_tokens}{resizing}")
+    fix = f"set model.vocab_size = {num_tokens}"
+    if run.model.from_hf:
+        fix += "; the embeddings of new tokens are initialized to the mean of the existing ones"
+    raise UserError("model.vocab_size", run.model.vocab_size, problem, fix)
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
-    def raise_error(problem: str) -> None:
-        fix = "set recovery.in_memory_checkpoint_every to 0"
-        raise UserError("recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix)
-
-    if not hasattr(os, "memfd_create"):
-        raise_error("requires memfd_create, which this system does not have")
-    if run.layout.offload == "nvme":
-        raise_error(
-            'cannot be combined with layout.offload = "nvme": its copies would keep the offloaded state in memory'
-        )
     state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
     needed = copies * state_bytes * world_size / run.cluster.nodes
     memory = physical_memory_bytes()
-    if needed > memory:
-        raise_error(
+    if not hasattr(os, "memfd_create"):
+        problem = "requires memfd_create, which this system does not have"
+    elif run.layout.offload == "nvme":
+        problem = 'cannot be combined with layout.offload = "nvme": its copies would keep the offloaded state in memory'
+    elif needed > memory:
+        problem = (
             f"needs {needed / 1e9:.1f} GB for {copies} copies of each state; this machine has {memory / 1e9:.1f} GB"
         )
-
-
-def _check_activation_offload(run: RunSpec, world_size: int) -> None:
-    """Raise LocalNodeError if the ranks' bytes in CPU memory exceed this machine's memory."""
-    needed = world_size / run.cluster.nodes * max(memory.host for memory in worker_memories(run, world_size))
-    memory_bytes = physical_memory_bytes()
-    if needed > memory_bytes:
-        problem = f"needs {format_gb_or_mb(needed)} of CPU memory; this machine has {format_gb_or_mb(memory_bytes)}"
-        fix = 'lower layout.micro_batch_size or layout.recomputed_blocks, or use "full"'
-        raise LocalNodeError("layout.activation_checkpointing", "offload", problem, fix)
+    else:
+        return
+    fix = "set recovery.in_memory_checkpoint_every to 0"
+    raise UserError("recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix)
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
@@ -119,9 +112,8 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
         raise UserError("layout.offload_directory", directory, "is not a directory on this machine", fix)
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "is not writable", fix)
-    local_ranks = world_size / run.cluster.nodes
     free = shutil.disk_usage(path).free
-    needed = local_ranks * disk_offload_bytes(run, world_size)
+    needed = world_size / run.cluster.nodes * disk_offload_bytes(run, world_size)
     if needed > free:
         problem = f"needs {needed / 1e9:.2f} GB for optimizer state, but has {free / 1e9:.2f} GB free"
         raise UserError("layout.offload_directory", directory, problem, fix)

@@ -79,9 +79,8 @@ def check_fp8_capability(run: RunSpec) -> None:
         raise LocalNodeError("training.precision", "fp8", problem, 'set training.precision = "bf16"')
     for capability in query_gpus("compute_cap"):
         if capability < FP8_CAPABILITY:
-            problem = (
-                f"requires compute capability {FP8_CAPABILITY} or above, and a GPU of this machine has {capability}"
-            )
+            required = f"requires compute capability {FP8_CAPABILITY} or above"
+            problem = f"{required}, and a GPU of this machine has {capability}"
             fix = 'set training.precision = "bf16", or use H100 GPUs or later ones'
             raise LocalNodeError("training.precision", "fp8", problem, fix)
 

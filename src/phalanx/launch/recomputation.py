@@ -39,10 +39,8 @@ def resolve_recomputation(
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:
         details.append(f"{choice.step_seconds:.3f} s a step predicted")
-    print(
-        f"activation checkpointing chosen: {describe_recomputation(choice.layout)} ({', '.join(details)})",
-        file=sys.stderr,
-    )
+    chosen = f"{describe_recomputation(choice.layout)} ({', '.join(details)})"
+    print(f"activation checkpointing chosen: {chosen}", file=sys.stderr)
     return run.replace(layout=choice.layout)
 
 

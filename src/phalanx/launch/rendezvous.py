@@ -97,9 +97,8 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
                 problem = "the service at this address is not a Phalanx rendezvous"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, "use another port")
             fix = "start the command on this host too, and check that other nodes can reach the port"
-            raise RendezvousError(
-                "--rendezvous", rendezvous.endpoint, f"no answer within {rendezvous.join_seconds:g} s", fix=fix
-            )
+            problem = f"no answer within {rendezvous.join_seconds:g} s"
+            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix)
         time.sleep(RETRY_SECONDS)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.launch.elastic_agent import RunEndedByOtherNode, run_until_done, stop_signals_as_exit
@@ -57,39 +56,22 @@ def supervise_training(
         layout_options = () if is_planned else largest_usable_layout(ranks, ranks_per_node, choose_layout)
         return "phalanx.train", str(directory), *layout_options, *options
 
-    run_ranks = partial(
-        run_until_done,
-        worker_command=worker_command,
-        on_failure=policy.decide,
-        rendezvous=rendezvous,
-        rank_starter=RankStarter(warm_process),
-    )
+    rank_starter = RankStarter(warm_process)
     try:
         with stop_signals_as_exit():
-            return _run_with_fewer_ranks(run_ranks, nproc, policy, choose_layout=choose_layout, rendezvous=rendezvous)
+            while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
+                fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
+                if fewer_ranks is None:
+                    if policy.code not in (2, EXIT_STOPPED):
+                        print_resume_hint(directory)
+                    return policy.code
+                nproc = fewer_ranks
+            return 0
     except (SystemExit, RunEndedByOtherNode) as exit_reason:
         code = _code_after_stop(policy, exit_reason, num_events)
         if code is None:
             raise
         return code
-
-
-def _run_with_fewer_ranks(
-    run_ranks: Callable[[int], bool],
-    nproc: int,
-    policy: FailurePolicy,
-    choose_layout: LayoutChooser,
-    rendezvous: Rendezvous,
-) -> int:
-    """Run ranks until they are done or cannot restart, and drop a single node's failing ranks; return the exit code."""
-    while not run_ranks(nproc):
-        fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
-        if fewer_ranks is None:
-            if policy.code not in (2, EXIT_STOPPED):
-                print_resume_hint(policy.directory)
-            return policy.code
-        nproc = fewer_ranks
-    return 0
 
 
 def _code_after_stop(

@@ -76,19 +76,11 @@ class WarmProcess:
             if can_fork_itself(modules):
                 self.pid = fork_server(server)
             else:
-                command = [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    SERVER,
-                    str(server.fileno()),
-                    ",".join(modules),
-                    " " * TITLE_BYTES,
-                ]
+                arguments = [str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
+                command = [sys.executable, "-P", "-m", SERVER, *arguments]
                 environment = {**WORKER_ENVIRONMENT, **os.environ, **SERVER_ENVIRONMENT}
-                self.pid = subprocess.Popen(
-                    command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL
-                ).pid
+                options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL}
+                self.pid = subprocess.Popen(command, pass_fds=[server.fileno()], **options).pid
 
     def fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
         """Fork a process for a request of `ForkedProcess`; return its process id.

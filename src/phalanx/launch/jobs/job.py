@@ -92,19 +92,14 @@ class ClusterJob:
         return ["--force"] if self.force else []
 
     def environment(self, directory: str) -> dict[str, tuple[str, str]]:
-        """Return variables by name, with their values and reasons.
-
-        `directory` is the run directory.
-        """
+        """Return variables by name, with their values and reasons, for a run directory."""
         if not self.gpus:
             return {}
+        prefix = f"{directory}/{FLIGHT_RECORDER_PREFIX}"
         return {
             "NCCL_DEBUG": ("WARN", "log which link failed; NCCL logs no failures by default"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "write PyTorch's flight recorder when a collective times out"),
-            "TORCH_FR_DUMP_TEMP_FILE": (
-                f"{directory}/{FLIGHT_RECORDER_PREFIX}",
-                "prefix of the flight recorder's files, instead of /tmp",
-            ),
+            "TORCH_FR_DUMP_TEMP_FILE": (prefix, "prefix of the flight recorder's files, instead of /tmp"),
         }
 
 
@@ -114,7 +109,7 @@ def check_job(job: ClusterJob) -> None:
     if run.swarm is not None:
         problem = "trains on several sites, but a job file is for one site"
         fix = "start it with phalanx swarm serve, or train on one site only: --set swarm="
-        raise UserError("swarm", run.swarm and run.swarm.method, problem, fix)
+        raise UserError("swarm", run.swarm.method, problem, fix)
     if run.auto_layout:  # the layout is chosen at the start, for the available ranks
         if run.cluster.preset is None:
             problem = "requires a machine description"

@@ -17,7 +17,6 @@ from phalanx.plan.search.recomputation import choose_recomputation
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_gib, plural
 from phalanx.spec.learning_rate import is_small_model
-from phalanx.spec.run import RunSpec
 from phalanx.spec.small_run_defaults import unset_choices_of_large_model
 
 
@@ -49,8 +48,10 @@ def job_notes(job: ClusterJob) -> Iterator[str]:
 
 def _memory_note(job: ClusterJob, nodes: int) -> str:
     """Return a line on the memory of the fullest rank. Raises UserError if it does not fit."""
-    run = _with_recomputation(job, nodes)
-    cluster = run.cluster
+    cluster = job.run.cluster.replace(nodes=nodes, nproc_per_node=job.nproc)
+    run = job.run.replace(cluster=cluster)
+    if run.layout.auto_checkpointing:
+        run = run.replace(layout=choose_recomputation(run, cluster.ranks).layout)
     memories = worker_memories(run, cluster.ranks)
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     p_oom = layout_oom_probability(cluster, device_bytes, host_bytes)
@@ -69,15 +70,6 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
         raise UserError("cluster.host_memory_bytes", cluster.host_memory_bytes, problem, fix)
     fix = f"{_command(job, 'advise oom')} lists what frees memory, {_command(job, 'plan')} {fitting}"
     raise UserError("planned memory", planned, f"with {size}: {describe_fit(p_oom)} in the {available}", fix)
-
-
-def _with_recomputation(job: ClusterJob, nodes: int) -> RunSpec:
-    """Return the run on `nodes` nodes, with its recomputation chosen if that is "auto"."""
-    cluster = job.run.cluster.replace(nodes=nodes, nproc_per_node=job.nproc)
-    run = job.run.replace(cluster=cluster)
-    if not run.layout.auto_checkpointing:
-        return run
-    return run.replace(layout=choose_recomputation(run, cluster.ranks).layout)
 
 
 def _command(job: ClusterJob, name: str, *options: str) -> str:

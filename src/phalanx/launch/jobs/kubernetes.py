@@ -128,34 +128,45 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
     `volume` is the claim of a volume that all nodes can write to. Raises UserError if an option is missing, or a path
     is not on the volume.
     """
-    image, volume = require_options(
-        {
-            "--image": (image, "a container image that contains phalanx"),
-            "--volume": (volume, "a PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
-        }
-    )
-    name = _job_name(job.run.name)
+    required = {
+        "--image": (image, "a container image that contains phalanx"),
+        "--volume": (volume, "a PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
+    }
+    image, volume = require_options(required)
+    # The name of the run as a host name (RFC 1035).
+    name = job.run.name.lower().replace(".", "-").replace("_", "-").rstrip("-")
+    if len(name) > MAX_NAME_LENGTH or not name[0].isalpha():
+        problem = f"must start with a letter and have at most {MAX_NAME_LENGTH} characters, as a name in Kubernetes"
+        raise UserError("name", job.run.name, problem, "choose another name with --set name=...")
     run = f"{RUN_FOLDER}/{RUN_FILE}"
     resources = {
         **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}),
         **({"cpu": str(job.cpus)} if job.cpus else {}),
         **({"memory": f"{job.memory}Gi"} if job.memory else {}),
     }
+    variables = job_environment(job)
+    if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
+        reason = "pods may have to wait for free nodes"
+        variables["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (str(JOIN_TIMEOUT_SECONDS), reason)
     env_lines = "".join(
         f"            - {{name: {key}, value: {_quote_text(value)}}}  # {comment}\n"
-        for key, (value, comment) in _job_variables(job).items()
+        for key, (value, comment) in variables.items()
     )
     container_fields = CONTAINER_FIELDS.format(
         image=json.dumps(image), work=WORK, variables=env_lines, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
-    run_text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
+    check = ""
+    if job.check:
+        config = " ".join(job.config_args)
+        args = _format_args(run, *job.check_args)
+        check = CHECK_CONTAINER.format(config=config, words=args, same=container_fields)
     rendezvous_args = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
         words=job.command,
         name=name,
         quoted=json.dumps(name),
         run_file=RUN_FILE,
-        text=run_text,
+        text=textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True),
         most=job.max_nodes,
         success=SUCCESS_POLICY if job.min_nodes < job.max_nodes else "",
         failures=FAILURES_PER_NODE * job.max_nodes,
@@ -164,24 +175,10 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         saving=SAVING_SECONDS,
         volume=json.dumps(volume),
         shared_memory=SHARED_MEMORY,
-        check=CHECK_CONTAINER.format(
-            config=" ".join(job.config_args), words=_format_args(run, *job.check_args), same=container_fields
-        )
-        if job.check
-        else "",
+        check=check,
         command=_format_args("phalanx", "train", run, *rendezvous_args, *job.train_args),
         same=container_fields,
     )
-
-
-def _job_variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
-    variables = job_environment(job)
-    if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
-        variables["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
-            str(JOIN_TIMEOUT_SECONDS),
-            "pods may have to wait for free nodes",
-        )
-    return variables
 
 
 def _quote_text(text: str) -> str:
@@ -191,15 +188,3 @@ def _quote_text(text: str) -> str:
 
 def _format_args(*args: str) -> str:
     return f"[{', '.join(map(_quote_text, args))}]"
-
-
-def _job_name(run_name: str) -> str:
-    """Return the name of a run as a host name (RFC 1035).
-
-    Raises UserError if the name cannot be a host name.
-    """
-    name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
-    if len(name) > MAX_NAME_LENGTH or not name[0].isalpha():
-        problem = f"must start with a letter and have at most {MAX_NAME_LENGTH} characters, as a name in Kubernetes"
-        raise UserError("name", run_name, problem, "choose another name with --set name=...")
-    return name

@@ -59,7 +59,7 @@ def skypilot(
     if job.gpus:
         required["--accelerator"] = (accelerator, "SkyPilot's name of the GPU (sky gpus list)")
     image, volume, *_ = require_options(required)
-    if not bool(job.gpus) and accelerator:
+    if accelerator and not job.gpus:
         problem = 'cannot be combined with cluster.device = "cpu"'
         raise UserError("--accelerator", accelerator, problem, 'remove --accelerator, or set cluster.device = "cuda"')
     resources = {
@@ -70,18 +70,15 @@ def skypilot(
     env_lines = "".join(
         f"  {key}: {json.dumps(value)}  # {comment}\n" for key, (value, comment) in job_environment(job).items()
     )
-    is_multi_node = job.max_nodes > 1
     options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
-    script = [
-        f"cd {WORK}\n",
-        *(
-            [CHECK_SCRIPT.format(run=RUN_FILE, checking=shell_join(job.check_args), config=shell_join(job.config_args))]
-            if job.check
-            else []
-        ),
-        *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
-        " ".join(part for part in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if part) + "\n",
-    ]
+    script = [f"cd {WORK}\n"]
+    if job.check:
+        checking = shell_join(job.check_args)
+        script.append(CHECK_SCRIPT.format(run=RUN_FILE, checking=checking, config=shell_join(job.config_args)))
+    if job.max_nodes > 1:
+        script.append(RENDEZVOUS_SCRIPT)
+    command = ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args))
+    script.append(" ".join(filter(None, command)) + "\n")
     return TEMPLATE.format(
         words=job.command,
         name=json.dumps(job.run.name),

@@ -93,7 +93,8 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             f"{SAVING_SECONDS // 60} for saving a checkpoint"
         )
         raise UserError("--time", time, problem, "increase --time")
-    settings = [  # without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum
+    # Without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum.
+    settings = [
         f"--job-name={job.run.name}",
         "--output=%x-%j.log",
         "--open-mode=append",
@@ -115,28 +116,26 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     ]
     is_multi_node = job.max_nodes > 1
     rendezvous_args = '"${rendezvous[@]}"' if is_multi_node else shell_join(job.rendezvous_args(""))
-    return "".join(
-        [
-            f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
-            *(f"#SBATCH {setting}\n" for setting in settings),
-            "set -uo pipefail\n",
-            f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
-            f"nproc={job.nproc} min_nodes={job.min_nodes}\n",
-            *exports,
-            CORES_SCRIPT,
-            SRUN_SCRIPT,
-            CHECK_SCRIPT.replace("CONFIG", shell_join(job.config_args)).replace("OPTIONS", shell_join(job.check_args))
-            if job.check
-            else NO_CHECK_SCRIPT,
-            *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
-            TRAIN_SCRIPT.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
-            EXIT_SCRIPT,
-        ]
-    )
+    check = CHECK_SCRIPT.replace("CONFIG", shell_join(job.config_args)).replace("OPTIONS", shell_join(job.check_args))
+    parts = [
+        f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
+        *(f"#SBATCH {setting}\n" for setting in settings),
+        "set -uo pipefail\n",
+        f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
+        f"nproc={job.nproc} min_nodes={job.min_nodes}\n",
+        *exports,
+        CORES_SCRIPT,
+        SRUN_SCRIPT,
+        check if job.check else NO_CHECK_SCRIPT,
+        RENDEZVOUS_SCRIPT if is_multi_node else "",
+        TRAIN_SCRIPT.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
+        EXIT_SCRIPT,
+    ]
+    return "".join(parts)
 
 
 def parse_time_limit(time: str) -> int:
-    """Return the minutes of a Slurm time limit.
+    """Return the seconds of a Slurm time limit.
 
     Formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time). Raises UserError if the text has
     another format.
@@ -144,7 +143,6 @@ def parse_time_limit(time: str) -> int:
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
     if match is None:
         raise UserError("--time", time, "is not a valid time limit", "write HH:MM:SS or D-HH:MM:SS")
-    assert match is not None
     parts = [int(part) for part in match["rest"].split(":")]
     if match["days"]:
         hours, minutes, secs = (*parts, 0, 0)[:3]

@@ -21,9 +21,8 @@ def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     """
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
-        raise UserErrorGroup(
-            [UserError(name, None, f"is required: {options[name][1]}", fix=f"add {name}") for name in missing]
-        )
+        errors = [UserError(name, None, f"is required: {options[name][1]}", f"add {name}") for name in missing]
+        raise UserErrorGroup(errors)
     return [value for value, _ in options.values() if value]
 
 
@@ -41,10 +40,8 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             variables[name] = (text, "copied from the environment of phalanx launch")
     if "cache" not in job.run.data.model_fields_set:
-        variables["PHALANX_DATA__CACHE"] = (
-            str(WORK / ".cache" / "phalanx"),
-            "one node prepares the tokens, all nodes read them",
-        )
+        reason = "one node prepares the tokens, all nodes read them"
+        variables["PHALANX_DATA__CACHE"] = (str(WORK / ".cache" / "phalanx"), reason)
     if job.cpus:
         variables["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "cores per rank")
     return variables
