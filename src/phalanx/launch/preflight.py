@@ -125,13 +125,13 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     `memory_bytes` is the memory of each rank on a "cuda" device, or of all together on a "cpu". Raises UserError if the
     memory is insufficient. The message suggests settings that fit.
     """
-    run = on_machine(run, nproc, memory_bytes, device=device)
+    run = on_machine(run, nproc, memory_bytes, device)
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
         return
     from phalanx.plan.advice.oom import changed_settings
 
-    fitting = _fitting_run(run, memory_bytes, planned, device=device)
+    fitting = _fitting_run(run, memory_bytes, planned, device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = plural(nproc, "rank") if device == "cpu" else "the rank that needs the most"
     problem = f"exceeds the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})"

@@ -34,7 +34,7 @@ def resolve_recomputation(
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
         raise UserError("layout.activation_checkpointing", "auto", problem, fix)
     device = "cpu" if cluster.uses_cpu else "cuda"
-    planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device=device)
+    planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device)
     choice = choose_recomputation(planned, world_size)
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:

@@ -74,7 +74,7 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
         return spec_class.model_validate_json(json.dumps(table, default=_json_value))
     except ValidationError as error:
         items = _of_fitting_types([dict(item) for item in error.errors()])
-        raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item=item) for item in items]) from None
+        raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item) for item in items]) from None
 
 
 def _json_value(value: object) -> object:
@@ -115,7 +115,7 @@ def _validation_error(
     cause = context.get("error")
     if isinstance(cause, UserError):
         name = _dotted_name([path_prefix, *path, cause.field])  # a validator of one field leaves its name to us
-        return UserError(name, cause.value, cause.problem, fix=cause.fix)
+        return UserError(name, cause.value, cause.problem, cause.fix)
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
         return UserError(
@@ -124,9 +124,7 @@ def _validation_error(
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")
-    return UserError(
-        field, value, problem, fix=_suggest_fix(item["type"], field.rpartition(".")[2], value, context=context)
-    )
+    return UserError(field, value, problem, fix=_suggest_fix(item["type"], field.rpartition(".")[2], value, context))
 
 
 def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:

@@ -29,4 +29,4 @@ def missing_package(field: str, value: object, package: str, instead: str = "") 
     The fix is the command that installs the package, from a checkout or a wheel.
     """
     fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
-    return UserError(field, value, f"requires {package}, which is not installed", fix=fix)
+    return UserError(field, value, f"requires {package}, which is not installed", fix)

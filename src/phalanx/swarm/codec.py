@@ -48,10 +48,8 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     data = data if isinstance(data, bytearray) else bytearray(data)
     numel = int(torch.Size(shape).numel())
     if len(data) != encoded_bytes(numel, codec):
-        raise CodecError(
-            f"{len(data)} bytes are not a tensor of shape {list(shape)} in {codec}, "
-            f"which has {encoded_bytes(numel, codec)}"
-        )
+        size = f"which has {encoded_bytes(numel, codec)}"
+        raise CodecError(f"{len(data)} bytes are not a tensor of shape {list(shape)} in {codec}, {size}")
     if not numel:
         return torch.zeros(shape)
     if codec not in SCALED_CODECS:

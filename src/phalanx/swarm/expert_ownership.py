@@ -52,15 +52,10 @@ def assign_experts(
     """
     num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)
-    if previous_owners is None:
-        return _consecutive_owners(num_experts, counts)
-    return _least_changed_owners(num_experts, num_copies, counts, previous_owners=previous_owners)
-
-
-def _consecutive_owners(num_experts: int, counts: Mapping[str, int]) -> Owners:
-    """Assign experts in order, starting over after the last expert."""
-    slots = [node for node, count in counts.items() for _ in range(count)]
-    return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
+    if previous_owners is None:  # in order, starting over after the last expert
+        slots = [node for node, count in counts.items() for _ in range(count)]
+        return tuple(tuple(slots[expert::num_experts]) for expert in range(num_experts))
+    return _least_changed_owners(num_experts, num_copies, counts, previous_owners)
 
 
 def _least_changed_owners(
@@ -92,10 +87,8 @@ def rotate_owners(owners: Owners, nodes: Sequence[str]) -> Owners:
     This is the rolling ownership of FedRolex (arXiv 2212.01548).
     """
     successors = {node: nodes[(index + 1) % len(nodes)] for index, node in enumerate(nodes)}
-    order = {node: index for index, node in enumerate(nodes)}
-    return tuple(
-        tuple(sorted((successors[node] for node in expert_owners), key=order.__getitem__)) for expert_owners in owners
-    )
+    moved = ([successors[node] for node in expert_owners] for expert_owners in owners)
+    return tuple(tuple(sorted(expert_owners, key=nodes.index)) for expert_owners in moved)
 
 
 def experts_of(owners: Owners, node: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from phalanx.launch.process import (
     select_nproc,
     set_worker_environment,
 )
-from phalanx.launch.warm_process import WarmProcess, start_warm_process
+from phalanx.launch.warm_process import start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import claim_run_directory, read_run_directory
@@ -69,12 +70,12 @@ def join_swarm(
     warm_process = start_warm_process() if nproc != 1 else None  # before the link starts threads
     link = SwarmClient(address, certificates)
     try:
-        run = _receive_run(link, out, name, overrides=overrides)
+        run = _receive_run(link, out, name, overrides)
         ranks = select_nproc(run, nproc)
         join_message = _prepare(run, ranks, directory)
         link.join(**join_message, begin=False)
         log(f"{name} receives the weights from {address}")  # before it is a member, because it may take long
-        version = RoundExchange(run, directory, name, link=link).download_model()
+        version = RoundExchange(run, directory, name, link).download_model()
     except UpdateRejected as refused:
         raise rejection_error(address, refused) from None
     finally:
@@ -90,7 +91,14 @@ def join_swarm(
     replace_file(directory / LINK_FILE, json.dumps(link_record))
     assert run.swarm is not None
     log(f"{name} joined {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
-    return _start_ranks(directory, ranks, warm_process)
+    if ranks == 1:  # in this process
+        if warm_process is not None:
+            warm_process.close()
+        keep_freed_memory()
+        exit_rank(rank_main(directory))
+    set_worker_environment(ranks)
+    report = partial(report_and_exit_code, directory)
+    return launch_ranks(ranks, ("phalanx.swarm.join", str(directory)), report, warm_process)
 
 
 def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[str]) -> RunSpec:
@@ -114,39 +122,19 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
 def _prepare(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
     """Prepare the text and the node's directory, and return the message with which the node joins."""
     assert run.swarm is not None
-    model_parallel_size = run.layout.tp * run.layout.ep
-    capacity = max_trained_experts(
-        run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size=model_parallel_size
-    )
+    memory_bytes = rank_memory_bytes(run, select_device(run))
+    capacity = max_trained_experts(run.model, run.swarm, memory_bytes, run.layout.tp * run.layout.ep)
     for stale_file in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
         (directory / stale_file).unlink(missing_ok=True)
     create_run(run, ranks, resume=False)
     return {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
 
 
-def _start_ranks(directory: Path, ranks: int, warm_process: WarmProcess | None) -> int:
-    """Run the node's ranks, a single one in this process, and return the exit code."""
-    if ranks == 1:
-        if warm_process is not None:
-            warm_process.close()
-        keep_freed_memory()
-        exit_rank(rank_main(directory))
-    set_worker_environment(ranks)
-    worker_args = "phalanx.swarm.join", str(directory)
-    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory), started=warm_process)
-
-
 def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
     """Raise UserError if the node's settings would change the training."""
-    training_fields = "tokens_per_step", "seq_len", "steps", "seed"
-    differing = [
-        name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(coordinator_run, name)
-    ]
-    differing += [
-        f"training.{name}"
-        for name in training_fields
-        if getattr(run.training, name) != getattr(coordinator_run.training, name)
-    ]
+    training_fields = "training.tokens_per_step", "training.seq_len", "training.steps", "training.seed"
+    fields = "model", "optimizer", "swarm", *training_fields
+    differing = [field for field in fields if attrgetter(field)(run) != attrgetter(field)(coordinator_run)]
     if differing:
         fix = "remove it; a node sets only its layout, data, cluster and logging"
         raise UserError("--set", differing[0], "is set by the coordinator", fix)
@@ -168,10 +156,8 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
     if num_fitting < min(1, experts):
         min_gb = rank_sizes[min(1, experts)] / 1e9
         problem = f"is less than the {min_gb:.2f} GB that the state of a node needs"
-        fix = (
-            'use a machine with more memory, or swarm.frozen_expert_codec = "int8", '
-            "or another swarm.method: spes needs less memory than diloco"
-        )
+        other_method = "or another swarm.method: spes needs less memory than diloco"
+        fix = f'use a machine with more memory, or swarm.frozen_expert_codec = "int8", {other_method}'
         raise UserError("memory", f"{memory_bytes / 1e9:.2f} GB", problem, fix)
     return max(1, num_fitting)
 

@@ -59,18 +59,15 @@ def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
         if STACKED_EXPERTS_INFIX in name:
             pieces += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
         else:
-            pieces += _split_rows(name, shape)
+            rows = shape[0]
+            rows_per_piece = max(1, MAX_PIECE_ELEMENTS // math.prod(shape[1:]))
+            if rows <= rows_per_piece:
+                pieces.append(ModelPiece(name, shape))
+                continue
+            for first_row in range(0, rows, rows_per_piece):
+                part = (min(rows_per_piece, rows - first_row), *shape[1:])
+                pieces.append(ModelPiece(name, part, first_row=first_row))
     return tuple(pieces)
-
-
-def _split_rows(name: str, shape: Shape) -> list[ModelPiece]:
-    rows_per_piece = max(1, MAX_PIECE_ELEMENTS // math.prod(shape[1:]))
-    if shape[0] <= rows_per_piece:
-        return [ModelPiece(name, shape)]
-    return [
-        ModelPiece(name, (min(rows_per_piece, shape[0] - first_row), *shape[1:]), first_row=first_row)
-        for first_row in range(0, shape[0], rows_per_piece)
-    ]
 
 
 def fragment_index(piece: ModelPiece, num_fragments: int) -> int:

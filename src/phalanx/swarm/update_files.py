@@ -45,7 +45,7 @@ def write_update(
     shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")
     for piece in pieces:
-        file.write_raw(piece.key, encode_piece(piece, codec, weights, base=base, feedback=feedback))
+        file.write_raw(piece.key, encode_piece(piece, codec, weights, base, feedback))
     return file
 
 

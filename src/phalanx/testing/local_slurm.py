@@ -26,13 +26,13 @@ ClusterName=phalanx
 SlurmctldHost={host}({address})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={place}/munge.socket
-StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool-%n
-SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd-%n.pid
-SlurmctldLogFile={place}/slurmctld.log
-SlurmdLogFile={place}/slurmd-%n.log
+AuthInfo=socket={directory}/munge.socket
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -111,36 +111,23 @@ def local_slurm(directory: Path, nodes: int) -> Iterator[LocalSlurm]:
             raise SlurmUnavailable(str(error)) from None
         slurm = LocalSlurm(directory, network, {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")})
         _write_conf(slurm, host)
-        daemons.enter_context(_run_daemon(slurm, "munge", _munged_command(directory)))
+        key = directory / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        endings = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munge_files = [f"--{name}={directory}/munge.{ending}" for name, ending in endings.items()]
+        daemons.enter_context(_run_daemon(slurm, "munge", ["munged", "--force", *munge_files]))
         daemons.enter_context(_run_daemon(slurm, "slurmctld", [*network.hub.prefix, "slurmctld"]))
         for name in names:
             command = [*network.hosts[name].prefix, "slurmd", "-N", name]
             daemons.enter_context(_run_daemon(slurm, f"slurmd-{name}", command))
-        _wait_until(
-            lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", slurm
-        )
+        count_idle = "sinfo", "-h", "-t", "idle", "-o", "%D"
+        _wait_until(lambda: slurm.run(*count_idle) == str(nodes), "its nodes are idle", slurm)
         try:
             yield slurm
         finally:
             slurm.run("scancel", "--user=root")
             _wait_until(lambda: not slurm.run("squeue", "-h"), "its jobs are gone", slurm)
-
-
-def _munged_command(directory: Path) -> list[str]:
-    key = directory / "munge.key"
-    key.write_bytes(secrets.token_bytes(1024))
-    key.chmod(0o400)
-    files = [
-        f"--{name}={directory}/munge.{ending}"
-        for name, ending in (
-            ("socket", "socket"),
-            ("key-file", "key"),
-            ("pid-file", "pid"),
-            ("log-file", "log"),
-            ("seed-file", "seed"),
-        )
-    ]
-    return ["munged", "--force", *files]
 
 
 def _write_conf(slurm: LocalSlurm, host: str) -> None:
@@ -150,12 +137,10 @@ def _write_conf(slurm: LocalSlurm, host: str) -> None:
     )
     (slurm.directory / "state").mkdir()
     address = slurm.network.hosts[host].hub
-    (slurm.directory / "cgroup.conf").write_text(
-        "CgroupPlugin=cgroup/v1\n"
-    )  # no cgroup is used, or visible from a namespace
-    (slurm.directory / "slurm.conf").write_text(
-        CONF.format(host=host, address=address, place=slurm.directory, nodes=nodes)
-    )
+    # No cgroup is used, or visible from a namespace.
+    (slurm.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    conf = CONF.format(host=host, address=address, directory=slurm.directory, nodes=nodes)
+    (slurm.directory / "slurm.conf").write_text(conf)
 
 
 @contextmanager

@@ -63,10 +63,8 @@ class StarNetwork:
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
         """Set the speed of a host's link."""
         host = self.hosts[name]
-        for prefix, end, speed in (
-            (host.prefix, host.interface, up_mbit),
-            (self.hub.prefix, f"h{host.interface}", down_mbit),
-        ):
+        ends = (host.prefix, host.interface, up_mbit), (self.hub.prefix, f"h{host.interface}", down_mbit)
+        for prefix, end, speed in ends:
             bucket = ["tbf", "rate", f"{speed}mbit", "burst", BUCKET_SIZE, "latency", MAX_LATENCY]
             _run_command([*prefix, "tc", "qdisc", "replace", "dev", end, "root", *bucket])
 
@@ -113,23 +111,8 @@ def _connect(hub: Host, host: Host) -> None:
     _run_command(["ip", "netns", "add", host.namespace])
     host_end = host.interface
     hub_end = f"h{host.interface}"
-    _run_command(
-        [
-            "ip",
-            "link",
-            "add",
-            host_end,
-            "netns",
-            host.namespace,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            hub_end,
-            "netns",
-            hub.namespace,
-        ]
-    )
+    peer = ["peer", "name", hub_end, "netns", hub.namespace]
+    _run_command(["ip", "link", "add", host_end, "netns", host.namespace, "type", "veth", *peer])
     _run_command([*host.prefix, "ip", "link", "set", "lo", "up"])
     for prefix, interface, address in ((host.prefix, host_end, host.address), (hub.prefix, hub_end, host.hub)):
         _run_command([*prefix, "ip", "address", "add", f"{address}/24", "dev", interface])

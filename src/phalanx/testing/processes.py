@@ -33,11 +33,9 @@ def session_warm_process() -> WarmProcess | None:
 def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start `python -m MODULE ARGUMENTS` as `subprocess.Popen` does, without the time for imports."""
     warm_process = session_warm_process()
-    return (
-        subprocess.Popen(command, **options)
-        if warm_process is None
-        else ForkedProcess(warm_process, command, **options)
-    )
+    if warm_process is None:
+        return subprocess.Popen(command, **options)
+    return ForkedProcess(warm_process, command, **options)
 
 
 def run_python(

@@ -120,20 +120,16 @@ class RankPool:
             for rank in range(self.world_size):
                 parent_end, child_end = Pipe()
                 fds = [child_end.fileno(), *([listener.fileno()] if rank == 0 else [])]
+                command = [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)]
+                environment = self._environment(rank, listener.getsockname()[1])
+                options: dict[str, Any] = {"env": environment, "pass_fds": fds, "start_new_session": True}
                 with open(self._logs / f"{rank}.output", "wb") as output:
-                    worker = start_python(
-                        [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)],
-                        env=self._environment(rank, listener.getsockname()[1]),
-                        pass_fds=fds,
-                        start_new_session=True,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+                    worker = start_python(command, **options, **streams)
                 child_end.close()
                 self._workers.append(worker)
                 self._pipes.append(parent_end)
-        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, order=CollectiveOrder({}))
+        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, CollectiveOrder({}))
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
@@ -159,7 +155,7 @@ class RankPool:
             file.unlink(missing_ok=True)
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, order=CollectiveOrder(call_logs))]
+        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, CollectiveOrder(call_logs))]
 
     def _gather(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
         """Return every rank's pickled result; raise RankError for a failure or different collectives."""
@@ -198,13 +194,8 @@ class RankPool:
             return RankFailure(rank=rank, kind="died", seconds=time.monotonic() - start, summary=summary)
         if result.kind == "returned":
             results[rank] = result.value
-        return RankFailure(
-            rank=rank,
-            kind=result.kind,
-            seconds=result.finished_at - start,
-            summary=result.summary,
-            detail=result.traceback,
-        )
+        texts = {"summary": result.summary, "detail": result.traceback}
+        return RankFailure(rank=rank, kind=result.kind, seconds=result.finished_at - start, **texts)
 
     def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """Return failures with the stacks of the missing ranks, which faulthandler writes on a signal."""
@@ -215,10 +206,11 @@ class RankPool:
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
-        texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
-        return [
-            RankFailure(rank=rank, kind="did not return", seconds=seconds, detail=text) for rank, text in texts.items()
-        ]
+        failures = []
+        for rank, stack in stacks.items():
+            text = stack.read_text() if stack.exists() else ""
+            failures.append(RankFailure(rank=rank, kind="did not return", seconds=seconds, detail=text))
+        return failures
 
     def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
         """Add a rank's output, and its last collectives if it did not leave the function."""

@@ -42,10 +42,21 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
-    stack = open(_logs_directory() / f"{_rank()}.stack", "w")  # noqa: SIM115
+    logs = Path(os.environ["PHALANX_RANK_LOGS"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    stack = open(logs / f"{rank}.stack", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
-    store = _connect_store(listener_fd)
+    # The store of all ranks. Rank 0 serves it, on a listening socket if the pool gives one.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0,
+        timeout=GROUP_TIMEOUT,
+        master_listen_fd=listener_fd,
+    )
     _send_result(pipe, "returned")
     collective_log = CollectiveLog() if is_check_enabled() else None
     for number in count(1):
@@ -54,46 +65,17 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         # The last resort if a call holds the GIL after the pool has exited: a thread in C ends the process.
         faulthandler.dump_traceback_later(limit, exit=True)
         try:
-            value = _run_call(call, c10d.PrefixStore(str(number), store), collective_log)
+            _reset_world(c10d.PrefixStore(str(number), store), rank, world_size)
+            function, args, kwargs = pickle.loads(call)
+            if collective_log is not None:
+                collective_log.open(calls_file(logs, rank))
+            value = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
             _send_result(pipe, "raised", summary=summary, traceback="".join(traceback.format_exception(error)))
         else:
             _send_result(pipe, "returned", value=value)
         faulthandler.cancel_dump_traceback_later()
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
-def _logs_directory() -> Path:
-    return Path(os.environ["PHALANX_RANK_LOGS"])
-
-
-def _connect_store(listener_fd: int | None) -> c10d.Store:
-    """Return the store of all ranks; rank 0 serves it, on a listening socket if the pool gives one."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        _world_size(),
-        is_master=_rank() == 0,
-        timeout=GROUP_TIMEOUT,
-        master_listen_fd=listener_fd,
-    )
-
-
-def _run_call(call: bytes, store: c10d.Store, collective_log: CollectiveLog | None) -> bytes:
-    """Run a pickled call with process groups of its own, and return its pickled result."""
-    _reset_world(store, _rank(), _world_size())
-    function, args, kwargs = pickle.loads(call)
-    if collective_log is not None:
-        collective_log.open(calls_file(_logs_directory(), _rank()))
-    return pickle.dumps(function(*args, **kwargs))
 
 
 def _send_result(pipe: Connection, kind: Literal["raised", "returned"], **contents: Any) -> None:

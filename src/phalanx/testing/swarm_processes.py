@@ -49,13 +49,9 @@ class SwarmProcesses:
         args += ["--certs", str(self.folder / "certs" / name)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.txt").open("ab") as log:
-            self.process_by_name[name] = subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *args],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=environment,
-            )
+            command = [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *args]
+            options: dict[str, Any] = {"env": environment, "start_new_session": True}
+            self.process_by_name[name] = subprocess.Popen(command, stdout=log, stderr=log, **options)
 
     def start_all(self) -> None:
         """Start the coordinator, and every node."""
@@ -100,16 +96,14 @@ class SwarmProcesses:
                 if process.poll() not in (None, 0, -signal.SIGKILL):
                     raise AssertionError(f"{name} exited with code {process.returncode}: {self.output(name)}")
             if time.monotonic() > deadline:
-                raise AssertionError(
-                    f"timed out after {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(COORDINATOR)}"
-                )
+                last_events = f"{self.events()[-8:]}; {self.output(COORDINATOR)}"
+                raise AssertionError(f"timed out after {seconds:g} s: {description}; {last_events}")
             time.sleep(0.02)
 
     def wait_all(self, seconds: float) -> None:
         """Wait until all processes have exited by themselves."""
-        self.wait_until(
-            lambda: all(process.poll() == 0 for process in self.process_by_name.values()), "the end", seconds
-        )
+        processes = self.process_by_name.values()
+        self.wait_until(lambda: all(process.poll() == 0 for process in processes), "the end", seconds)
 
 
 @contextmanager
@@ -117,7 +111,7 @@ def swarm_processes(
     network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
 ) -> Iterator[SwarmProcesses]:
     """Create the processes of a swarm, and kill them on exit."""
-    processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
+    processes = SwarmProcesses(network, folder, run_file, coordinator_directory)
     try:
         yield processes
     finally:

@@ -128,7 +128,7 @@ def check_job(job: ClusterJob) -> None:
     nodes, error = min(errors.items(), key=lambda item: item[1].field != "training.tokens_per_step")
     fix = error.fix
     if job.min_nodes < job.max_nodes:
-        fix = fix_for_node_range(run, error, range(job.min_nodes, job.max_nodes + 1), nproc=job.nproc)
+        fix = fix_for_node_range(run, error, range(job.min_nodes, job.max_nodes + 1), job.nproc)
     size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
     fix = f"{fix}; or change --nodes or --nproc".removeprefix("; or ")
     raise UserError(error.field, error.value, f"with {size_text}: {error.problem}", fix)

@@ -33,7 +33,7 @@ def parse_matrix(text: str) -> NodeTopology:
     cells = []
     numa = []
     for name in gpus:
-        row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices=devices)
+        row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices)
         cells.append(row)
         numa.append(_parse_numa_node(remainder, lines[header_index]))
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]

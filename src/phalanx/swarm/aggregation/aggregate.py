@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -121,7 +120,7 @@ def aggregate(
     updates = sorted(updates, key=lambda update: update.node)
     is_merging = bool(config.merge_alpha and updates)
     if config.descent is not None and updates:
-        return _apply_gradients(pieces, updates, config, adamw=config.descent, old=old, new=new)
+        return _apply_gradients(pieces, updates, config, config.descent, old, new)
 
     def aggregate_piece(piece: ModelPiece) -> str | None:
         piece_updates = [update for update in updates if piece.key in update.file.shapes]
@@ -129,7 +128,17 @@ def aggregate(
         if not piece_updates:
             new.carry_over(piece, old)
             return "" if is_merged else None
-        _average_updates(piece, piece_updates, config, old=old, new=new)
+        old_weights = old.base.read(piece)
+        values = (
+            decode_piece(piece, update.file.raw(piece.key), config.codec, lambda _: old_weights)
+            for update in piece_updates
+        )
+        mean = robust_mean(values, [update.tokens for update in piece_updates], config.robust)
+        old_velocity = old.velocity.read(piece) if old.velocity else None
+        new_weights, new_velocity = config.outer.step(old_weights, mean, old_velocity)
+        if new.velocity and new_velocity is not None:
+            new.velocity.write(piece, new_velocity)
+        new.base.write(piece, new_weights)
         is_final = len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged
         return piece_updates[0].node if is_final else ""
 
@@ -143,20 +152,6 @@ def _map_pieces(pieces: Sequence[ModelPiece], function: Callable[[ModelPiece], T
     """Apply a function to every piece, several at a time."""
     with ThreadPoolExecutor(MAX_CONCURRENT_PIECES) as pool:
         return list(pool.map(function, pieces))
-
-
-def _average_updates(
-    piece: ModelPiece, updates: Sequence[NodeUpdate], config: AggregationConfig, old: ModelState, new: ModelState
-) -> None:
-    """Average the updates of a piece, and apply the outer optimizer."""
-    old_weights = old.base.read(piece)
-    old_velocity = old.velocity.read(piece) if old.velocity else None
-    values = map(partial(_decode_value, piece, old_weights, config.codec), updates)
-    mean = robust_mean(values, [update.tokens for update in updates], config.robust)
-    new_weights, new_velocity = config.outer.step(old_weights, mean, old_velocity)
-    if new.velocity and new_velocity is not None:
-        new.velocity.write(piece, new_velocity)
-    new.base.write(piece, new_weights)
 
 
 def _apply_gradients(
@@ -178,9 +173,8 @@ def _apply_gradients(
         new.base.write(piece, mean_gradient)  # until the second pass writes the weights
         return mean_gradient.double().square().sum()
 
-    clip_ratio = clip_coefficient(
-        torch.stack(_map_pieces(pieces, average_piece)).sum().sqrt(), adamw.optimizer.max_grad_norm
-    )
+    norm = torch.stack(_map_pieces(pieces, average_piece)).sum().sqrt()
+    clip_ratio = clip_coefficient(norm, adamw.optimizer.max_grad_norm)
 
     def step_piece(piece: ModelPiece) -> None:
         weights = old.base.read(piece)
@@ -191,11 +185,6 @@ def _apply_gradients(
 
     _map_pieces(pieces, step_piece)
     return dict.fromkeys((piece.key for piece in pieces), "")
-
-
-def _decode_value(piece: ModelPiece, base_weights: Tensor, codec: Codec, update: NodeUpdate) -> Tensor:
-    """Return a node's value of a piece."""
-    return decode_piece(piece, update.file.raw(piece.key), codec, base=lambda _: base_weights)
 
 
 def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust) -> Tensor:
@@ -224,9 +213,7 @@ def _merge_experts(pieces: Sequence[ModelPiece], config: AggregationConfig, base
             layer, _, kind = piece.name.partition(STACKED_EXPERTS_INFIX)
             layers[layer][kind].append(piece)
     for kinds in layers.values():
-        stacked = {
-            kind: torch.stack([base.read(piece) for piece in kind_pieces]) for kind, kind_pieces in kinds.items()
-        }
+        stacked = {kind: torch.stack(list(map(base.read, kind_pieces))) for kind, kind_pieces in kinds.items()}
         merge_experts(stacked, config.merge_alpha, config.merge_nearest)
         for kind, kind_pieces in kinds.items():
             for piece, expert in zip(kind_pieces, stacked[kind], strict=True):
@@ -254,22 +241,20 @@ def encode_broadcast(
             new.error_feedback.write(piece, old.error_feedback.read(piece))
         if sender is None:
             return
-        data = file_by_node[sender].raw(piece.key) if sender else _encode_update(piece, codec, old, new=new)
+        data: Buffer
+        if sender:
+            data = file_by_node[sender].raw(piece.key)
+        elif sends_weights(codec):
+            data = encode(new.base.read(piece), codec)
+        else:
+            assert old.error_feedback is not None
+            assert new.error_feedback is not None
+            change = new.base.read(piece) - old.base.read(piece) + old.error_feedback.read(piece)
+            data = encode(change, codec)
+            # The encoding error becomes error feedback for a later round.
+            new.error_feedback.write(piece, change - decode(data, piece.shape, codec))
         broadcast.write_raw(piece.key, data)
         if not sends_weights(codec):  # otherwise it is already exact
-            new.base.write(piece, decode_piece(piece, data, codec, base=old.base.read))
+            new.base.write(piece, decode_piece(piece, data, codec, old.base.read))
 
     _map_pieces(pieces, broadcast_piece)
-
-
-def _encode_update(piece: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
-    """Return the encoded update of a piece; the encoding error becomes error feedback for a later round."""
-    new_weights = new.base.read(piece)
-    if sends_weights(codec):
-        return encode(new_weights, codec)
-    assert old.error_feedback is not None
-    assert new.error_feedback is not None
-    change = new_weights - old.base.read(piece) + old.error_feedback.read(piece)
-    data = encode(change, codec)
-    new.error_feedback.write(piece, change - decode(data, piece.shape, codec))
-    return data

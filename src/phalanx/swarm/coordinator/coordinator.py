@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import isfinite
@@ -33,7 +33,7 @@ from phalanx.swarm.coordinator.update_checks import (
     find_outliers,
     size_limit,
 )
-from phalanx.swarm.pieces import ModelPiece, round_pieces
+from phalanx.swarm.pieces import round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 
@@ -131,14 +131,14 @@ class Coordinator:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
             self.last_heard[node] = self.clock()
-            return node_task(self.state, node, self.clock(), closing=self.closing)
+            return node_task(self.state, node, self.clock(), self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
         """Return a node's task when it has `reached` a round or committed rounds, or after a time."""
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
-                task = node_task(self.state, node, self.clock(), closing=self.closing)
+                task = node_task(self.state, node, self.clock(), self.closing)
                 remaining_seconds = deadline - time.monotonic()
                 if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
                     return task
@@ -179,7 +179,10 @@ class Coordinator:
                 pieces = self.state.expected_pieces(node)
                 norms = self.norms[-MAX_RECENT_NORMS:]
             sync_future = self._store_executor.submit(sync, partial_path)
-            norm = self._check_content(partial_path, pieces, norms)
+            with self._check_lock, TensorFile(self.store.base) as base:
+                codec = self.swarm.effective_codec
+                reference = update_base(self.swarm, base.read)
+                norm = check_update(partial_path, pieces, codec, reference, norms, self.swarm.outlier)
             sync_future.result()
             with self.changed:
                 self._check_accepting(node, round_number)  # the round may have closed during the check
@@ -193,17 +196,6 @@ class Coordinator:
         except UpdateRejected:
             partial_path.unlink(missing_ok=True)
             raise
-
-    def _check_content(self, path: Path, pieces: Sequence[ModelPiece], recent_norms: Sequence[float]) -> float:
-        with self._check_lock, TensorFile(self.store.base) as base:
-            return check_update(
-                path,
-                pieces,
-                self.swarm.effective_codec,
-                base=update_base(self.swarm, base.read),
-                recent_norms=recent_norms,
-                outlier_factor=self.swarm.outlier,
-            )
 
     def record_refusal(self, node: str, round_number: int, reason: str) -> None:
         """Record that a message or an update of a node was rejected.
@@ -261,7 +253,7 @@ class Coordinator:
         round_number = open_round.number
         pieces = round_pieces(self.run, round_number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
-        digests = self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
+        digests = self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
             if not open_round.updates.keys() >= {node for node, _ in node_tokens}:
                 return  # an update was dropped meanwhile; the next tick closes the round without it

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -155,20 +155,20 @@ class SwarmStore:
                 NodeUpdate(node, tokens, files.enter_context(TensorFile(self.update(round_number, node))))
                 for node, tokens in node_tokens
             ]
-            old = self._open_state(config, lambda kind: files.enter_context(TensorFile(self._model_path(kind))))
-            new = self._open_state(
-                config,
-                lambda kind: files.enter_context(TensorFile.create(self._new_path(round_number, kind), round_shapes)),
-            )
-            piece_senders = aggregate(pieces, updates, config, old=old, new=new)
-            sizes = {
-                piece.key: (encoded_bytes(piece.num_elements, config.codec),)
-                for piece in pieces
-                if piece.key in piece_senders
-            }
+            old_files = {}
+            new_files = {}
+            for kind in self._used_kinds(config):
+                old_files[kind] = files.enter_context(TensorFile(self._model_path(kind)))
+                new_file = TensorFile.create(self._new_path(round_number, kind), round_shapes)
+                new_files[kind] = files.enter_context(new_file)
+            old = ModelState(**old_files)
+            new = ModelState(**new_files)
+            piece_senders = aggregate(pieces, updates, config, old, new)
+            sent_pieces = [piece for piece in pieces if piece.key in piece_senders]
+            sizes = {piece.key: (encoded_bytes(piece.num_elements, config.codec),) for piece in sent_pieces}
             partial_path = self.broadcast_path(round_number).with_suffix(".part")
             broadcast = files.enter_context(TensorFile.create(partial_path, sizes, "U8"))
-            encode_broadcast(pieces, updates, piece_senders, codec=config.codec, old=old, new=new, broadcast=broadcast)
+            encode_broadcast(pieces, updates, piece_senders, config.codec, old, new, broadcast)
             for file in (broadcast, *new.files.values()):
                 file.sync()
             partial_path.rename(self.broadcast_path(round_number))
@@ -191,14 +191,8 @@ class SwarmStore:
         for pattern in ("*.update", "*.part"):
             for leftover in self.round(round_number).glob(pattern):
                 leftover.unlink(missing_ok=True)
-        self._remove_old_rounds(round_number)
-
-    def _remove_old_rounds(self, round_number: int) -> None:
-        """Remove the results of old rounds.
-
-        The last rounds remain while their results together are smaller than the weights, which a late node receives
-        otherwise.
-        """
+        # Keep the last rounds while their results together are smaller than the weights, which a late node receives
+        # otherwise.
         retained_bytes = 0
         model_bytes = self.base.stat().st_size
         for round_directory in sorted((self.directory / "rounds").iterdir(), reverse=True):
@@ -230,17 +224,10 @@ class SwarmStore:
         """True if a round covers the full model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _open_state(self, config: AggregationConfig, open_file: Callable[[str], TensorFile]) -> ModelState:
-        return ModelState(**{kind: open_file(kind) for kind in self._used_kinds(config)})
-
     def _used_kinds(self, config: AggregationConfig) -> list[str]:
         """Return the kinds of files that the model has."""
-        moments = dict.fromkeys(MOMENTS, config.descent is not None)
-        used = {
-            "error_feedback": not sends_weights(config.codec),
-            "velocity": not config.outer.is_plain_mean,
-            **moments,
-        }
+        used = dict.fromkeys(MOMENTS, config.descent is not None)
+        used |= {"error_feedback": not sends_weights(config.codec), "velocity": not config.outer.is_plain_mean}
         return [kind for kind in MODEL_FILE_KINDS if used.get(kind, True)]
 
     def _model_path(self, kind: str) -> Path:

@@ -81,13 +81,11 @@ class SwarmState:
                 return self.round is not None and event["node"] in self.round.updates
             case "opened":
                 is_next = self.round is None and event["round"] == self.committed
-                return is_next and set(event["text"]) == set(self.members) and self._has_all_owners(event["owners"])
+                # Each expert that is distributed over nodes must have owners, which are members.
+                is_owned = [bool(nodes) and set(nodes) <= set(self.members) for nodes in event["owners"] or ()]
+                has_all_owners = len(is_owned) == self._num_split_experts and all(is_owned)
+                return is_next and set(event["text"]) == set(self.members) and has_all_owners
         return True
-
-    def _has_all_owners(self, owners: list[list[str]] | None) -> bool:
-        """Return whether each expert that is distributed over nodes has owners, which are members."""
-        is_owned = [bool(nodes) and set(nodes) <= set(self.members) for nodes in owners or ()]
-        return len(is_owned) == self._num_split_experts and all(is_owned)
 
     def record(self, event: Event) -> None:
         """Apply an event."""
@@ -103,7 +101,18 @@ class SwarmState:
             case "text":
                 self.text = event["text"]
             case "opened":
-                self._open_round(event)
+                owners = event["owners"]
+                self.owners = None if owners is None else tuple(map(tuple, owners))
+                assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
+                self.round = OpenRound(
+                    number=event["round"],
+                    opened_at=event["at"],
+                    owners=self.owners,
+                    data_assignments=assignments,
+                    num_downtimes=int(event["at"] < self.resumed_at + RECONNECT_SECONDS),
+                )
+                self.steps_assigned += sum(steps for _, steps in assignments.values())
+                self.previous_nodes = frozenset(assignments)
             case "resumed":
                 self.resumed_at = event["at"]
                 if self.round is not None:
@@ -111,10 +120,9 @@ class SwarmState:
                     self.round.num_downtimes += 1
             case "accepted":
                 assert self.round is not None
-                names = ("node", "tokens", "steps", "bytes", "norm", "at")
-                self.round.updates[event["node"]] = AcceptedUpdate(
-                    **{name: event[name] for name in names}, offset=self.round.elapsed_seconds(event["at"])
-                )
+                fields = {name: event[name] for name in ("node", "tokens", "steps", "bytes", "norm", "at")}
+                offset = self.round.elapsed_seconds(event["at"])
+                self.round.updates[event["node"]] = AcceptedUpdate(**fields, offset=offset)
                 if self.text is None:
                     self.text = self.texts.get(event["node"])
             case "refused":
@@ -126,31 +134,14 @@ class SwarmState:
                 self.refused[event["node"], event["reason"]] += 1
                 del self.round.updates[event["node"]]
             case "committed":
-                self._commit_round(event)
-
-    def _open_round(self, event: Event) -> None:
-        owners = event["owners"]
-        self.owners = None if owners is None else tuple(map(tuple, owners))
-        assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
-        self.round = OpenRound(
-            number=event["round"],
-            opened_at=event["at"],
-            owners=self.owners,
-            data_assignments=assignments,
-            num_downtimes=int(event["at"] < self.resumed_at + RECONNECT_SECONDS),
-        )
-        self.steps_assigned += sum(steps for _, steps in assignments.values())
-        self.previous_nodes = frozenset(assignments)
-
-    def _commit_round(self, event: Event) -> None:
-        assert self.round is not None
-        self.arrivals = [*self.arrivals, self.round.arrival_offsets][-MAX_ARRIVAL_ROUNDS:]
-        if "base" in event:
-            self.base_digests[self.round.number] = event["base"]
-            self.broadcast_digests[self.round.number] = event["broadcast"]
-        self.rounds_with_training += any(update.tokens for update in self.round.updates.values())
-        self.last_included_nodes = frozenset(self.round.updates)
-        self.committed, self.round = self.round.number + 1, None
+                assert self.round is not None
+                self.arrivals = [*self.arrivals, self.round.arrival_offsets][-MAX_ARRIVAL_ROUNDS:]
+                if "base" in event:
+                    self.base_digests[self.round.number] = event["base"]
+                    self.broadcast_digests[self.round.number] = event["broadcast"]
+                self.rounds_with_training += any(update.tokens for update in self.round.updates.values())
+                self.last_included_nodes = frozenset(self.round.updates)
+                self.committed, self.round = self.round.number + 1, None
 
     # -- derived state ---------------------------------------------------------------------------------------------
 
@@ -190,13 +181,8 @@ class SwarmState:
             steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.previous_nodes else 0)
             assignments[node] = first_step, steps
             first_step += steps
-        return {
-            "kind": "opened",
-            "round": self.committed,
-            "owners": self._next_owners(),
-            "text": assignments,
-            "at": now,
-        }
+        owners = self._next_owners()
+        return {"kind": "opened", "round": self.committed, "owners": owners, "text": assignments, "at": now}
 
     @property
     def waiting_for(self) -> str:
@@ -220,11 +206,7 @@ class SwarmState:
         owners = self.owners
         nodes = list(self.members)
         rotates = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
-        if (
-            owners is not None
-            and rotates
-            and {node for expert_owners in owners for node in expert_owners} <= set(nodes)
-        ):
+        if owners is not None and rotates and set().union(*owners) <= set(nodes):
             owners = rotate_owners(owners, nodes)
         copies = min(swarm.replication, int(sum(self.members.values()) // self._num_split_experts))
         return assign_experts(self._num_split_experts, self.members, copies, previous_owners=owners)
@@ -245,11 +227,8 @@ class SwarmState:
     def rejection_reason(self, node: str, round_number: int) -> str | None:
         """Return why a node may not send an update of a round, or None if it may."""
         if round_number < self.committed:  # the node may have missed the answer
-            return (
-                ALREADY_SENT
-                if round_number == self.committed - 1 and node in self.last_included_nodes
-                else ROUND_CLOSED
-            )
+            was_included = round_number == self.committed - 1 and node in self.last_included_nodes
+            return ALREADY_SENT if was_included else ROUND_CLOSED
         if self.round is None or round_number > self.round.number:
             return NOT_OPEN_YET
         if node not in self.round.data_assignments:
@@ -264,13 +243,11 @@ class SwarmState:
             return None
         round_offsets = self.round.arrival_offsets
         known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
-        if (
-            not self._expected_nodes - self.round.updates.keys()
-        ):  # all present nodes have sent an update or were rejected
+        all_have_sent = not self._expected_nodes - self.round.updates.keys()  # or were rejected
+        if all_have_sent:
             return self.round.deadline(known_offsets or [0.0], self.swarm.round)
-        if not known_offsets or (
-            not self.arrivals and len(round_offsets) < self._quorum_size(len(self.round.data_assignments))
-        ):
+        has_quorum = len(round_offsets) >= self._quorum_size(len(self.round.data_assignments))
+        if not known_offsets or not (self.arrivals or has_quorum):
             return None
         return self.round.deadline(known_offsets, self.swarm.round)
 
@@ -290,13 +267,8 @@ class SwarmState:
     def _expected_nodes(self) -> set[str]:
         """The present nodes of the open round that have sent, or must still send; rejected ones need not."""
         assert self.round is not None
-        updates = self.round.updates
-        refused = self.round.refused
-        return {
-            node
-            for node in self.round.data_assignments
-            if node in self.members and (node in updates or node not in refused)
-        }
+        present = self.round.data_assignments.keys() & self.members.keys()
+        return present - (self.round.refused - self.round.updates.keys())
 
     def _quorum_size(self, nodes: int) -> int:
         return max(1, -int(-nodes * self.swarm.round.quorum // 1))

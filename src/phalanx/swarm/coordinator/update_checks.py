@@ -33,9 +33,8 @@ class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error
 
 def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
     """Return the maximum number of bytes of an update with these pieces."""
-    return BASE_HEADER_BYTES + sum(
-        HEADER_BYTES_PER_PIECE + encoded_bytes(piece.num_elements, codec) for piece in pieces
-    )
+    sizes = (HEADER_BYTES_PER_PIECE + encoded_bytes(piece.num_elements, codec) for piece in pieces)
+    return BASE_HEADER_BYTES + sum(sizes)
 
 
 def check_counts(run: RunSpec, tokens: int, steps: int, assigned_steps: int) -> None:
@@ -71,35 +70,23 @@ def check_update(
     except TensorFileError as error:
         raise UpdateRejected(f"malformed: {error}") from None
     with opened as file:
-        return _checked_norm(file, pieces, codec, base=base, recent_norms=recent_norms, outlier_factor=outlier_factor)
-
-
-def _checked_norm(
-    file: TensorFile,
-    pieces: Sequence[ModelPiece],
-    codec: Codec,
-    base: Weights,
-    recent_norms: Sequence[float],
-    outlier_factor: float,
-) -> float:
-    expected_shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
-    shapes = file.shapes
-    if foreign := sorted(set(shapes) - set(expected_shapes)):
-        raise UpdateRejected(f"foreign: it contains {foreign[0]}, which the node does not train")
-    if missing := sorted(set(expected_shapes) - set(shapes)):
-        raise UpdateRejected(f"malformed: {missing[0]} is missing")
-    if mismatched := [key for key, shape in expected_shapes.items() if shapes[key] != shape]:
-        raise UpdateRejected(
-            f"malformed: {mismatched[0]} has {shapes[mismatched[0]]} bytes instead of {expected_shapes[mismatched[0]]}"
-        )
-    piece_norms = [torch.zeros((), dtype=torch.float64)]
-    for piece in pieces:
-        value = decode(file.raw(piece.key), piece.shape, codec)
-        change = value - base(piece) if sends_weights(codec) else value
-        piece_norm = torch.linalg.vector_norm(change)
-        if not torch.isfinite(piece_norm):  # or too large for a finite square
-            raise UpdateRejected(f"not finite: values of {piece.key}")
-        piece_norms.append(piece_norm.double())
+        expected_shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
+        shapes = file.shapes
+        if foreign := sorted(set(shapes) - set(expected_shapes)):
+            raise UpdateRejected(f"foreign: it contains {foreign[0]}, which the node does not train")
+        if missing := sorted(set(expected_shapes) - set(shapes)):
+            raise UpdateRejected(f"malformed: {missing[0]} is missing")
+        if mismatched := [key for key, shape in expected_shapes.items() if shapes[key] != shape]:
+            sizes = f"{shapes[mismatched[0]]} bytes instead of {expected_shapes[mismatched[0]]}"
+            raise UpdateRejected(f"malformed: {mismatched[0]} has {sizes}")
+        piece_norms = [torch.zeros((), dtype=torch.float64)]
+        for piece in pieces:
+            value = decode(file.raw(piece.key), piece.shape, codec)
+            change = value - base(piece) if sends_weights(codec) else value
+            piece_norm = torch.linalg.vector_norm(change)
+            if not torch.isfinite(piece_norm):  # or too large for a finite square
+                raise UpdateRejected(f"not finite: values of {piece.key}")
+            piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())
     if norm > MAX_NUMBER:
         raise UpdateRejected(f"not finite: a change of {norm:.3g} exceeds the maximum of {MAX_NUMBER:.3g}")

@@ -69,7 +69,7 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
         raise UserError("name", member, problem, "use another name, or remove the certificate")
     names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
-        _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days=days)
+        _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(

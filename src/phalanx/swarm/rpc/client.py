@@ -138,14 +138,8 @@ class SwarmClient:
             tries += 1
             offset = int(self._call("received", {"round": round, "mark": upload_id})["bytes"])
             start = time.perf_counter()
-            header = {
-                "round": round,
-                "offset": offset,
-                "bytes": size_bytes,
-                "mark": upload_id,
-                "tokens": tokens,
-                "steps": steps,
-            }
+            sizes = {"offset": offset, "bytes": size_bytes}
+            header = {"round": round, **sizes, "mark": upload_id, "tokens": tokens, "steps": steps}
 
             def parts() -> Iterator[bytes]:
                 yield pack(header)
@@ -199,7 +193,7 @@ class SwarmClient:
             with TensorFile(path, writable=True) as file:
                 buffer = memoryview(b"")
                 for key, digest in header["pieces"].items():
-                    buffer = self._receive_tensor(file, key, digest, stream=stream, buffer=buffer)
+                    buffer = self._receive_tensor(file, key, digest, stream, buffer)
                     received_keys.add(key)
 
         while True:
@@ -254,7 +248,11 @@ class SwarmClient:
                 return result
             except grpc.RpcError as error:
                 details = error.details() or ""
-                _raise_answer(error.code(), details)
+                if error.code() == grpc.StatusCode.NOT_FOUND:
+                    raise RoundExpired(details) from None
+                if error.code() not in RETRYABLE_CODES and not details.startswith(BUSY):
+                    raise UpdateRejected(details) from None
+                # Otherwise the link failed, or the coordinator was busy.
             if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
                 last_progress_at = time.monotonic()
                 moved_bytes = self.sent_bytes + self.received_bytes
@@ -274,14 +272,6 @@ class SwarmClient:
         if self._reached:
             return away_seconds > RECONNECT_SECONDS
         return away_seconds > FIRST_CONNECT_SECONDS or any(phrase in details for phrase in PERMANENT_PHRASES)
-
-
-def _raise_answer(code: grpc.StatusCode, details: str) -> None:
-    """Raise the coordinator's answer to a failed call; return if the link failed or the coordinator was busy."""
-    if code == grpc.StatusCode.NOT_FOUND:
-        raise RoundExpired(details) from None
-    if code not in RETRYABLE_CODES and not details.startswith(BUSY):
-        raise UpdateRejected(details) from None
 
 
 def update_id(path: Path) -> str:

@@ -62,7 +62,7 @@ def listen_error(address: str) -> UserError:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     fix = "use 0.0.0.0:PORT to listen on all addresses of this machine, or another port"
-    return UserError("--listen", address, f"cannot be served: {reason}", fix=fix)
+    return UserError("--listen", address, f"cannot be served: {reason}", fix)
 
 
 class StrangerLimit:

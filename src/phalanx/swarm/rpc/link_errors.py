@@ -45,4 +45,4 @@ def unreachable_error(address: str, details: str) -> UserError:
         (reason for phrase, reason in UNREACHABLE_REASONS.items() if phrase in details),
         (details or "no answer", SERVE_FIX),
     )
-    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix=fix)
+    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix)

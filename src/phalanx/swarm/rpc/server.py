@@ -86,34 +86,26 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     except RuntimeError:
         raise listen_error(address) from None
     strangers = StrangerLimit(port, max_connections // 2)
-    server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting, operator, strangers=strangers)),))
+    service = SwarmService(coordinator, greeting, operator, strangers)
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(_message_handler(service, getattr(service, name)))
+        for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
+    }
+    handlers["put"] = grpc.stream_unary_rpc_method_handler(service.put)
+    handlers["get"] = grpc.unary_stream_rpc_method_handler(service.get)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     server.start()
-    threading.Thread(target=_sweep_until_stopped, args=(server, strangers), daemon=True).start()
+
+    def sweep_until_stopped() -> None:
+        while server.wait_for_termination(SWEEP_SECONDS):
+            with suppress(OSError):
+                strangers.sweep()
+
+    threading.Thread(target=sweep_until_stopped, daemon=True).start()
     return server, port
 
 
-def _sweep_until_stopped(server: grpc.Server, strangers: StrangerLimit) -> None:
-    while server.wait_for_termination(SWEEP_SECONDS):
-        with suppress(OSError):
-            strangers.sweep()
-
-
-def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
-    unary = grpc.unary_unary_rpc_method_handler
-    stream_in = grpc.stream_unary_rpc_method_handler
-    stream_out = grpc.unary_stream_rpc_method_handler
-    methods = {
-        **{
-            name: unary(_unary_handler(service, getattr(service, name)))
-            for name in ("join", "heartbeat", "wait", "leave", "status", "text", "received")
-        },
-        "put": stream_in(service.put),
-        "get": stream_out(service.get),
-    }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
-
-
-def _unary_handler(
+def _message_handler(
     service: SwarmService, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """Wrap a call with messages as a call with bytes, with exceptions as status codes."""
@@ -190,9 +182,8 @@ class SwarmService:
     def text(self, node: str, message: Message) -> Message:
         """Set the text that all nodes must read (`Coordinator.set_text`)."""
         if node != self.operator:
-            raise UpdateRejected(
-                f"{NOT_PERMITTED}: only the coordinator's certificate, {self.operator}, may set the text"
-            )
+            permitted = f"only the coordinator's certificate, {self.operator}, may set the text"
+            raise UpdateRejected(f"{NOT_PERMITTED}: {permitted}")
         self.coordinator.set_text(str(message["text"]))
         return {}
 
@@ -213,9 +204,8 @@ class SwarmService:
                 upload_id = str(header["mark"])
                 with self.coordinator.receiving_update(node, round_number, upload_id) as (path, max_bytes):
                     _receive_file(path, offset, max_bytes, size_bytes=int(header["bytes"]), requests=requests)
-                    self.coordinator.accept_update(
-                        node, round_number, upload_id, tokens=int(header["tokens"]), steps=int(header["steps"])
-                    )
+                    counts = int(header["tokens"]), int(header["steps"])
+                    self.coordinator.accept_update(node, round_number, upload_id, *counts)
             return pack({})
         except UpdateRejected as refused:
             reason = str(refused)
@@ -240,7 +230,7 @@ class SwarmService:
             round_number = int(message.get("round", -1))
             requested_committed = int(message.get("committed", -1))
             with self.pace.limited(node):
-                yield from self._stream_weights(node, round_number, requested_committed, local_keys=local_keys)
+                yield from self._stream_weights(node, round_number, requested_committed, local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
         except (FileNotFoundError, TensorFileError) as error:

@@ -67,18 +67,12 @@ class RoundExchange:
         path = self.directory / "update"
         feedback = dict(self.feedback)
         with TensorFile(self.local_weights) as local_file, TensorFile(self.base) as base:
-            base_weights = update_base(self.swarm, base.read)
-            write_update(
-                path,
-                self.pieces_to_send(task.round),
-                self.swarm.effective_codec,
-                weights=local_file.read,
-                base=base_weights,
-                feedback=feedback,
-            ).close()
+            codec = self.swarm.effective_codec
+            reference = update_base(self.swarm, base.read)
+            write_update(path, self.pieces_to_send(task.round), codec, local_file.read, reference, feedback).close()
         encoded_at = time.perf_counter()
         try:
-            self.link.upload_update(path, task.round, tokens, steps=steps)
+            self.link.upload_update(path, task.round, tokens, steps)
             self.feedback = feedback
         except UpdateRejected as refused:
             round_record.refused = str(refused)
@@ -92,9 +86,8 @@ class RoundExchange:
         """Return the pieces that this node sends in a round."""
         owners: Owners | None = None
         if self.swarm.method in EXPERT_SPLIT_METHODS and self.run.model.moe is not None:
-            owners = tuple(
-                (self.name,) if expert in self.local_experts else () for expert in range(self.run.model.moe.num_experts)
-            )
+            experts = range(self.run.model.moe.num_experts)
+            owners = tuple((self.name,) if expert in self.local_experts else () for expert in experts)
         return pieces_sent_by(round_pieces(self.run, round_number), owners, self.name)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -102,7 +95,8 @@ class RoundExchange:
     def local_experts_are_final(self, round_number: int) -> bool:
         """Return whether the result of a round contains this node's experts as this node sends them."""
         config = aggregation_config(self.run, round_number)
-        return self._trains_experts_alone and config.outer.is_plain_mean and not config.merge_alpha
+        trains_experts_alone = self.swarm.method in EXPERT_SPLIT_METHODS and self.swarm.replication == 1
+        return trains_experts_alone and config.outer.is_plain_mean and not config.merge_alpha
 
     def local_expert_pieces(self, round_number: int) -> list[ModelPiece]:
         """Return the expert pieces that this node sends in a round."""
@@ -120,17 +114,12 @@ class RoundExchange:
             return None
         return TrainedExperts(self.local_experts, self.swarm.frozen_expert_codec)
 
-    @property
-    def _trains_experts_alone(self) -> bool:
-        """True if no other node trains this node's experts."""
-        return self.swarm.method in EXPERT_SPLIT_METHODS and self.swarm.replication == 1
-
     def download_model(self) -> int:
         """Receive all weights, and return how many rounds they include."""
         assert self.link is not None
         partial_path = self.directory / "base.part"
         shapes = parameter_shapes(self.run.model)
-        committed = self.link.download_round(partial_path, None, (), shapes=shapes.__getitem__)
+        committed = self.link.download_round(partial_path, None, (), shapes.__getitem__)
         partial_path.rename(self.base)
         if not self.local_weights.exists():
             TensorFile.create(self.local_weights, shapes).close()
@@ -188,17 +177,12 @@ class RoundExchange:
     def _download_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Receive the broadcast of a round."""
         assert self.link is not None
-        sizes = {
-            piece.key: (encoded_bytes(piece.num_elements, self.swarm.effective_codec),)
-            for piece in round_pieces(self.run, round_number)
-        }
+        codec = self.swarm.effective_codec
+        pieces = round_pieces(self.run, round_number)
+        sizes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
         with self._measure_download(round_record):
-            self.link.download_round(
-                self.directory / "down",
-                round_number,
-                self._skipped_keys(round_number, was_accepted),
-                shapes=sizes.__getitem__,
-            )
+            skipped_keys = self._skipped_keys(round_number, was_accepted)
+            self.link.download_round(self.directory / "down", round_number, skipped_keys, sizes.__getitem__)
         self.fetched_round = round_number
 
     def _skipped_keys(self, round_number: int, was_accepted: bool) -> list[str]:

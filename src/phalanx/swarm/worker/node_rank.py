@@ -15,7 +15,6 @@ from phalanx.launch.failures import write_failure
 from phalanx.launch.process import LAUNCHER_PID_ENV, env_rank, handling_signals, init_distributed, select_device
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.lock import acquire_run_lock
-from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import ROUNDS_FILE, read_link
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
@@ -55,7 +54,9 @@ class NodeRank:
             self.link.leave()
             if self.lock is not None:
                 self.lock.close()
-            print_line(_describe_end(evaluation, is_leaving=worker.leaving))
+            end = "left the swarm; the same command rejoins" if worker.leaving else "the last round is done"
+            loss = evaluation.get("held_out_loss")
+            print_line(end if loss is None else f"{end}; held-out loss {loss:.4f}")
 
     def _start(self) -> SwarmWorker:
         """Initialize torch.distributed and this rank's worker; on rank 0 also lock the directory and connect."""
@@ -67,7 +68,7 @@ class NodeRank:
             self.link = SwarmClient(link_record["address"], Path(link_record["certificates"]), print_line)
             self.link.join_message = dict(link_record["place"])
         text = open_training_data(run, data)
-        worker = SwarmWorker(run, text, self.directory, device=device, name=link_record["node"], link=self.link)
+        worker = SwarmWorker(run, text, self.directory, device, name=link_record["node"], link=self.link)
         worker.exchange.version = link_record["version"]
         worker.exchange.initial_download_bytes = link_record["received_bytes"]
         self.worker = worker
@@ -88,13 +89,6 @@ class NodeRank:
             if not isinstance(error, UserError):
                 traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1
-
-
-def _describe_end(evaluation: MetricsRecord, is_leaving: bool) -> str:
-    """Return the last line of a node."""
-    outcome = "left the swarm; the same command rejoins" if is_leaving else "the last round is done"
-    loss = evaluation.get("held_out_loss")
-    return outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}"
 
 
 def print_line(message: str) -> None:

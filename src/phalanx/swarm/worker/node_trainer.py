@@ -24,7 +24,7 @@ def build_node_trainer(exchange: RoundExchange, corpus: TrainingData, device: to
             return base.read_tensor(name)
 
         corpus = replace(corpus, weights=read_weight)
-        trainer = Trainer(run, corpus, exchange.directory, device=device, trained_experts=exchange.trained_experts)
+        trainer = Trainer(run, corpus, exchange.directory, device, trained_experts=exchange.trained_experts)
     if exchange.swarm.sends_gradients:
         trainer.optimizers = [GradientCapture(trainer, exchange.local_weights)]
     return trainer

@@ -7,7 +7,7 @@ Why: `docs/design/decisions/swarm-ddp-optimizer.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +37,8 @@ def write_weights(
     strategy: Strategy, mesh: Mesh, trained_experts: TrainedExperts | None, num_experts: int, file: TensorFile
 ) -> None:
     """Write the trained parameters to a file of full parameters."""
-    _write_tensors(
-        strategy,
-        mesh,
-        trained_experts.experts if trained_experts is not None else range(num_experts),
-        tensors=strategy.trainable_parameters,
-        file=file,
-    )
+    experts = trained_experts.experts if trained_experts is not None else range(num_experts)
+    _write_tensors(strategy, mesh, experts, strategy.trainable_parameters, file)
 
 
 class GradientCapture(torch.optim.Optimizer):
@@ -54,9 +49,8 @@ class GradientCapture(torch.optim.Optimizer):
     """
 
     def __init__(self, learner: Learner, path: Path) -> None:
-        super().__init__(
-            list(learner.strategy.trainable_parameters.values()), {"lr": learner.run.optimizer.learning_rate}
-        )
+        parameters = list(learner.strategy.trainable_parameters.values())
+        super().__init__(parameters, {"lr": learner.run.optimizer.learning_rate})
         self.strategy = learner.strategy
         self.mesh = learner.mesh
         self.path = path
@@ -67,7 +61,7 @@ class GradientCapture(torch.optim.Optimizer):
         parameters = self.strategy.trainable_parameters
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         with TensorFile(self.path, writable=True) as file:
-            _write_tensors(self.strategy, self.mesh, self.experts, tensors=gradients, file=file)
+            _write_tensors(self.strategy, self.mesh, self.experts, gradients, file)
 
 
 @torch.no_grad()
@@ -78,7 +72,8 @@ def _write_tensors(
 
     Shards of a parameter on several ranks are gathered, so all ranks must call this function.
     """
-    is_writer = _is_first(mesh)
+    coordinates = mesh.dims.coordinates(mesh.rank)
+    is_writer = not any(coordinates[axis] for axis in coordinates if axis != "pp")
     for name, tensor in tensors.items():
         global_tensor = strategy.model_parallel.as_global_dtensor(name, tensor.detach())
         full_tensor = global_tensor.full_tensor() if isinstance(global_tensor, DTensor) else global_tensor
@@ -89,11 +84,6 @@ def _write_tensors(
                 file.write(ModelPiece(name, tuple(full_tensor.shape[1:]), expert), full_tensor[index])
         else:
             file.write(ModelPiece(name, tuple(full_tensor.shape)), full_tensor)
-
-
-def _is_first(mesh: Mesh) -> bool:
-    """Return whether this rank is the first one with its stages."""
-    return not any(coordinate for axis, coordinate in mesh.dims.coordinates(mesh.rank).items() if axis != "pp")
 
 
 @torch.no_grad()
@@ -112,14 +102,10 @@ def read_weights(
     """
 
     def load_parameter(name: str, source: Weights) -> None:
-        read_full = partial(_read_parameter, source)
-        init_parameter(
-            strategy,
-            name,
-            select_trained_experts(read_full, trained_experts, num_experts)
-            if trained_experts is not None
-            else read_full,
-        )
+        read: Callable[[str, torch.Size], Tensor] = partial(_read_parameter, source)
+        if trained_experts is not None:
+            read = select_trained_experts(read, trained_experts, num_experts)
+        init_parameter(strategy, name, read)
 
     for name, parameter in strategy.trainable_parameters.items():  # one at a time, so that copies are small
         reference = None if name in blend_factors else sent_weights

@@ -66,7 +66,7 @@ class SwarmWorker:
         self.directory = directory
         self.device = device
         self.link = link
-        self.exchange = RoundExchange(run, directory, name, link=link)
+        self.exchange = RoundExchange(run, directory, name, link)
         self.total_experts = run.model.moe.num_experts if run.model.moe else 0
         self.trainer: Trainer | None = None
         self.batches: Generator[Batch] | None = None
@@ -101,7 +101,12 @@ class SwarmWorker:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # otherwise a restarted node has already sent this round
-                    record = self._measure_round(task, loggers)
+                    record = RoundRecord(round=task.round)
+                    start = time.perf_counter()
+                    self._prepare(task, record)
+                    self._run_round(task, record, loggers)
+                    record.seconds = time.perf_counter() - start
+                    record.held_bytes = self.state_bytes
                     if round_logger is not None:
                         round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(record)})
                         log(format_round(record))
@@ -118,15 +123,6 @@ class SwarmWorker:
         finally:
             self._stopped.set()
             self._executor.shutdown()
-
-    def _measure_round(self, task: NodeTask, loggers: list[Logger]) -> RoundRecord:
-        round_record = RoundRecord(round=task.round)
-        start = time.perf_counter()
-        self._prepare(task, round_record)
-        self._run_round(task, round_record, loggers)
-        round_record.seconds = time.perf_counter() - start
-        round_record.held_bytes = self.state_bytes
-        return round_record
 
     def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Prepare the weights, the trained experts and the text of a round."""
@@ -156,8 +152,15 @@ class SwarmWorker:
         moments = optimizer_moments(self.trainer) if self.trainer else {}
         self.trainer = None  # two trainers would need twice the memory
         self.exchange.local_experts = experts
-        self.trainer = self._build_trainer()
-        transfer_moments(moments, old_experts, self.trainer, new_experts=experts)
+        trainer = build_node_trainer(self.exchange, self.corpus, self.device)
+
+        def record_state_bytes(*_: object) -> None:
+            self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
+
+        for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
+            last_optimizer.register_step_post_hook(record_state_bytes)
+        self.trainer = trainer
+        transfer_moments(moments, old_experts, trainer, experts)
 
     def _run_round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
         """Train, send the update, and receive the result.
@@ -176,7 +179,11 @@ class SwarmWorker:
             download = self._executor.submit(self.exchange.prefetch_round, task.round, upload, round_record)
         self.steps_ahead = self._train_steps(steps.during_exchange, round_record, loggers)
         was_accepted = broadcast_from_rank0(lambda: upload.result() if upload else None)
-        next_task = self._wait_for_result(task.round, download, round_record)
+        start = time.perf_counter()
+        next_task = self._wait_for(committed=task.round + 1)
+        round_record.wait_seconds += time.perf_counter() - start
+        if download is not None:
+            download.result()
         if next_task is not None:
             accepted_round = task.round if was_accepted else None
             self._receive(plan_round(self.exchange, next_task.committed, accepted_round), round_record)
@@ -192,7 +199,8 @@ class SwarmWorker:
         steps_done = 0
         for _ in range(steps):
             seconds_per_step = (time.perf_counter() - start) / max(1, steps_done)
-            if in_time and self._deadline_is_near(seconds_per_step):
+            second_step_ends = time.monotonic() + 2 * seconds_per_step
+            if in_time and self.deadline is not None and second_step_ends > self.deadline:
                 trainer.stop_requested = True  # all ranks receive the request in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
@@ -210,10 +218,6 @@ class SwarmWorker:
         round_record.train_seconds += time.perf_counter() - start
         return steps_done
 
-    def _deadline_is_near(self, seconds_per_step: float) -> bool:
-        """Return whether a second step from now would end after the deadline."""
-        return self.deadline is not None and time.monotonic() + 2 * seconds_per_step > self.deadline
-
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _send_update(self, task: NodeTask, round_record: RoundRecord) -> Future[bool] | None:
@@ -222,13 +226,8 @@ class SwarmWorker:
         start = time.perf_counter()
         if not self.swarm.sends_gradients:  # gradients are already written (`replica.GradientCapture`)
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
-                write_weights(
-                    self.trainer.strategy,
-                    self.trainer.mesh,
-                    self.exchange.trained_experts,
-                    num_experts=self.total_experts,
-                    file=local_file,
-                )
+                experts = self.exchange.trained_experts
+                write_weights(self.trainer.strategy, self.trainer.mesh, experts, self.total_experts, local_file)
         if dist.is_initialized():
             dist.barrier()
         round_record.code_seconds += time.perf_counter() - start
@@ -241,56 +240,43 @@ class SwarmWorker:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _wait_for_result(self, round: int, download: Future[None] | None, round_record: RoundRecord) -> NodeTask | None:
-        """Wait until a round is committed and its download has ended; return the next task, or None if leaving."""
-        start = time.perf_counter()
-        next_task = self._wait_for(committed=round + 1)
-        round_record.wait_seconds += time.perf_counter() - start
-        if download is not None:
-            download.result()
-        return next_task
-
     def _receive(self, plan: RoundPlan, round_record: RoundRecord) -> None:
         """Update the shared weights by the results of rounds, and blend them into the trained weights."""
         exchange = self.exchange
         old_version = exchange.version
-        exchange.version = broadcast_from_rank0(
-            lambda: exchange.catch_up(plan.committed, round_record, plan.accepted_round)
-        )
+        arguments = plan.committed, round_record, plan.accepted_round
+        exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(*arguments))
         if self.trainer is None:
             return
         if plan.keeps_local_experts:
             exchange.reset_expert_feedback(plan.committed - 1)
         start = time.perf_counter()
-        self._blend(self.trainer, plan, updated_rounds=range(old_version, exchange.version))
-        round_record.code_seconds += time.perf_counter() - start
-
-    def _blend(self, trainer: Trainer, plan: RoundPlan, updated_rounds: range) -> None:
-        """Read the shared weights into the model, with the local steps that the plan keeps."""
-        factors = {} if plan.final else blend_factors(self.run, updated_rounds, plan)
+        factors = {} if plan.final else blend_factors(self.run, range(old_version, exchange.version), plan)
         adds_local_steps = plan.keeps_local_steps and self.swarm.mixing is None
-        with TensorFile(self.exchange.base) as base, TensorFile(self.exchange.local_weights) as sent_file:
+        with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as sent_file:
             read_weights(
-                trainer.strategy,
-                self.exchange.trained_experts,
+                self.trainer.strategy,
+                exchange.trained_experts,
                 self.total_experts,
-                weights=base.read,
-                blend_factors=factors,
-                sent_weights=sent_file.read if adds_local_steps else None,
+                base.read,
+                factors,
+                sent_file.read if adds_local_steps else None,
             )
+        round_record.code_seconds += time.perf_counter() - start
 
     # -- communication between ranks ---------------------------------------------------------------------------------
 
     def _wait_for(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """Wait for a round or a number of committed rounds; return the task, or None if the node leaves."""
+
+        def poll_coordinator() -> tuple[bool, NodeTask | None]:
+            assert self.link is not None
+            return self.leaving, None if self.leaving else self.link.poll(round, committed)
+
         while True:
-            leaving, task = broadcast_from_rank0(lambda: self._poll_coordinator(round, committed))
+            leaving, task = broadcast_from_rank0(poll_coordinator)
             if leaving or task is not None:
                 return None if leaving else task
-
-    def _poll_coordinator(self, round: int | None, committed: int | None) -> tuple[bool, NodeTask | None]:
-        assert self.link is not None
-        return self.leaving, None if self.leaving else self.link.poll(round, committed)
 
     def _heartbeat_loop(self) -> None:
         """Send heartbeats periodically."""
@@ -306,13 +292,3 @@ class SwarmWorker:
         closes_in_seconds = None if task.already_sent or self.link is None else task.closes_in_seconds
         margin = self.exchange.upload_seconds + DEADLINE_MARGIN_SECONDS
         self.deadline = None if closes_in_seconds is None else time.monotonic() + closes_in_seconds - margin
-
-    def _build_trainer(self) -> Trainer:
-        trainer = build_node_trainer(self.exchange, self.corpus, self.device)
-
-        def record_state_bytes(*_: object) -> None:
-            self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
-
-        for last_optimizer in trainer.optimizers[-1:]:  # at this point gradients and moments exist
-            last_optimizer.register_step_post_hook(record_state_bytes)
-        return trainer
