@@ -28,12 +28,8 @@ from phalanx.spec.run import RunSpec
 FORCE_EXIT_SECONDS = 5.0
 MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 """Maximum value that mallopt(3) accepts: an int."""
-
-
 ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """PyTorch's variables for the settings of the GPU allocator: the current name and the previous one."""
-
-
 FP8_CAPABILITY = 9.0
 """Minimum compute capability of `torch._scaled_mm` with a scale per row."""
 NVIDIA_SMI_SECONDS = 20.0

@@ -52,8 +52,6 @@ WORKER_ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # SIGHUP excluded: torchelastic would override nohup
 }
-
-
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # no thread pool in numpy
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for a GPU without initializing it

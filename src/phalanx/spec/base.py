@@ -20,8 +20,6 @@ LocalPath = Annotated[str, AfterValidator(partial(check_local_path, ""))]
 """Type of a field with the path of a file or directory on this machine."""
 TextSource = Annotated[str, AfterValidator(partial(check_text_source, ""))]
 """Type of a field with a local path, or with `hf:` and the name of a Hugging Face dataset."""
-
-
 ELSEWHERE = {
     "lr": "learning_rate",
     "warmup": "warmup_steps",

@@ -11,18 +11,12 @@ from phalanx.spec.run import RunSpec
 
 MICRO_BATCH_TOKENS = 16_384
 """Maximum tokens of a default micro-batch: enough to keep a device busy."""
-
-
 LOGITS_BYTES = 2**31
 """Maximum bytes of a default micro-batch's logits, in fp32 if the loss needs all of them, else in 16 bits.
 
 Chunks of the loss need less, but models with large vocabularies are large, and their blocks need the memory."""
-
-
 MIN_MICRO_BATCHES_PER_STAGE = 4
 """Default minimum of micro-batches per step for each pipeline rank. With it, 1F1B is idle for a fifth of the step."""
-
-
 STRATEGIES_WITH_UNEVEN_BATCHES = ("ddp", "zero1", "parameter_server")
 """Data-parallel strategies whose ranks may run different numbers of forward passes."""
 

@@ -73,8 +73,5 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
 
 
 def group_ranks(run: RunSpec, dims: ParallelDims, kind: GroupKind, rank: int) -> Group:
-    """Return the ranks of one group of a kind.
-
-    A server is in no group.
-    """
+    """Return the ranks of one group of a kind. A server is in no group."""
     return next(ranks for ranks in communication_groups(run, dims, kind) if rank in ranks)

@@ -89,7 +89,5 @@ def error_from_record(record: dict[str, Any]) -> UserError:
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped before its last step, with a checkpoint (EX_TEMPFAIL of sysexits.h)."""
-
-
 EXIT_INTERRUPTED = 130
 """Exit code of a run that Ctrl-C stopped in this way, as in shells."""

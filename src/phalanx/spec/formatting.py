@@ -122,10 +122,7 @@ def format_percent(value: float) -> str:
 
 
 def plural(count: int, noun: str, one: str = "1") -> str:
-    """Return a count with its noun: "1 node", "2 nodes".
-
-    `one` replaces the digit 1.
-    """
+    """Return a count with its noun: "1 node", "2 nodes". `one` replaces the digit 1."""
     return f"{one} {noun}" if count == 1 else f"{count} {noun}s"
 
 

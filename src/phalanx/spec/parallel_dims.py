@@ -165,12 +165,8 @@ def replica_strategy(strategy: StrategyName, precision: Precision, *, dp_size: i
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
 """Default order of the axes, outermost first (`ParallelDims.axes`)."""
-
-
 STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the ranks of a stage."""
-
-
 MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
 """Degrees of ranks that share a model or a sequence."""
 

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
-    """Return an HTML table for a notebook.
-
-    All text is escaped.
-    """
+    """Return an HTML table for a notebook. All text is escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -24,10 +21,7 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], caption
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
-    """Return rows as a pandas DataFrame.
-
-    Raises UserError if pandas is not installed.
-    """
+    """Return rows as a pandas DataFrame; raise UserError if pandas is not installed."""
     try:
         import pandas
     except ModuleNotFoundError:

@@ -63,9 +63,6 @@ def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weight
 
 
 def decode_piece(piece: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
-    """Return the value of a received piece.
-
-    Raises CodecError if the number of bytes is wrong.
-    """
+    """Return the value of a received piece; raise CodecError if the number of bytes is wrong."""
     value = decode(data, piece.shape, codec)
     return value if sends_weights(codec) else base(piece) + value

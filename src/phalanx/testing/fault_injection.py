@@ -29,10 +29,7 @@ def flip_bit(file: Path) -> None:
 
 @contextmanager
 def small_disk(mount_point: Path, size_bytes: int) -> Iterator[None]:
-    """Mount a separate filesystem in memory.
-
-    Raises NotAllowed if this process may not mount filesystems.
-    """
+    """Mount a separate filesystem in memory; raise NotAllowed if this process may not mount filesystems."""
     mount_point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(mount_point)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:

@@ -21,10 +21,7 @@ MAX_DEPTH = 100
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
-    """Parse a TOML file.
-
-    Raises UserError if the file does not exist or is not TOML.
-    """
+    """Parse a TOML file; raise UserError if the file does not exist or is not TOML."""
     path = Path(check_local_path(file_kind, str(path)))
     if not path.is_file():
         problem = "is a directory" if path.is_dir() else "is not a file" if path.exists() else "no such file"

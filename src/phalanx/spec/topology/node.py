@@ -61,8 +61,5 @@ class NodeTopology:
 
 
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:
-    """Raise UserError about a line of a topology.
-
-    `index` counts from 0, the message from 1.
-    """
+    """Raise UserError about a line of a topology. `index` counts from 0, the message from 1."""
     raise UserError("topology", None, f"line {index + 1}: {problem}", fix)

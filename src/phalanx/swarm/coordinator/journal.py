@@ -37,10 +37,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a journal.
-
-        Raises UserError if the file is not a journal.
-        """
+        """Open a journal; raise UserError if the file is not a journal."""
         self.path = path
         self.events: list[JsonRecord] = []
         try:

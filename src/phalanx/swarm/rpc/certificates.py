@@ -26,10 +26,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def create_certificate_authority(folder: Path) -> None:
-    """Create a certificate authority.
-
-    Raises UserError if the folder already has one.
-    """
+    """Create a certificate authority; raise UserError if the folder already has one."""
     if (folder / "ca.key").exists():
         problem = "already has an authority"
         raise UserError("certs", str(folder), problem, "issue certificates with it, or use another folder")

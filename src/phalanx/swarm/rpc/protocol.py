@@ -40,10 +40,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes) -> Message:
-    """Return a message from bytes.
-
-    Raises ValueError if the bytes are not a message.
-    """
+    """Return a message from bytes; raise ValueError if the bytes are not a message."""
     message = parse_json(data)
     if not isinstance(message, dict):
         raise ValueError("not a message")

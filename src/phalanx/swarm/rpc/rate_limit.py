@@ -39,10 +39,7 @@ class RateLimiter:
 
     @contextmanager
     def limited(self, member: str) -> Iterator[None]:
-        """Count a call of a member while it runs.
-
-        Raises UpdateRejected if the member exceeds a limit.
-        """
+        """Count a call of a member while it runs; raise UpdateRejected if the member exceeds a limit."""
         with self._lock:
             now = self._clock()
             tokens, counted_at = self._tokens.get(member, (MAX_BURST, now))

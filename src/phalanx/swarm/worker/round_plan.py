@@ -47,10 +47,7 @@ class RoundPlan:
 
 
 def plan_steps(run: RunSpec, task: NodeTask, steps_ahead: int) -> RoundSteps:
-    """Return the steps of a round.
-
-    `steps_ahead` steps of the round are already done.
-    """
+    """Return the steps of a round. `steps_ahead` steps of the round are already done."""
     assert run.swarm is not None
     before_update = run.swarm.steps_per_round - steps_ahead
     is_last_round = (task.round + 1) * run.swarm.steps_per_round >= run.training.steps

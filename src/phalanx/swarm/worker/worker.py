@@ -55,10 +55,7 @@ class SwarmWorker:
         name: str,
         link: SwarmClient | None,
     ) -> None:
-        """Prepare the rank.
-
-        Only rank 0 has a link to the coordinator.
-        """
+        """Prepare the rank. Only rank 0 has a link to the coordinator."""
         assert run.swarm is not None
         self.run = run
         self.swarm = run.swarm
