@@ -29,7 +29,7 @@ def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
     monkeypatch.setattr(RoundExchange, "_download_round", noted)
     train_local_swarm(tiny_swarm_run(tmp_path, delay=delay), tmp_path, NODES[:2])
     assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
-    beside = {number for _, number, thread in received if thread == "telling"}
+    beside = {number for _, number, thread in received if thread == "swarm exchange"}
     assert beside == (set(range(3)) if delay else set())
 
 

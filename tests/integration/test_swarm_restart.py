@@ -139,7 +139,7 @@ def test_coordinator_does_not_send_damaged_weights_and_says_so(tmp_path: Path, d
             assert "ask the operator to restore" in str(rejection_error("host:1", rejected.value))
             said: list[str] = []
             node = swarm.joined_client("ann")
-            node._say = said.append
+            node._log = said.append
             node.heartbeat()
             assert "nodes cannot receive" in said[0]
         shutil.copyfile(tmp_path / "copy", base)

@@ -42,7 +42,7 @@ def test_decide_follows_report_and_counters(
     decision = decide(
         make_report(**first),
         FailureCounters(local=local),
-        out_of_memory_again=False,
+        repeats_out_of_memory=False,
         restart_limit=3,
         num_nodes=2,
         is_essential=essential,
@@ -63,9 +63,9 @@ def test_counters_restart_when_the_run_gets_further() -> None:
 def test_out_of_memory_again_needs_the_same_step_twice() -> None:
     counters = FailureCounters(last_step_reached=2)
     report = make_report(step=5, out_of_memory=True)
-    assert not counters.out_of_memory_again(report)
-    assert counters.out_of_memory_again(report)
-    assert not counters.out_of_memory_again(make_report(step=5))
+    assert not counters.repeats_out_of_memory(report)
+    assert counters.repeats_out_of_memory(report)
+    assert not counters.repeats_out_of_memory(make_report(step=5))
 
 
 def test_describe_restart_names_source_lost_steps_and_count() -> None:

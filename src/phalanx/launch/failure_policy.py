@@ -67,10 +67,10 @@ class FailurePolicy:
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         report = diagnose(self.directory, first, records, saved, failures, self.num_nodes)
         counters = self.counters
-        out_of_memory_again = counters.out_of_memory_again(report)
+        repeats_out_of_memory = counters.repeats_out_of_memory(report)
         counters.count(report)
         limit = self.restart_limit
-        decision = decide(report, counters, out_of_memory_again, limit, self.num_nodes, self.is_essential)
+        decision = decide(report, counters, repeats_out_of_memory, limit, self.num_nodes, self.is_essential)
         self.code = decision.code
         self.is_permanent = decision.is_permanent
         headline = failure_headline(self.directory)
@@ -81,7 +81,7 @@ class FailurePolicy:
             print(f"phalanx: {describe_failure(first)}", *headline, restart, sep="\n  ", file=sys.stderr)
             return decision.action
         print_failure(self.directory, first)
-        if out_of_memory_again:
+        if repeats_out_of_memory:
             remedy = f"phalanx advise oom {shlex.quote(str(self.directory / RUN_FILE))}"
             print(f"  the same step would run out of memory again; to find a remedy: {remedy}", file=sys.stderr)
         return decision.action

@@ -87,7 +87,7 @@ class FailureCounters:
     suspects: set[int] = field(default_factory=set)
     """Ranks in which this node's failures started."""
 
-    def out_of_memory_again(self, report: FailureReport) -> bool:
+    def repeats_out_of_memory(self, report: FailureReport) -> bool:
         """Return whether memory was insufficient in the very first step, or twice in one step.
 
         Call it once per failure, before `count`. After a restart, other processes may still occupy memory.
@@ -131,7 +131,7 @@ class Decision:
 def decide(
     report: FailureReport,
     counters: FailureCounters,
-    out_of_memory_again: bool,
+    repeats_out_of_memory: bool,
     restart_limit: int,
     num_nodes: int,
     is_essential: bool,
@@ -142,14 +142,14 @@ def decide(
     alone, this node leaves instead, and the others continue. `counters` include this failure. `is_essential`: the other
     nodes cannot continue without this node.
     """
-    code = 2 if out_of_memory_again else int(report.first["code"])
+    code = 2 if repeats_out_of_memory else int(report.first["code"])
     is_final = code == 2 or report.first.get("final", False)
     is_permanent = is_final and "lost_peer" not in report.first
     is_used_up = counters.local > restart_limit or counters.remote > restart_limit * num_nodes
     if not (is_permanent or is_used_up):
         return Decision(action=FailureAction.RESTART, code=code, is_permanent=False)
-    is_cause_here = out_of_memory_again or "storage" in report.first or not is_permanent
-    if report.is_local and is_cause_here and restart_limit > 0 and not is_essential:
+    is_node_at_fault = repeats_out_of_memory or "storage" in report.first or not is_permanent
+    if report.is_local and is_node_at_fault and restart_limit > 0 and not is_essential:
         return Decision(action=FailureAction.LEAVE, code=1, is_permanent=is_permanent)
     return Decision(action=FailureAction.STOP, code=code, is_permanent=is_permanent)
 

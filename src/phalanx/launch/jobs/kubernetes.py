@@ -22,54 +22,54 @@ JOIN_TIMEOUT_SECONDS = 24 * 60 * 60
 """Timeout for other pods, which start when capacity is available or a node has been repaired."""
 
 TEMPLATE = """\
-# Written by: {words}
+# Written by: {command_line}
 # Start the run with kubectl apply -f FILE (Kubernetes 1.31 or newer). The image must contain `phalanx`. Relative paths
 # in the run file, such as those of text and run directories, start at the root of the volume.
 apiVersion: v1
 kind: ConfigMap
 metadata:
-  name: {quoted}
+  name: {quoted_name}
 data:
   {run_file}: |
-{text}
+{run_text}
 ---
 apiVersion: v1
 kind: Service  # gives each pod a host name; the rendezvous is on the first pod, {name}-0.{name}
 metadata:
-  name: {quoted}
+  name: {quoted_name}
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
   selector:
-    batch.kubernetes.io/job-name: {quoted}
+    batch.kubernetes.io/job-name: {quoted_name}
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {quoted}
+  name: {quoted_name}
 spec:
   completionMode: Indexed
-  completions: {most}
-  parallelism: {most}
-{success}\
-  backoffLimit: {failures}  # failed pods; a failure of the run counts once per pod
+  completions: {num_nodes}
+  parallelism: {num_nodes}
+{success_policy}\
+  backoffLimit: {max_failures}  # failed pods; a failure of the run counts once per pod
   podFailurePolicy:
     rules:
       - action: FailJob  # an error in the run, which a restart does not fix
         onExitCodes: {{containerName: train, operator: In, values: [2]}}
-{mistaken}\
+{user_error_rule}\
       - action: Ignore  # stopped by a signal after a checkpoint: the pod is restarted
-        onExitCodes: {{containerName: train, operator: In, values: [{again}]}}
+        onExitCodes: {{containerName: train, operator: In, values: [{stopped_code}]}}
       - action: Ignore  # the node was drained or lost
         onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
   template:
     spec:
-      subdomain: {quoted}
+      subdomain: {quoted_name}
       restartPolicy: Never  # required by podFailurePolicy; the Job starts new pods
-      terminationGracePeriodSeconds: {saving}  # time to save a checkpoint
+      terminationGracePeriodSeconds: {grace_seconds}  # time to save a checkpoint
       volumes:
         - name: run
-          configMap: {{name: {quoted}}}
+          configMap: {{name: {quoted_name}}}
         - name: work
           persistentVolumeClaim: {{claimName: {volume}}}
         - name: shared-memory  # for the ranks of a node; container runtimes provide only 64 MB
@@ -78,7 +78,7 @@ spec:
       containers:
         - name: train
           command: {command}
-{same}"""
+{container_fields}"""
 
 SUCCESS_POLICY = """\
   successPolicy:  # the Job is complete when the first pod has succeeded
@@ -98,12 +98,12 @@ CHECK_CONTAINER = """\
             - -c
             - |
               # An error in the run file is not a fault of the node: exit with 2.
-              phalanx train "$@" {config} > /dev/null || exit
+              phalanx train "$@" {config_args} > /dev/null || exit
               phalanx doctor "$@" --quick
               [ $? -ne 2 ] || {{ echo "phalanx: exclude this node with: kubectl cordon $NODE_NAME" >&2; exit 1; }}
             - doctor
-          args: {words}
-{same}"""
+          args: {args}
+{container_fields}"""
 
 CONTAINER_FIELDS = """\
           image: {image}
@@ -159,25 +159,25 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
     if job.check:
         config = " ".join(job.config_args)
         args = _format_args(run, *job.check_args)
-        check = CHECK_CONTAINER.format(config=config, words=args, same=container_fields)
+        check = CHECK_CONTAINER.format(config_args=config, args=args, container_fields=container_fields)
     rendezvous_args = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
-        words=job.command,
+        command_line=job.command,
         name=name,
-        quoted=json.dumps(name),
+        quoted_name=json.dumps(name),
         run_file=RUN_FILE,
-        text=textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True),
-        most=job.max_nodes,
-        success=SUCCESS_POLICY if job.min_nodes < job.max_nodes else "",
-        failures=FAILURES_PER_NODE * job.max_nodes,
-        mistaken=FAIL_ON_USER_ERROR if job.check else "",
-        again=EXIT_STOPPED,
-        saving=SAVING_SECONDS,
+        run_text=textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True),
+        num_nodes=job.max_nodes,
+        success_policy=SUCCESS_POLICY if job.min_nodes < job.max_nodes else "",
+        max_failures=FAILURES_PER_NODE * job.max_nodes,
+        user_error_rule=FAIL_ON_USER_ERROR if job.check else "",
+        stopped_code=EXIT_STOPPED,
+        grace_seconds=SAVING_SECONDS,
         volume=json.dumps(volume),
         shared_memory=SHARED_MEMORY,
         check=check,
         command=_format_args("phalanx", "train", run, *rendezvous_args, *job.train_args),
-        same=container_fields,
+        container_fields=container_fields,
     )
 
 

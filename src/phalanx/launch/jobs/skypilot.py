@@ -12,21 +12,21 @@ from phalanx.spec.errors import EXIT_STOPPED, UserError
 RUN_FILE = "~/phalanx/run.toml"
 
 TEMPLATE = """\
-# Written by: {words}
+# Written by: {command_line}
 # Start the run with sky jobs launch FILE, in the directory where this file was written. The image must contain
 # `phalanx`. Relative paths in the run file start at the root of the volume (create it with sky volumes apply).
 name: {name}
-num_nodes: {most}
+num_nodes: {num_nodes}
 resources:
   image_id: {image}
 {resources}\
   job_recovery:
-    recover_on_exit_codes: [{again}]  # stopped by a signal after a checkpoint
+    recover_on_exit_codes: [{stopped_code}]  # stopped by a signal after a checkpoint
 volumes:
   {work}: {volume}
 file_mounts:
   {run_file}: {file}
-{envs}\
+{environment}\
 run: |
 {script}"""
 
@@ -37,9 +37,9 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 
 CHECK_SCRIPT = """\
 # An error in the run file is not a fault of the node: exit with 2.
-phalanx train {run} {checking} {config} > /dev/null || exit
+phalanx train {run} {check_args} {config_args} > /dev/null || exit
 # phalanx doctor exits with 2 for a node that must be repaired.
-phalanx doctor {run} --quick {checking}
+phalanx doctor {run} --quick {check_args}
 [ $? -ne 2 ] || {{ echo "phalanx: this node failed phalanx doctor (see above)" >&2; exit 1; }}
 """
 
@@ -74,22 +74,22 @@ def skypilot(
     script = [f"cd {WORK}\n"]
     if job.check:
         checking = shell_join(job.check_args)
-        script.append(CHECK_SCRIPT.format(run=RUN_FILE, checking=checking, config=shell_join(job.config_args)))
+        script.append(CHECK_SCRIPT.format(run=RUN_FILE, check_args=checking, config_args=shell_join(job.config_args)))
     if job.max_nodes > 1:
         script.append(RENDEZVOUS_SCRIPT)
     command = ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args))
     script.append(" ".join(filter(None, command)) + "\n")
     return TEMPLATE.format(
-        words=job.command,
+        command_line=job.command,
         name=json.dumps(job.run.name),
-        most=job.max_nodes,
+        num_nodes=job.max_nodes,
         image=json.dumps(f"docker:{image}"),
         resources="".join(f"  {key}: {json.dumps(value)}\n" for key, value in resources.items()),
-        again=EXIT_STOPPED,
+        stopped_code=EXIT_STOPPED,
         work=WORK,
         volume=json.dumps(volume),
         run_file=RUN_FILE,
         file=json.dumps(str(job.file)),
-        envs=f"envs:\n{env_lines}" if env_lines else "",
+        environment=f"envs:\n{env_lines}" if env_lines else "",
         script=textwrap.indent("".join(script), "  "),
     )

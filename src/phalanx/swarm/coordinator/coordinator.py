@@ -61,7 +61,7 @@ class Coordinator:
         self.store = SwarmStore(directory, run)
         self.journal = Journal(directory / JOURNAL_FILE)
         self.state: SwarmState = replay(run, self.journal.events)
-        self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
+        self.last_heartbeats: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """Times of the last heartbeats; after a restart of the coordinator all of them start now."""
         self.norms: list[float] = [event["norm"] for event in self.journal.events if event.get("tokens")]
         self._is_applied = True  # false from the commit of a round until its result is in the model
@@ -71,7 +71,7 @@ class Coordinator:
         """Lock for all state; notified when a round opens or closes."""
         self._check_lock = threading.Lock()
         """Lock that limits the checks to one update at a time, and so their memory."""
-        self._store_executor = ThreadPoolExecutor(1, thread_name_prefix="keeping")
+        self._store_executor = ThreadPoolExecutor(1, thread_name_prefix="swarm store")
         """Thread that syncs an update to disk while it is checked."""
         self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self.problems: dict[str, str] = {}
@@ -104,7 +104,7 @@ class Coordinator:
             if not begin:
                 self.leave(node, "restarts")
             else:
-                self.last_heard[node] = self.clock()
+                self.last_heartbeats[node] = self.clock()
                 self._record("joined", node=node, capacity=capacity, text=data_fingerprint)
 
     def leave(self, node: str, reason: str) -> None:
@@ -130,7 +130,7 @@ class Coordinator:
     def heartbeat(self, node: str) -> NodeTask:
         """Record a heartbeat of a node, and return its task."""
         with self.changed:
-            self.last_heard[node] = self.clock()
+            self.last_heartbeats[node] = self.clock()
             return node_task(self.state, node, self.clock(), self.closing)
 
     def wait(self, node: str, round: int | None, committed: int | None, seconds: float) -> NodeTask:
@@ -142,7 +142,7 @@ class Coordinator:
                 remaining_seconds = deadline - time.monotonic()
                 if task.reached(round, committed) or remaining_seconds <= 0 or self.ended:
                     return task
-                self.last_heard[node] = self.clock()
+                self.last_heartbeats[node] = self.clock()
                 self.changed.wait(remaining_seconds)
 
     # -- updates ---------------------------------------------------------------------------------------------------
@@ -224,11 +224,11 @@ class Coordinator:
             now = self.clock()
             frozen_seconds = now - self.ticked_at
             if frozen_seconds > MAX_FROZEN_SECONDS:
-                self.last_heard = {node: heard + frozen_seconds for node, heard in self.last_heard.items()}
+                self.last_heartbeats = {node: at + frozen_seconds for node, at in self.last_heartbeats.items()}
                 self._record("resumed", down=frozen_seconds)
             lease_seconds = self.swarm.round.lease_seconds
-            for node in [node for node, last_seen in self.last_heard.items() if now - last_seen > lease_seconds]:
-                del self.last_heard[node]
+            for node in [node for node, last_seen in self.last_heartbeats.items() if now - last_seen > lease_seconds]:
+                del self.last_heartbeats[node]
                 if node in self.state.members:
                     self._record("left", node=node, reason="no heartbeat")
             self.closing = self.state.should_close(now)
@@ -298,7 +298,7 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """Return the status for display (`swarm_state.summary`)."""
         with self.changed:
-            return {**summary(self.state, self.last_heard, self.clock()), "problem": self.problem}
+            return {**summary(self.state, self.last_heartbeats, self.clock()), "problem": self.problem}
 
 
 def _check_text(text: str) -> None:

@@ -49,7 +49,7 @@ class SwarmClient:
         self.address = address
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
         self._reached = False
-        self._say = log
+        self._log = log
         self._reported_problem = ""
         self.leaving = False
         """True if the node does not wait for an unreachable coordinator."""
@@ -98,7 +98,7 @@ class SwarmClient:
         """Return a task, and report a new problem of the coordinator, for which the node may wait."""
         task = NodeTask(**{**message, "owned": tuple(message["owned"])})
         if task.problem and task.problem != self._reported_problem:
-            self._say(f"the coordinator has a problem: {task.problem}")
+            self._log(f"the coordinator has a problem: {task.problem}")
         self._reported_problem = task.problem
         return task
 
@@ -244,7 +244,7 @@ class SwarmClient:
                 result = call()
                 self._reached = True
                 if has_warned:
-                    self._say("the coordinator is reachable again")
+                    self._log("the coordinator is reachable again")
                 return result
             except grpc.RpcError as error:
                 details = error.details() or ""
@@ -256,22 +256,22 @@ class SwarmClient:
             if self.sent_bytes + self.received_bytes != moved_bytes:  # there is slow progress
                 last_progress_at = time.monotonic()
                 moved_bytes = self.sent_bytes + self.received_bytes
-            away_seconds = time.monotonic() - last_progress_at
-            if self._gives_up(away_seconds, details):
+            unreachable_seconds = time.monotonic() - last_progress_at
+            if self._gives_up(unreachable_seconds, details):
                 raise unreachable_error(self.address, details)
-            if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
+            if self._reached and not has_warned and unreachable_seconds > WARN_AFTER_SECONDS:
                 has_warned = True
-                self._say(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
+                self._log(f"the coordinator is unreachable; retrying for {RECONNECT_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    def _gives_up(self, away_seconds: float, details: str) -> bool:
+    def _gives_up(self, unreachable_seconds: float, details: str) -> bool:
         """Return whether the link has been broken for too long, or cannot recover."""
-        if self.leaving and away_seconds > 1:
+        if self.leaving and unreachable_seconds > 1:
             return True
         if self._reached:
-            return away_seconds > RECONNECT_SECONDS
-        return away_seconds > FIRST_CONNECT_SECONDS or any(phrase in details for phrase in PERMANENT_PHRASES)
+            return unreachable_seconds > RECONNECT_SECONDS
+        return unreachable_seconds > FIRST_CONNECT_SECONDS or any(phrase in details for phrase in PERMANENT_PHRASES)
 
 
 def update_id(path: Path) -> str:

@@ -113,7 +113,7 @@ def _message_handler(
     def handle_call(data: bytes, context: grpc.ServicerContext) -> bytes:
         node = service.identify(context)
         try:
-            with service.pace.limited(node):
+            with service.rate_limiter.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
@@ -138,7 +138,7 @@ class SwarmService:
         self.operator = operator
         """The name in the coordinator's own certificate."""
         self.strangers = strangers
-        self.pace = RateLimiter()
+        self.rate_limiter = RateLimiter()
         self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Checksums of a few files that no longer change."""
@@ -197,7 +197,7 @@ class SwarmService:
         node = self.identify(context)
         round_number = -1
         try:
-            with self.pace.limited(node):
+            with self.rate_limiter.limited(node):
                 header = unpack(next(requests))
                 round_number = int(header["round"])
                 offset = int(header["offset"])
@@ -229,7 +229,7 @@ class SwarmService:
             local_keys = set(message.get("has", ()))
             round_number = int(message.get("round", -1))
             requested_committed = int(message.get("committed", -1))
-            with self.pace.limited(node):
+            with self.rate_limiter.limited(node):
                 yield from self._stream_weights(node, round_number, requested_committed, local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None

@@ -77,7 +77,7 @@ class SwarmWorker:
         self.deadline: float | None = None
         """Deadline of the round's steps by time.monotonic(), on rank 0."""
         self.leaving = False
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="telling")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="swarm exchange")
         self._stopped = threading.Event()
 
     def leave(self) -> None:
