@@ -68,33 +68,20 @@ def supervise_training(
                 nproc = fewer_ranks
             return 0
     except (SystemExit, RunEndedByOtherNode) as exit_reason:
-        code = _code_after_stop(policy, exit_reason, num_events)
-        if code is None:
-            raise
-        return code
-
-
-def _code_after_stop(
-    policy: FailurePolicy, exit_reason: SystemExit | RunEndedByOtherNode, num_events: int
-) -> int | None:
-    """Return the exit code after a signal or another node has ended the run; None for that of the signal.
-
-    `num_events` is the number of events before the start.
-    """
-    directory = policy.directory
-    if is_finished(directory):
-        return 0
-    if isinstance(exit_reason, RunEndedByOtherNode):
-        print(f"phalanx: {exit_reason}", file=sys.stderr)
-        return 1
-    new_records = policy.new_failure_records()
-    if new_records:  # the stop was not orderly, unless ranks only lost each other through it
-        first_failure = find_first_failure(directory, {}, records=new_records)
-        if "lost_peer" not in first_failure:
-            return print_final_failure(directory, first_failure)
-    if FINISHED not in (event["kind"] for event in read_events(directory)[num_events:]):
-        print("phalanx: stopped by a signal while ranks were starting; no new checkpoint was saved", file=sys.stderr)
-    return None
+        if is_finished(directory):
+            return 0
+        if isinstance(exit_reason, RunEndedByOtherNode):
+            print(f"phalanx: {exit_reason}", file=sys.stderr)
+            return 1
+        new_records = policy.new_failure_records()
+        if new_records:  # the stop was not orderly, unless ranks only lost each other through it
+            first_failure = find_first_failure(directory, {}, records=new_records)
+            if "lost_peer" not in first_failure:
+                return print_final_failure(directory, first_failure)
+        if FINISHED not in (event["kind"] for event in read_events(directory)[num_events:]):
+            reason = "stopped by a signal while ranks were starting; no new checkpoint was saved"
+            print(f"phalanx: {reason}", file=sys.stderr)
+        raise
 
 
 def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: LayoutChooser) -> Sequence[str]:

@@ -54,10 +54,8 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     base_dp = training.base_dp_size or dp
     has_scaling = training.batch_scaling != "keep"
     if has_scaling != (training.base_dp_size is not None):
-        problem = (
-            f"{'is required' if has_scaling else 'cannot be combined'} with training.batch_scaling = "
-            f'"{training.batch_scaling}"'
-        )
+        relation = "is required" if has_scaling else "cannot be combined"
+        problem = f'{relation} with training.batch_scaling = "{training.batch_scaling}"'
         fix = "set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither"
         raise UserError("training.base_dp_size", training.base_dp_size, problem, fix)
     if training.base_dp_size is not None and sequences % base_dp != 0:
@@ -90,19 +88,16 @@ def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even:
     micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (logit_bytes * run.model.vocab_size))
     max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline needs several micro-batches per rank to stay busy
-        max_micro_batch = max(
-            1, min(max_micro_batch, sequences_per_rank // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp))
-        )
+        stage_share = sequences_per_rank // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp)
+        max_micro_batch = max(1, min(max_micro_batch, stage_share))
     allowed = divisors(sequences_per_rank) if is_even else list(range(1, sequences_per_rank + 1))
     micro_batch = run.layout.micro_batch_size or max((n for n in allowed if n <= max_micro_batch), default=1)
     if micro_batch not in allowed:
         problem = f"does not divide the {sequences_per_rank} sequences of a rank in a step"
         raise UserError("layout.micro_batch_size", micro_batch, problem, f"use one of {', '.join(map(str, allowed))}")
     if run.layout.ddp_static_graph and dp * run.layout.cp != 1 and micro_batch != sequences_per_rank:
-        problem = (
-            "cannot be combined with gradient accumulation "
-            f"({sequences_per_rank // micro_batch} micro-batches), which fails in PyTorch (issue 143580)"
-        )
+        accumulation = f"gradient accumulation ({sequences_per_rank // micro_batch} micro-batches)"
+        problem = f"cannot be combined with {accumulation}, which fails in PyTorch (issue 143580)"
         fix = f"remove it, or set layout.micro_batch_size = {sequences_per_rank}"
         raise UserError("layout.ddp_static_graph", True, problem, fix)
     return micro_batch

@@ -246,8 +246,7 @@ def check_inapplicable_options(layout: Layout) -> None:
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
             problem = f"cannot be combined with a pipeline (layout.pp = {layout.pp})"
-            fix = "remove it"
-            raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
+            raise UserError(f"layout.{field}", value, problem, "remove it, or set layout.pp = 1")
     for field, strategies in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data_parallel not in strategies:
@@ -255,11 +254,8 @@ def check_inapplicable_options(layout: Layout) -> None:
             fix = f"remove it, or set layout.data_parallel to {' or '.join(strategies)}"
             raise UserError(f"layout.{field}", value, problem, fix)
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
-        problem = (
-            'is required with layout.offload = "nvme"'
-            if layout.offload == "nvme"
-            else f'cannot be combined with layout.offload = "{layout.offload}"'
-        )
+        relation = "is required" if layout.offload == "nvme" else "cannot be combined"
+        problem = f'{relation} with layout.offload = "{layout.offload}"'
         fix = 'use a directory on a local disk with layout.offload = "nvme", or remove both'
         raise UserError("layout.offload_directory", layout.offload_directory, problem, fix)
 

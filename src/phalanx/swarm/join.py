@@ -115,7 +115,14 @@ def _receive_run(link: SwarmClient, out: Path, name: str, overrides: Sequence[st
     run = load_run(file, [*local_overrides, *cleared_overrides, *overrides])
     if run.swarm is None:
         raise UserError("swarm", None, "is missing in the coordinator's run", "join another coordinator")
-    _check_same_run(load_run(file, cleared_overrides), run)
+    # The node's settings must not change the training.
+    coordinator_run = load_run(file, cleared_overrides)
+    training_fields = "training.tokens_per_step", "training.seq_len", "training.steps", "training.seed"
+    fields = "model", "optimizer", "swarm", *training_fields
+    differing = [field for field in fields if attrgetter(field)(run) != attrgetter(field)(coordinator_run)]
+    if differing:
+        fix = "remove it; a node sets only its layout, data, cluster and logging"
+        raise UserError("--set", differing[0], "is set by the coordinator", fix)
     return run
 
 
@@ -128,16 +135,6 @@ def _prepare(run: RunSpec, ranks: int, directory: Path) -> JoinMessage:
         (directory / stale_file).unlink(missing_ok=True)
     create_run(run, ranks, resume=False)
     return {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
-
-
-def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
-    """Raise UserError if the node's settings would change the training."""
-    training_fields = "training.tokens_per_step", "training.seq_len", "training.steps", "training.seed"
-    fields = "model", "optimizer", "swarm", *training_fields
-    differing = [field for field in fields if attrgetter(field)(run) != attrgetter(field)(coordinator_run)]
-    if differing:
-        fix = "remove it; a node sets only its layout, data, cluster and logging"
-        raise UserError("--set", differing[0], "is set by the coordinator", fix)
 
 
 def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:

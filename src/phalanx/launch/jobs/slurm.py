@@ -88,10 +88,8 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     Raises UserError if the time limit leaves no time between the start and the last checkpoint.
     """
     if time is not None and parse_time_limit(time) <= STARTING_SECONDS + SAVING_SECONDS:
-        problem = (
-            f"leaves no time to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
-            f"{SAVING_SECONDS // 60} for saving a checkpoint"
-        )
+        last = f"the last {SAVING_SECONDS // 60} for saving a checkpoint"
+        problem = f"leaves no time to train: the first {STARTING_SECONDS // 60} minutes are for starting, {last}"
         raise UserError("--time", time, problem, "increase --time")
     # Without --ntasks-per-node, with which Slurm assigns the minimum of a node range, not the maximum.
     settings = [

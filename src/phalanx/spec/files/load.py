@@ -307,9 +307,8 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
 
 def preset_names(folder: str) -> list[str]:
     """Return the names of the presets in `folder`: "models" or "machines"."""
-    return sorted(
-        file.name.removesuffix(".toml") for file in _presets_folder(folder).iterdir() if file.name.endswith(".toml")
-    )
+    names = (file.name for file in _presets_folder(folder).iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
 def _presets_folder(folder: str) -> Any:

@@ -33,12 +33,9 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
     model = run.model.replace(from_hf=absolute_path(run.model.from_hf)) if run.model.from_hf else run.model
     path_fields = ("offload_directory", "schedule_file")
     files = {field: absolute_path(value) for field in path_fields if (value := getattr(run.layout, field)) is not None}
-    changes = {
-        "data": data.replace(tokenizer=tokenizer, cache=absolute_path(data.cache), **lists),
-        "model": model,
-        "layout": run.layout.replace(**files),
-    }
-    return run.replace(output_dir=absolute_path(run.output_dir), **changes)
+    data = data.replace(tokenizer=tokenizer, cache=absolute_path(data.cache), **lists)
+    layout = run.layout.replace(**files)
+    return run.replace(output_dir=absolute_path(run.output_dir), data=data, model=model, layout=layout)
 
 
 def to_toml(run: RunSpec, omitted: Iterable[str] = ()) -> str:

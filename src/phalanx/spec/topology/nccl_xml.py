@@ -34,6 +34,8 @@ def parse_nccl(text: str) -> NodeTopology:
         count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
         return "X" if i == j else f"NV{count}" if count else _pcie_path(gpus[i], gpus[j], parents)
 
+    cpus = (next((item for item in _ancestors(gpu, parents) if item.tag == "cpu"), None) for gpu in gpus)
+    numa_nodes = [None if cpu is None else _read_int(cpu, "numaid") for cpu in cpus]
     capabilities = {_read_int(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
     speeds = [_read_int(net, "speed") for net in nets]
     return NodeTopology(
@@ -41,7 +43,7 @@ def parse_nccl(text: str) -> NodeTopology:
         nics=tuple(net.get("name") or net.get("busid") or f"NIC{i}" for i, net in enumerate(nets)),
         links=tuple(tuple(link(i, j) for j in range(len(gpus))) for i in range(len(gpus))),
         nic_paths=tuple(tuple(_pcie_path(gpu, device, parents) for device in devices) for gpu in gpus),
-        numa_nodes=tuple(_numa_node(gpu, parents) for gpu in gpus),
+        numa_nodes=tuple(None if node is None or node < 0 else node for node in numa_nodes),
         nvlinks=tuple(sum(counts.values()) if has_gpu_elements else None for counts in ports),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
         nic_bytes_per_second=tuple(speed * 1e6 / 8 if speed and speed > 0 else None for speed in speeds),
@@ -98,11 +100,6 @@ def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Elemen
         element = parents[element]
         ancestors.append(element)
     return ancestors
-
-
-def _numa_node(gpu: Element, parents: dict[Element, Element]) -> int | None:
-    node = next((_read_int(cpu, "numaid") for cpu in _ancestors(gpu, parents) if cpu.tag == "cpu"), None)
-    return None if node is None or node < 0 else node
 
 
 def _parse_tree(text: str) -> Element:

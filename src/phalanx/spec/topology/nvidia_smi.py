@@ -37,7 +37,12 @@ def parse_matrix(text: str) -> NodeTopology:
         cells.append(row)
         numa.append(_parse_numa_node(remainder, lines[header_index]))
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]
-    _check_symmetry(links, gpus, row_indices)
+    for i, gpu in enumerate(gpus):
+        for j, other_gpu in enumerate(gpus[:i]):
+            if links[i][j] != links[j][i]:
+                problem = f"{gpu} to {other_gpu} is {links[i][j]}"
+                problem += f", but line {row_indices[other_gpu] + 1} has {links[j][i]}"
+                topology_error(row_indices[gpu], problem, "use the unmodified output of nvidia-smi topo -m")
     nics = [i for i, name in enumerate(devices) if name not in gpus]
     legend = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
     shows_nvlinks = "NV#" in text or "Legend:" not in text
@@ -116,13 +121,3 @@ def _parse_numa_node(remainder: str, header: str) -> int | None:
     columns = remainder.lstrip(" ").split("\t")
     word = words[1] if len(words) > 1 else columns[2].strip() if len(columns) > 2 else ""
     return int(word) if word.isdecimal() else None
-
-
-def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], row_indices: dict[str, int]) -> None:
-    for i, gpu in enumerate(gpus):
-        for j, other_gpu in enumerate(gpus[:i]):
-            if links[i][j] != links[j][i]:
-                problem = (
-                    f"{gpu} to {other_gpu} is {links[i][j]}, but line {row_indices[other_gpu] + 1} has {links[j][i]}"
-                )
-                topology_error(row_indices[gpu], problem, "use the unmodified output of nvidia-smi topo -m")

@@ -251,14 +251,9 @@ class SwarmWorker:
         factors = {} if plan.final else blend_factors(self.run, range(old_version, exchange.version), plan)
         adds_local_steps = plan.keeps_local_steps and self.swarm.mixing is None
         with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as sent_file:
-            read_weights(
-                self.trainer.strategy,
-                exchange.trained_experts,
-                self.total_experts,
-                base.read,
-                factors,
-                sent_file.read if adds_local_steps else None,
-            )
+            sent_weights = sent_file.read if adds_local_steps else None
+            strategy = self.trainer.strategy
+            read_weights(strategy, exchange.trained_experts, self.total_experts, base.read, factors, sent_weights)
         round_record.code_seconds += time.perf_counter() - start
 
     # -- communication between ranks ---------------------------------------------------------------------------------
