@@ -189,7 +189,7 @@ def _short_update(swarm: KilledSwarm, state: SwarmState, event: dict[str, Any], 
     else:
         findings.unrecorded_updates += 1
         return []
-    # A node ends its steps when a second one from now would end after the deadline (`SwarmWorker._deadline_is_near`).
+    # A node ends its steps when a second one from now would end after the deadline (`SwarmWorker._train_steps`).
     if (event["steps"] + 2) * record["train_seconds"] / record["steps"] > available_seconds:
         findings.slow_updates += 1
         return []
