@@ -29,11 +29,11 @@ def on_measured_machine(
         ranks: The record of each rank.
     """
     if machine is not None:
-        run = run.replace(cluster=machine.replace(nodes=run.cluster.nodes))
+        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
     if not world_size:
         return run
     peak = measured_peak(run, steps, world_size)
-    return run.replace(cluster=_measured_machine(run.cluster, world_size, peak, ranks=ranks))
+    return run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
 
 
 def _measured_machine(
@@ -43,10 +43,10 @@ def _measured_machine(
 
     Ranks that share cores each measure their share of the peak.
     """
-    machine = cluster.replace(nproc_per_node=max(1, world_size // cluster.nodes))
+    machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
     record = next(iter(ranks.values()), None)
     if record is not None:
-        machine = machine.replace(device=record.device)
+        machine = machine.model_copy(update={"device": record.device})
     if cluster.preset is None and record is not None and record.device == "cpu":
         measured_fields = {
             "memory_bytes": cluster.memory_bytes or record.memory_bytes,
@@ -55,10 +55,10 @@ def _measured_machine(
         unchanged_fields = {
             name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")
         }
-        machine = load_machine("cpu").replace(**(measured_fields | unchanged_fields))
+        machine = load_machine("cpu").model_copy(update=measured_fields | unchanged_fields)
     if cluster.peak_flops is None and peak_flops is not None:
         peak = peak_flops * machine.ranks_per_core
-        machine = machine.replace(peak_flops=peak, matmul_flops=cluster.matmul_flops or peak)
+        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})
     return machine
 
 

@@ -35,7 +35,9 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     measured = _read_measured_step(directory)
     steady = _steady_records(directory, records, measured_step=measured.get("step"))
     run = load_run(directory / RUN_FILE, environment={})
-    run = run.replace(cluster=run.cluster.replace(nproc_per_node=world_size // run.cluster.nodes))
+    run = run.model_copy(
+        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
+    )
     if "peak_memory_bytes" not in steady[-1]:
         raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")
     peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)

@@ -147,13 +147,7 @@ class RunDataReader:
         if run is not None and run.swarm is not None and not rounds:
             self.problems.append(f"no round has been written to {ROUNDS_FILE} yet")
         if run is not None:
-            try:
-                run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
-            except UserError as error:
-                first_line = str(error).partition("\n")[0]
-                self.problems.append(
-                    f"the recorded machine is not valid, so predictions use that of run.toml: {first_line}"
-                )
+            run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
         failure = describe_first_failure(self.directory, self.problems)
         is_active = is_running(self.directory)
         events = read_events(self.directory, self.problems)

@@ -101,7 +101,9 @@ def memory(
     if ranks is None and described.cluster.nproc_per_node is None:
         ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
     nproc_per_node = -(-world_size // described.cluster.nodes)  # CPU ranks share a node's memory
-    described = described.replace(cluster=described.cluster.replace(nproc_per_node=nproc_per_node))
+    described = described.model_copy(
+        update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}
+    )
     described = resolve_recomputation(described, world_size)
     rows = memory_rows(described, world_size)
     if json_:
@@ -117,7 +119,7 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
         is_own = data == run.layout.data_parallel
         layout = run.layout if is_own else _layout_with_strategy(run.layout, data, world_size)
         if layout is not None:
-            strategy_rows = _layout_rows(run.replace(layout=layout), world_size, is_own)
+            strategy_rows = _layout_rows(run.model_copy(update={"layout": layout}), world_size, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -149,8 +151,8 @@ def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> La
         if size * layout.cp * layout.tp % layout.ep == 0
     ]
     if data == "hsdp":
-        return layout.replace(**unset, data_parallel=data, dp_shard=shards[-1]) if shards else None
-    return layout.replace(**unset, data_parallel=data)
+        return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
+    return layout.model_copy(update={**unset, "data_parallel": data})
 
 
 def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:

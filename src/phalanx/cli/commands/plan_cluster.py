@@ -67,10 +67,10 @@ def run_on_cluster(
         "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
     }
     is_given = nproc is not None or cluster.nproc_per_node is not None
-    cluster = cluster.replace(**changes)
+    cluster = cluster.model_copy(update=changes)
     if not is_given:
         cluster.model_fields_set.discard("nproc_per_node")  # so that a plan lists it among its assumptions
-    return described.replace(cluster=cluster, auto_layout=False), cluster.ranks
+    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
 def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:

@@ -128,8 +128,8 @@ def train(
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
     has_nodes = rendezvous is not None or max_nodes > 1
     sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
-    cluster = described.cluster.replace(**sizes)  # the run directory records it for a later resume
-    described = described.replace(cluster=cluster)
+    cluster = described.cluster.model_copy(update=sizes)  # the run directory records it for a later resume
+    described = described.model_copy(update={"cluster": cluster})
     rank_options = [
         *(["--profile-memory"] if profile_memory else []),
         *(["--profile-steps", profile_steps] if profile_steps else []),
