@@ -54,8 +54,8 @@ def select_device(run: RunSpec) -> str:
 def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     """Return the number of ranks to start on this node.
 
-    It is the requested number, that of the run file, or one per GPU (one on a CPU). Raises UserError if there are fewer
-    GPUs than ranks.
+    The number is the requested one, that of the run file, or one per GPU (one on a CPU). Raises UserError if there are
+    fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
     check_fp8_capability(run)

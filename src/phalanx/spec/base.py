@@ -20,7 +20,7 @@ LocalPath = Annotated[str, AfterValidator(partial(check_local_path, ""))]
 """Type of a field with the path of a file or directory on this machine."""
 TextSource = Annotated[str, AfterValidator(partial(check_text_source, ""))]
 """Type of a field with a local path, or with `hf:` and the name of a Hugging Face dataset."""
-ELSEWHERE = {
+FIELD_ALIASES = {
     "lr": "learning_rate",
     "warmup": "warmup_steps",
     "batch": "tokens_per_step",
@@ -172,7 +172,8 @@ def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
     matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]
     matches = matches or [name for name in known if name.lower().startswith(f"{query}-")]
     matches = matches or difflib.get_close_matches(query, known, n=1, cutoff=0.8)
-    matches = matches or [field for alias, field in ELSEWHERE.items() if query.startswith(alias) and field in known][:1]
+    meant = (field for alias, field in FIELD_ALIASES.items() if query.startswith(alias) and field in known)
+    matches = matches or list(meant)[:1]
     suggestion = " or ".join(map(repr, matches))
     return f"did you mean {suggestion}?" if matches else fallback or "use one of: " + ", ".join(sorted(known))
 

@@ -13,7 +13,7 @@ from phalanx.spec.files.replace import replace_file
 class UserError(ValueError):
     """An error that the user can fix: the field, its value, the problem and the fix.
 
-    It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and
+    A ValueError, so that pydantic's validators may raise one. The command line prints the error without a traceback and
     exits with 2. It is raised before any process is spawned.
 
     Example:
@@ -90,4 +90,4 @@ def error_from_record(record: dict[str, Any]) -> UserError:
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped before its last step, with a checkpoint (EX_TEMPFAIL of sysexits.h)."""
 EXIT_INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C stopped in this way, as in shells."""
+"""Exit code of a run that Ctrl-C stopped before its last step, as in shells."""

@@ -25,10 +25,10 @@ MAX_BF16_SUMS = 8
 """Maximum number of micro-batches whose gradients ZeRO-1 and 2 accumulate in bf16; beyond it they use fp32. The
 relative error of a bf16 sum is 3e-3 at 8 micro-batches, 8e-3 at 64 and 2e-2 at 256."""
 MAX_BUCKETS_IN_FLIGHT = 2
-"""Maximum number of buckets that ZeRO-1 and 2 reduce or gather at a time. With two, NCCL has the next when one is done.
-More would only bridge uneven buckets, and the buffers of four take up to a fifth of a rank's memory."""
+"""Maximum number of buckets that ZeRO-1 and 2 reduce or gather at a time. With two in flight, NCCL never waits for the
+next one. More would only bridge uneven buckets, and the buffers of four take up to a fifth of a rank's memory."""
 LARGE_MESSAGE_BYTES = 2**28
-"""Two larger buckets are not reduced at a time. Those of experts are large where ranks without an expert pad them."""
+"""Size above which buckets are reduced one at a time. Buckets of experts are large if ranks without one pad them."""
 SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
 VALID_DATA_STRATEGIES = {
     "bucket_mb": ("ddp", "zero1", "zero2"),

@@ -47,7 +47,7 @@ class ParallelDims:
         return ("pp", "dp_replicate", "dp_shard", "cp", "tp") if self.pipeline_outermost else AXES
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank on every axis; a server is on none, but is given one."""
+        """Return the index of a rank on every axis. A server is on no axis, but has numbers too."""
         coordinates = {}
         remaining = rank - self.servers
         for axis in reversed(self.axes):

@@ -19,7 +19,7 @@ GPU = re.compile(r"GPU\d+")
 def parse_matrix(text: str) -> NodeTopology:
     """Parse the matrix of `nvidia-smi topo -m`.
 
-    It may have escape sequences, lack NUMA or NIC columns, or be amid other text. With switches, each pair shows all of
+    The text may have escape sequences, lack NUMA or NIC columns, or be amid other text. With switches, each pair shows all of
     a GPU's NVLinks, else its own: a sum above MAX_NVLINKS means switches. `topo -mp` shows no NVLinks, and its legend
     lacks NV#.
     """
