@@ -19,9 +19,9 @@ GPU = re.compile(r"GPU\d+")
 def parse_matrix(text: str) -> NodeTopology:
     """Parse the matrix of `nvidia-smi topo -m`.
 
-    The text may have escape sequences, lack NUMA or NIC columns, or be amid other text. With switches, each pair shows all of
-    a GPU's NVLinks, else its own: a sum above MAX_NVLINKS means switches. `topo -mp` shows no NVLinks, and its legend
-    lacks NV#.
+    The text may have escape sequences, lack NUMA or NIC columns, or be amid other text. With switches, each pair shows
+    all of a GPU's NVLinks, else its own: a sum above MAX_NVLINKS means switches. `topo -mp` shows no NVLinks, and its
+    legend lacks NV#.
     """
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
     header_index = _find_header(lines)
