@@ -103,18 +103,13 @@ class FailureCounters:
         """Count a failure; a run that got further than at the last failure starts to count again."""
         if report.step > self.last_step_reached:
             self.last_step_reached = report.step
-            self.reset()
+            self.local = self.remote = 0
+            self.suspects = set()
         if report.is_local:
             self.local += 1
             self.suspects |= report.suspects
         else:
             self.remote += 1
-
-    def reset(self) -> None:
-        """Forget the consecutive failures."""
-        self.local = 0
-        self.remote = 0
-        self.suspects = set()
 
 
 @dataclass(frozen=True, kw_only=True)

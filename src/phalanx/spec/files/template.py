@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from phalanx.spec.base import Spec
 from phalanx.spec.components import ComponentSpec
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.run import RunSpec
 
 UNCOMMENTED_FIELDS = {
     "name",
@@ -50,45 +51,32 @@ HEADER = """\
 def run_file_template(path: str, schema: str) -> str:
     """Return a run file with the defaults, named by `path`; `schema` is the location of the JSON schema."""
     run = run_from_table({"model": {"preset": DEFAULT_MODEL}})
-    return "\n".join([HEADER.format(path=path, schema=schema), *_render_table(run, "")]) + "\n"
+    return "\n".join([HEADER.format(path=path, schema=schema), *_render_table(RunSpec, run, "")]) + "\n"
 
 
-def _render_table(spec: Spec, path: str) -> Iterator[str]:
-    """Yield the lines of one table, followed by those of its inner tables."""
-    subtables: list[tuple[str, Spec | type[Spec]]] = []
-    for name, field in type(spec).model_fields.items():
-        table = _inner_table(field, getattr(spec, name))
-        if f"{path}{name}" == CALIBRATION_TABLE:
+def _render_table(spec_class: type[Spec], table: Spec | None, path: str) -> Iterator[str]:
+    """Yield the lines of a table, followed by those of its inner tables; with their defaults if the table is absent."""
+    inner_tables: list[tuple[str, Spec | type[Spec]]] = []
+    for name, field in spec_class.model_fields.items():
+        key = f"{path}{name}"
+        value = field.get_default() if table is None else getattr(table, name)
+        if key == CALIBRATION_TABLE:
             continue
         if isinstance(field.get_default(), dict):
             # A table of free keys is a comment, with the field's first example.
-            yield from ("", *_render_comment(_field_doc(field)), f"# [{path}{name}]")
-            yield from (f"# {key} = {json.dumps(value)}" for key, value in (field.examples or [{}])[0].items())
-        elif table is not None:
-            subtables.append((f"{path}{name}", table))
+            yield from ("", *_render_comment(_field_doc(field)), f"# [{key}]")
+            yield from (f"# {example} = {json.dumps(value)}" for example, value in (field.examples or [{}])[0].items())
+        elif (inner := _inner_table(field, value)) is not None:
+            inner_tables.append((key, inner))
         else:
-            yield from _render_field(f"{path}{name}", field, getattr(spec, name))
-    for name, table in subtables:
-        yield from ("", *_render_section(name, table))
-
-
-def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
-    spec_class = table if isinstance(table, type) else type(table)
-    yield from _render_comment((spec_class.__doc__ or "").partition("\n\n")[0])
-    if isinstance(table, type):
-        # The header alone would already enable the table, so it is a comment too.
-        yield f"# [{name}]"
-        subtables = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
-        for key, field in table.model_fields.items():
-            if subtables[key] is None:
-                yield from _render_field(f"{name}.{key}", field, field.get_default())
-        for key, subtable in subtables.items():
-            if subtable is not None:
-                subtable_class = subtable if isinstance(subtable, type) else type(subtable)
-                yield from ("", *_render_section(f"{name}.{key}", subtable_class))
-    else:
-        yield f"[{name}]"
-        yield from _render_table(table, f"{name}.")
+            yield from _render_field(key, field, value)
+    for key, inner in inner_tables:
+        inner_class = inner if isinstance(inner, type) else type(inner)
+        # The header alone would already enable an absent table, so it is a comment too.
+        present = None if table is None or isinstance(inner, type) else inner
+        yield from ("", *_render_comment((inner_class.__doc__ or "").partition("\n\n")[0]))
+        yield f"# [{key}]" if present is None else f"[{key}]"
+        yield from _render_table(inner_class, present, f"{key}.")
 
 
 def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
