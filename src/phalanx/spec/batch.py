@@ -58,14 +58,14 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         problem = f'{relation} with training.batch_scaling = "{training.batch_scaling}"'
         fix = "set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither"
         raise UserError("training.base_dp_size", training.base_dp_size, problem, fix)
-    if training.base_dp_size is not None and sequences % base_dp != 0:
+    if training.base_dp_size is not None and sequences % base_dp:
         problem = f"does not divide the {sequences} sequences of a step"
         fix = f"use one of {', '.join(map(str, divisors(sequences)))}"
         raise UserError("training.base_dp_size", base_dp, problem, fix)
     if training.base_dp_size is not None:
         sequences = sequences // base_dp * dp
     nearest_tokens = max(1, round(sequences / dp)) * dp * training.seq_len
-    if sequences % dp != 0 and (run.layout.data_parallel not in STRATEGIES_WITH_UNEVEN_BATCHES or sequences < dp):
+    if sequences % dp and (run.layout.data_parallel not in STRATEGIES_WITH_UNEVEN_BATCHES or sequences < dp):
         problem = f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot divide"
         fix = f"use training.tokens_per_step = {nearest_tokens}"
         raise UserError("training.tokens_per_step", training.tokens_per_step, problem, fix)

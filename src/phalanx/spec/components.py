@@ -130,16 +130,14 @@ def check_components(run: RunSpec) -> None:
         raise UserError("data.streaming", True, problem, "remove data.streaming")
     if model.implementation is None:
         return
+    problem = "is for Phalanx's own transformer only, but the run has model.implementation"
     for field, value, default in transformer_only_options(run.layout):
-        problem = "is for Phalanx's own transformer only, but the run has model.implementation"
         fix = f"set layout.{field} = {default!r}, and implement it in the module"
         raise UserError(f"layout.{field}", value, problem, fix)
     if run.training.precision == "fp8":
-        problem = "is for Phalanx's own transformer only, but the run has model.implementation"
         fix = 'set training.precision = "bf16", and compute in float8 in the module'
         raise UserError("training.precision", "fp8", problem, fix)
     for name, value in (("moe", model.moe), ("from_hf", model.from_hf)):
         if value is not None:
-            problem = "is for Phalanx's own transformer only, but the run has model.implementation"
             fix = f"remove model.{name}, and implement it in the module"
             raise UserError(f"model.{name}", value if isinstance(value, str) else None, problem, fix)

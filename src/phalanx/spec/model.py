@@ -160,29 +160,25 @@ class ModelSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
-        allowed = ", ".join(map(str, divisors(self.num_heads)))
-        if self.num_heads % self.num_kv_heads != 0:
+        if self.num_heads % self.num_kv_heads:
             problem = f"does not divide model.num_heads ({self.num_heads})"
+            allowed = ", ".join(map(str, divisors(self.num_heads)))
             raise UserError("num_kv_heads", self.num_kv_heads, problem, f"use one of {allowed}")
         if self.activation == "swiglu" and self.bias:
             raise UserError("bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
-        if self.position_embedding == "rope":
-            is_even = self.head_dim % 2 == 0
-            if not is_even:
-                raise UserError("head_dim", self.head_dim, "must be even for rotary positions", "use an even number")
+        if self.position_embedding == "rope" and self.head_dim % 2:
+            raise UserError("head_dim", self.head_dim, "must be even for rotary positions", "use an even number")
         if self.upcycle_reinit_fraction and (self.from_hf is None or self.moe is None):
             problem = "requires experts that are initialized from a dense model"
             fix = "set model.from_hf and model.moe, or remove it"
             raise UserError("upcycle_reinit_fraction", self.upcycle_reinit_fraction, problem, fix)
-        unknown_layers = [layer for layer in self.full_attention_layers if not 0 <= layer < self.num_layers]
-        if unknown_layers:
+        layers = list(self.full_attention_layers)
+        if not all(0 <= layer < self.num_layers for layer in layers):
             problem = f"names layers that the model does not have (model.num_layers = {self.num_layers})"
-            fix = f"use numbers from 0 to {self.num_layers - 1}"
-            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
-        if self.full_attention_layers and self.sliding_window is None:
+            raise UserError("full_attention_layers", layers, problem, f"use numbers from 0 to {self.num_layers - 1}")
+        if layers and self.sliding_window is None:
             problem = "has no effect without a sliding window"
-            fix = "set model.sliding_window, or remove it"
-            raise UserError("full_attention_layers", list(self.full_attention_layers), problem, fix)
+            raise UserError("full_attention_layers", layers, problem, "set model.sliding_window, or remove it")
         if self.moe is not None:
             if self.moe.num_leading_dense_layers >= self.num_layers:
                 problem = f"leaves no layer with experts (model.num_layers = {self.num_layers})"

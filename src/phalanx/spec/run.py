@@ -292,13 +292,13 @@ class RunSpec(Spec):
         if self.model.position_embedding == "learned" and training.seq_len > self.model.max_seq_len:
             problem = f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})"
             raise UserError("training.seq_len", training.seq_len, problem, f"use at most {self.model.max_seq_len}")
-        if self.recovery.max_rollbacks and self.layout.max_staleness is not None:
+        if self.layout.max_staleness is not None:
             problem = "cannot be combined with layout.max_staleness, because ranks are at different steps"
-            fix = "set recovery.max_rollbacks = 0"
-            raise UserError("recovery.max_rollbacks", self.recovery.max_rollbacks, problem, fix)
-        if not training.has_decided_steps and self.layout.max_staleness is not None:
-            problem = "cannot be combined with layout.max_staleness, because ranks are at different steps"
-            raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
+            max_rollbacks = self.recovery.max_rollbacks
+            if max_rollbacks:
+                raise UserError("recovery.max_rollbacks", max_rollbacks, problem, "set recovery.max_rollbacks = 0")
+            if not training.has_decided_steps:
+                raise UserError("training.seconds", training.seconds, problem, "set training.steps instead")
         if training.replica_check_interval and self.layout.data_parallel == "parameter_server":
             problem = 'cannot be combined with layout.data_parallel = "parameter_server", which has no replicas'
             fix = "set training.replica_check_interval = 0"

@@ -145,16 +145,16 @@ class SwarmSpec(Spec):
         if self.sends_gradients and self.outer is not None:
             problem = "cannot be combined with ddp, whose coordinator runs the optimizer of the run"
             raise UserError("outer", "set", problem, "remove it, and set the optimizer in [optimizer]")
-        if self.every % self.fragments != 0:
+        if self.every % self.fragments:
             problem = f"does not divide swarm.every ({self.every})"
             raise UserError("fragments", self.fragments, problem, "use a divisor of swarm.every")
         if self.delay >= self.steps_per_round:
             problem = f"must be less than the {self.steps_per_round} steps of a round"
             raise UserError("delay", self.delay, problem, f"use at most {self.steps_per_round - 1}")
-        if self.mixing is not None and self.delay <= 0:
+        if self.mixing is not None and self.delay == 0:
             problem = "cannot be combined with swarm.delay = 0, because nodes do not train during the exchange"
             raise UserError("mixing", self.mixing, problem, "set swarm.delay to at least 1, or remove swarm.mixing")
-        if self.merge.every % self.every != 0:
+        if self.merge.every % self.every:
             problem = f"is not a multiple of swarm.every ({self.every}), after which experts are exchanged"
             raise UserError("merge.every", self.merge.every, problem, f"use a multiple of {self.every}")
         splits_experts = self.method in EXPERT_SPLIT_METHODS
@@ -212,7 +212,7 @@ def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
         raise UserError("training.precision", "auto", problem, 'use "bf16" or "fp32"')
     if training.precision == "fp8":
         raise UserError("training.precision", "fp8", "is not supported in a swarm yet", 'use "bf16" or "fp32"')
-    if training.steps % swarm.steps_per_round != 0:
+    if training.steps % swarm.steps_per_round:
         problem = f"is not a multiple of the {swarm.steps_per_round} steps of a round"
         fix = f"use {-(-training.steps // swarm.steps_per_round) * swarm.steps_per_round}"
         raise UserError("training.steps", training.steps, problem, fix)
