@@ -147,11 +147,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     prefixes = [folder / "train", folder / "held_out"]
     train_documents = documents(data.train, data.text_key)
     counts = write_indexed_pairs(
-        train_documents,
-        tokenizer,
-        prefixes,
-        choose=lambda document: int(_is_held_out(data, document)),
-        progress=progress,
+        train_documents, tokenizer, prefixes, lambda document: int(_is_held_out(data, document)), progress=progress
     )
     if not all(count.documents for count in counts):
         for prefix in prefixes:

@@ -18,14 +18,7 @@ import numpy as np
 
 from phalanx.data.loader import check_resumable, rank_rows, row_name
 from phalanx.data.packing import Batch, pack_rows
-from phalanx.data.sources import (
-    RECIPE_VERSION,
-    Document,
-    SourceFile,
-    is_held_out,
-    list_source_files,
-    read_documents,
-)
+from phalanx.data.sources import RECIPE_VERSION, Document, SourceFile, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
@@ -248,14 +241,7 @@ def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     piece_starts = np.cumsum([0, *map(len, pieces)])
     row_starts = np.arange(len(rows)) * (seq_len + 1)
-    return pack_rows(
-        np.concatenate(pieces),
-        piece_starts,
-        np.zeros(len(pieces), np.int64),
-        first=row_starts,
-        seq_len=seq_len,
-        mask=mask,
-    )
+    return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
 
 
 def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:

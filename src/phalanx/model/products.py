@@ -88,11 +88,7 @@ def gelu(approximate: str) -> Activation:
     return Activation(forward, forward_and_vjp, vjp)
 
 
-IDENTITY = Activation(
-    forward=lambda x: x,
-    forward_and_vjp=lambda x: (x, lambda gradient: (gradient,)),
-    vjp=lambda gradient, x: (gradient,),
-)
+IDENTITY = Activation(lambda x: x, lambda x: (x, lambda gradient: (gradient,)), vjp=lambda gradient, x: (gradient,))
 SWIGLU = Activation(lambda gate, up: F.silu(gate) * up, _swiglu_forward_and_vjp, _swiglu_vjp)
 """silu(gate) x up (GLU variants, arXiv 2002.05202)."""
 

@@ -63,12 +63,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
             return replicate_mlp(
-                weights(f"{layer}.{kind}.weight", shape[1:]),
-                shape[0],
-                spec.upcycle_reinit_fraction,
-                seed=seed,
-                layer=layer,
-                kind=kind,
+                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.upcycle_reinit_fraction, seed, layer, kind
             )
         if name.endswith(".router.gate.weight"):
             return initial_weight(spec, name, shape, seed=seed)

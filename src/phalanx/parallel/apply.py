@@ -82,9 +82,7 @@ def apply_layout(
         trained_experts = None
     layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
     # Steps 1 and 2: the module on the meta device.
-    sharded = _build_sharded_module(
-        spec, layout, mesh, precision=precision, layers=layers, trained_experts=trained_experts
-    )
+    sharded = _build_sharded_module(spec, layout, mesh, precision, layers=layers, trained_experts=trained_experts)
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
     # Steps 3 and 4: its blocks.
@@ -96,9 +94,7 @@ def apply_layout(
     apply_activation_checkpointing(module, recompute, recomputed, saves_counts=layout.ep > 1, device=device)
     blocks = list(module.blocks.children())
     # Steps 5 and 6: its strategy.
-    data_parallel = apply_data_parallelism(
-        module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
-    )
+    data_parallel = apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharded.sharding)
     if isinstance(data_parallel, ZeRO):
         data_parallel.overlap_gathers(module)
     _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
@@ -197,9 +193,7 @@ def _apply_model_parallelism(
     tensor = experts = None
     if mesh.tp_group is not None:
         deferred_grads = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
-        tensor = TensorParallelGroup(
-            mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads=deferred_grads
-        )
+        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads)
         apply_tensor_parallel(
             module, tensor, unsharded_experts=layout.ep > 1, sharded_heads=layout.tp_attention == "split"
         )

@@ -190,12 +190,7 @@ def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device
     by_stage = _permute_axes(grid, "pp", "dp_replicate", "dp_shard", "cp", "tp").flatten(1)
     num_same_experts = by_stage.shape[1] // sizes.ep
     replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
-    shape = {
-        "stages": sizes.pp,
-        "dp_replicate": replicate,
-        "dp_shard": num_same_experts // replicate,
-        "ep": sizes.ep,
-    }
+    shape = {"stages": sizes.pp, "dp_replicate": replicate, "dp_shard": num_same_experts // replicate, "ep": sizes.ep}
     # Axes of sharded state stay even if their size is one: parameters of one kind are stepped together.
     needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
     expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}

@@ -106,12 +106,7 @@ class Learner:
             torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
             return apply_layout_to_network(
-                network,
-                run.layout,
-                self.mesh,
-                device=self.device,
-                precision=training.precision,
-                compile=self.compiles,
+                network, run.layout, self.mesh, device=self.device, precision=training.precision, compile=self.compiles
             )
         return apply_layout(
             run.model,

@@ -37,19 +37,9 @@ from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers, steps_in_pieces
 from phalanx.parallel.data.zero_buckets import Bucket, make_buckets
 from phalanx.parallel.data.zero_gathers import WeightGathers
-from phalanx.parallel.data.zero_parameters import (
-    OwnedParameter,
-    RowSharding,
-    master_copy,
-    trainable_parameters_of,
-)
+from phalanx.parallel.data.zero_parameters import OwnedParameter, RowSharding, master_copy, trainable_parameters_of
 from phalanx.parallel.grad_norm import clip_coefficient
-from phalanx.parallel.module_tensors import (
-    materialize,
-    named_parameters,
-    optimizer_state_tensors,
-    step_parameters,
-)
+from phalanx.parallel.module_tensors import materialize, named_parameters, optimizer_state_tensors, step_parameters
 from phalanx.parallel.protocols import ModelShardingProtocol
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import PIECE_BYTES, chunk_by_bytes

@@ -87,9 +87,7 @@ class PipelineStrategy(Strategy):
         self.model = cast(nn.Module, self._full_logits)
         stages = map(representative.stages_of, range(representative.ranks))
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
-        self.tied_embedding = TiedEmbedding(
-            stage_module, data_parallel, end_ranks=self.forward_only.end_ranks, p2p_groups=p2p_groups
-        )
+        self.tied_embedding = TiedEmbedding(stage_module, data_parallel, self.forward_only.end_ranks, p2p_groups)
         self.tied_embedding.create_copy(activation_template)
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size

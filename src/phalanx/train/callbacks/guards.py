@@ -25,9 +25,7 @@ class ReplicaCheck(Callback):
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Compare the replicas."""
         every = trainer.run.training.replica_check_interval
-        error = check_replica_consistency(
-            trainer.strategy, trainer.optimizers, trainer.mesh.dims, step=trainer.step, every=every
-        )
+        error = check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, trainer.step, every)
         if error is not None:
             trainer.checkpointer.wait()
             raise error

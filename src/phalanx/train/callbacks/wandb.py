@@ -52,9 +52,7 @@ class Wandb(RecordWriter):
         config = trainer.run.model_dump(mode="json")
         options: dict[str, Any] = {"name": trainer.run.name, "dir": str(directory), "config": config}
         try:
-            return WandbLogger(
-                wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options),
-            )
+            return WandbLogger(wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options))
         except wandb.Error as error:
             fix = "run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb"
             raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix=fix) from None

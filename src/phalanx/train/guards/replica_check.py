@@ -61,9 +61,7 @@ def check_replica_consistency(
     mismatch = find_mismatch(_gather_hashes({key: value for key, (_, value) in local_hashes.items()}))
     if mismatch is None:
         return None
-    name = broadcast_object(
-        local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", src=mismatch.holders[0]
-    )
+    name = broadcast_object(local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", mismatch.holders[0])
     suspects = [] if mismatch.ranks == mismatch.holders else mismatch.ranks
     return CorruptionError(describe_mismatch(mismatch, name, sizes, step=step, every=every), suspects)
 

@@ -47,10 +47,7 @@ class FlopCounter(TorchDispatchMode):
             bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             backward = name.endswith("_backward")
             pairs = _attended_pairs(
-                bound_args["query"],
-                bound_args["key"],
-                causal=bound_args.get("is_causal", False),
-                mask=bound_args.get("attn_mask"),
+                bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), bound_args.get("attn_mask")
             )
             query = bound_args["query"]
             products = 2 * 2 * query.shape[0] * query.shape[1] * query.shape[3] * (2 if backward else 1)
