@@ -19,14 +19,9 @@ class CheckedLoader:
     def __init__(
         self, loader: StepLoader, field: str, source: object, *, vocab_size: int, checks_targets: bool = True
     ) -> None:
-        """Check the batches of a loader.
+        """Check the batches of a loader whose tokens come from `source`, the value of `field`.
 
-        Args:
-            field: Field of the run file that names the source of its tokens.
-            source: Value of that field.
-            vocab_size: Number of ids of the model.
-            checks_targets: False if the user's own loss defines what a target is.
-        """
+        Unless `checks_targets`, the user's own loss defines what a target is."""
         self.loader = loader
         self.field = field
         self.source = source
@@ -36,9 +31,7 @@ class CheckedLoader:
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`.
 
-        Raises:
-            UserError: An id or a target is not in the vocabulary.
-        """
+        Raises UserError if an id or a target is not in the vocabulary."""
         batch = self.loader.step(number)
         check_ids(
             batch,
@@ -78,13 +71,7 @@ def check_ids(
 ) -> None:
     """Raise UserError for the first token id or target of a batch that is not in the vocabulary.
 
-    Args:
-        field: Field of the run file that names the source of the tokens.
-        source: Value of that field.
-        vocab_size: Number of ids of the model.
-        locate: Returns the name of a row of the batch.
-        checks_targets: False if the user's own loss defines what a target is.
-    """
+    Arguments are those of `CheckedLoader`; `locate` returns the name of a row of the batch."""
     last = vocab_size - 1
     allowed = f"0 to {last} (model.vocab_size = {vocab_size})"
     if wrong := _first_outside(batch.tokens, vocab_size):
@@ -103,13 +90,7 @@ def check_ids(
 
 
 def _first_outside(ids: np.ndarray, vocab_size: int, ignored: int | None = None) -> tuple[int, int] | None:
-    """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one.
-
-    Args:
-        ids: Token ids or targets, int64 [B, T].
-        vocab_size: Number of ids of the model.
-        ignored: Value that is allowed in addition.
-    """
+    """Return the row and position of the first id that is neither in the vocabulary nor `ignored`; None without one."""
     unsigned = ids.view(np.uint64)  # negative numbers become the largest, so that one pass finds both kinds
     if not ids.size or unsigned.max() < vocab_size:
         return None

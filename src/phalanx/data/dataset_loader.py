@@ -1,8 +1,7 @@
 """Loaders of the user's own datasets: map-style ones in shuffled order, iterable ones in theirs.
 
 A sample is a sequence of T + 1 token ids, or a pair of T inputs and T targets, -100 where there is none. Global batches
-are equal at any number of ranks, because every rank reads the same order and keeps its own rows.
-"""
+are equal at any number of ranks, because every rank reads the same order and keeps its own rows."""
 
 from __future__ import annotations
 
@@ -92,9 +91,7 @@ class IterableDatasetLoader(SequenceCounter):
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
-        Raises:
-            ValueError: It is not the next step.
-        """
+        Raises ValueError if it is not the next step."""
         if number != self._next_step:
             raise ValueError(f"step {number} was requested, but only the next step, {self._next_step}, can be read")
         self._next_step += 1
@@ -110,9 +107,7 @@ class IterableDatasetLoader(SequenceCounter):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, after its last sample.
 
-        Raises:
-            UserError: The checkpoint has another dataset or other lengths; steps may be `resized`.
-        """
+        Raises UserError if the checkpoint has another dataset or other lengths; steps may be `resized`."""
         check_resumable(_identity(self.spec, self.seq_len, self.sequences_per_step), state, resized)
         self.resume_at(state["step"], state["samples_read"])
         self._next_step = state["step"]
@@ -138,17 +133,7 @@ def open_dataset(
 ) -> MapDatasetLoader | IterableDatasetLoader:
     """Return the loader of a dataset: map-style if it has a length, else iterable.
 
-    Args:
-        spec: Its description.
-        seq_len: Tokens of a sequence, T.
-        sequences_per_step: Sequences of a global step.
-        seed: Seed of the order of a map-style dataset.
-        rank: Data-parallel rank.
-        ranks: Number of data-parallel ranks.
-
-    Raises:
-        UserError: It is neither, or it is empty.
-    """
+    Raises UserError if it is neither, or it is empty."""
     share = {"sequences_per_step": sequences_per_step, "rank": rank, "ranks": ranks}
     if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
         return MapDatasetLoader(dataset, spec, seq_len, **share, seed=seed)
@@ -166,11 +151,7 @@ def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dic
 
 
 def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
-    """Return samples as the rows of a batch.
-
-    Raises:
-        UserError: A sample is of another type or length.
-    """
+    """Return samples as the rows of a batch. Raises UserError if a sample is of another type or length."""
     for sample in samples:
         if isinstance(sample, Mapping):
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"

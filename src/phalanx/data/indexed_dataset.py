@@ -2,8 +2,7 @@ r"""Megatron's .bin/.idx pair: all tokens in one flat file, and the start of eac
 
 The index, little-endian: magic "MMIDIDX\0\0" | u64 version 1 | u8 dtype code | u64 sequences n
 | u64 document entries d | int32 lengths [n], in tokens | int64 pointers [n], in bytes
-| int64 documents [d]: the first sequence of each document, then n.
-"""
+| int64 documents [d]: the first sequence of each document, then n."""
 
 from __future__ import annotations
 
@@ -60,11 +59,7 @@ class IndexedWriter:
         self._bin_file = open(f"{self._partial_prefix}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
 
     def add(self, ids: np.ndarray) -> None:
-        """Append a document's ids [tokens].
-
-        Raises:
-            ValueError: An id does not fit the type of the file.
-        """
+        """Append a document's ids [tokens]. Raises ValueError if an id does not fit the type of the file."""
         if ids.size and (int(ids.max()) > self._max_token_id or int(ids.min()) < 0):
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
         self._bin_file.write(np.ascontiguousarray(ids, self.dtype).data)
@@ -90,14 +85,7 @@ class IndexedWriter:
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
-    """Write the .idx of contiguous documents.
-
-    Args:
-        path: The .idx file.
-        lengths: The length of each document in tokens [n].
-        dtype: The type of the tokens.
-        first: The position of the first document.
-    """
+    """Write the .idx of contiguous documents of `lengths` tokens [n], of which the first starts at `first`."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
     code = next(code for code, token_type in DTYPES.items() if np.dtype(token_type) == dtype)
     with open(path, "wb") as file:
@@ -110,11 +98,8 @@ def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: i
 class IndexedDataset:
     """A memory-mapped pair: `tokens` [all], of which document i is tokens[offsets[i] : offsets[i + 1]].
 
-    If several pairs were joined, `tokens` spans their .bin files.
-
-    Raises:
-        UserError: A file is missing, truncated, or in another format; reported under `field`.
-    """
+    If several pairs were joined, `tokens` spans their .bin files. Raises UserError, reported under `field`, if a file
+    is missing, truncated, or in another format."""
 
     def __init__(self, prefix: str | Path, field: str = FIELD) -> None:
         self.prefix = str(prefix)
@@ -154,8 +139,7 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """Return an identifier of the content that does not depend on the path.
 
-        It is computed from counts, and from samples throughout both files.
-        """
+        It is computed from counts, and from samples throughout both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
         first = int(self.offsets[0])
         last = int(self.offsets[-1])
@@ -287,19 +271,10 @@ def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
 
 
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
-    """Split a pair into two, its tail and its other tokens.
+    """Split a pair into two: prefix `tail` has the last `fraction` of its tokens, `head` the others, each at least one.
 
-    No token is copied: the new pairs have links to the dataset's tokens.
-
-    Args:
-        dataset: Pair to split; unchanged.
-        fraction: Fraction of the tokens in the tail; each new pair gets at least one token.
-        head: Prefix of the new pair with the first tokens.
-        tail: Prefix of the new pair with the last tokens.
-
-    Raises:
-        UserError: The dataset has fewer than two tokens.
-    """
+    No token is copied: the new pairs have links to the dataset's tokens. Raises UserError if the dataset has fewer than
+    two tokens."""
     if dataset.size < 2:
         raise UserError(
             FIELD, dataset.prefix, "has too few tokens for a held-out part", fix="add text, or set data.held_out"
@@ -325,6 +300,5 @@ def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
 def _link_target(path: str, folder: Path) -> str:
     """Return the target of a link in `folder`.
 
-    For a file in the same folder it is a name only, so that the folder can be renamed.
-    """
+    For a file in the same folder it is a name only, so that the folder can be renamed."""
     return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

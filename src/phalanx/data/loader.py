@@ -3,8 +3,7 @@
 Symbols: B rows of a batch, T tokens of a sequence. An epoch is the sequence of all documents in shuffled order. Its
 sequence s has inputs [sT, sT + T) and targets shifted by one. Tokens that do not fill a sequence are dropped.
 
-Why: `docs/design/decisions/global-batches.md`.
-"""
+Why: `docs/design/decisions/global-batches.md`."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class StepLoader(Protocol):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint.
 
-        The size of steps must be unchanged unless they are `resized`.
-        """
+        The size of steps must be unchanged unless they are `resized`."""
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
@@ -109,9 +107,7 @@ class EpochLoader(SequenceCounter, ABC):
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, after its last sequence.
 
-        Raises:
-            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
-        """
+        Raises UserError if the checkpoint has other data, or other lengths or order; steps may be `resized`."""
         check_resumable(self.identity, state, resized)
         self.resume_at(state["step"], state["epoch"] * self.sequences_per_epoch + state["position"])
 
@@ -119,9 +115,7 @@ class EpochLoader(SequenceCounter, ABC):
 class TokenLoader(EpochLoader):
     """Rows of a token file: documents in shuffled order, packed and split.
 
-    Raises:
-        UserError: The data does not fill one sequence.
-    """
+    Raises UserError if the data does not fill one sequence."""
 
     def __init__(
         self,
@@ -173,13 +167,7 @@ class TokenLoader(EpochLoader):
 def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """Return a rank's rows of a global batch: a contiguous block, int64 [sequences / ranks].
 
-    If the ranks do not divide the rows, the first ranks have one more each.
-
-    Args:
-        sequences: Rows of the global batch.
-        rank: Index of the data-parallel rank.
-        ranks: Number of data-parallel ranks.
-    """
+    If the ranks do not divide the rows, the first ranks have one more each."""
     rows_per_rank, remainder = divmod(sequences, ranks)
     start = rank * rows_per_rank + min(rank, remainder)
     return np.arange(start, start + rows_per_rank + (rank < remainder))
@@ -205,11 +193,8 @@ def concat_batches(batches: list[Batch]) -> Batch:
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError for the first value that differs from the checkpoint's.
 
-    Args:
-        identity: Values that determine the order of tokens, by name.
-        state: Position that the checkpoint contains, with the same names.
-        resized: True if `sequences_per_step` may differ.
-    """
+    `identity` has the values that determine the order of tokens, by name, and `state` the checkpoint's.
+    `sequences_per_step` may differ if steps are `resized`."""
     fields = {
         "seed": "training.seed",
         "sequence": "training.seq_len",
@@ -245,20 +230,8 @@ def evaluation_batches(
     """Yield batches of this rank with each held-out token once, in order: [sequences_per_batch, T].
 
     Every token but the first is a target exactly once over all ranks. All ranks get the same number of batches; the
-    remainder of the last ones has targets of -100.
-
-    Args:
-        dataset: Held-out tokens.
-        seq_len: Tokens of a row, T.
-        sequences_per_batch: Rows of one rank's batch.
-        rank: Index of the data-parallel rank.
-        ranks: Number of data-parallel ranks.
-        limit_tokens: Maximum number of targets over all ranks; 0 for all.
-        mask_documents: True for batches with `document_starts`.
-
-    Raises:
-        UserError: There are no held-out tokens.
-    """
+    remainder of the last ones has targets of -100. `limit_tokens` is the maximum number of targets over all ranks, or
+    0. Raises UserError if there are no held-out tokens."""
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
@@ -288,13 +261,8 @@ def evaluation_batches(
 def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2) -> Generator[Batch, None, None]:
     """Yield the batches of consecutive steps from a background thread.
 
-    The thread's errors are raised in place of the batch. Closing the generator ends the thread.
-
-    Args:
-        loader: Loader that only the thread calls until the generator is closed.
-        last_step: End of the steps; not included.
-        depth: Maximum number of batches that are ready ahead.
-    """
+    The thread's errors are raised in place of the batch. Closing the generator ends the thread. Only the thread calls
+    the loader until then. `last_step` is not included; at most `depth` batches are ready ahead."""
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
     free_slots = threading.Semaphore(depth)
     closed = threading.Event()

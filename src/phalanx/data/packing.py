@@ -22,16 +22,9 @@ def pack_rows(
 ) -> Batch:
     """Build rows from a stream of documents that are located elsewhere in `tokens`.
 
-    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]].
-
-    Args:
-        tokens: Tokens of a file or of several joined files, [tokens].
-        begins: Start of each document in the stream and the end of the last, int64 [documents + 1].
-        shifts: Offset from the stream to `tokens`, int64 [documents].
-        first: Position in the stream of each row's first token, int64 [B].
-        seq_len: Tokens of a row, T; a row reads T + 1 tokens of the stream.
-        mask: True for `document_starts` in the batch, if a row has several documents.
-    """
+    Document d is the stream from begins[d] to begins[d + 1]; stream position p of it is tokens[p + shifts[d]]. `begins`
+    are int64 [documents + 1], with the end of the last; `shifts` [documents]; `first` is the position in the stream of
+    each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has several documents."""
     rows = len(first)
     width = seq_len + 1
     pieces = _document_pieces(begins, first, width)
@@ -70,9 +63,7 @@ def _document_pieces(begins: np.ndarray, first: np.ndarray, width: int) -> _Docu
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:
     """Return the document boundaries in the B x T tokens of a batch, int32 [N + 1]; the last is B x T.
 
-    Args:
-        document_starts: For each position, the start of its document in its row, [B, T].
-    """
+    `document_starts` is that of `Batch`."""
     (begins,) = (document_starts == np.arange(document_starts.shape[1])).ravel().nonzero()
     return np.append(begins, document_starts.size).astype(np.int32)
 
@@ -90,13 +81,7 @@ class EpochOrder:
 
 
 def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
-    """Shuffle the documents and sequences of an epoch.
-
-    Args:
-        offsets: Starts of the documents in the file and the end of the last, int64 [documents + 1].
-        seq_len: Tokens of a sequence, T.
-        epoch: Index of the epoch.
-    """
+    """Shuffle the documents and sequences of an epoch; `offsets` are those of `IndexedDataset`."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)

@@ -40,10 +40,7 @@ def read_pair_metadata(dataset: IndexedDataset) -> dict[str, str] | None:
 def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if the tokens of a pair are known to be of another tokenizer.
 
-    Args:
-        dataset: Pair, of which nothing is known if it has no metadata file.
-        field: Field or option that names the pair, for the error.
-    """
+    Nothing is known of a pair without a metadata file. `field` or option names the pair."""
     metadata = read_pair_metadata(dataset)
     if metadata is None or metadata[TOKENIZER_KEY] == tokenizer.fingerprint():
         return

@@ -42,8 +42,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 
     The cache's key is the paths, names, sizes and times of all files (the name only of a dataset on the hub), the
     tokenizer and the split. An entry is written to a temporary folder and renamed; of concurrent runs the first wins.
-    Raises UserError for errors of the sources, the tokenizer or the cache.
-    """
+    Raises UserError for errors of the sources, the tokenizer or the cache."""
     check_sources(data)
     cache = Path(data.cache).expanduser()
     final_folder = cache / _fingerprint(data)
@@ -69,8 +68,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
 def _training_texts(data: DataSpec) -> Iterator[str]:
     """Yield training text, its files in the order of their hashes, so that its start is a sample.
 
-    If every document would be held out by name, the end of the text is held out instead: then it is all documents.
-    """
+    If every document would be held out by name, the end of the text is held out instead: then it is all documents."""
     source_files = sorted(
         list_source_files(data.train),
         key=lambda source_file: hashlib.blake2b(source_file.name.encode("utf-8", "replace")).digest(),

@@ -51,21 +51,13 @@ def check_sources(data: DataSpec) -> None:
 def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if the tokens of a pair have another tokenizer or ids outside its vocabulary.
 
-    Args:
-        dataset: The pair.
-        field: The field of the run file that names the pair.
-    """
+    `field` of the run file names the pair."""
     check_pair_tokenizer(dataset, tokenizer, field)
     check_vocabulary(dataset, tokenizer, field)
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
-    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled.
-
-    Args:
-        dataset: The pair.
-        field: The field of the run file that names the pair.
-    """
+    """Raise UserError if a token is not an id of the tokenizer; large datasets are sampled."""
     size = len(dataset.tokens)
     if size > MAX_FULL_CHECK_TOKENS:
         sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
@@ -110,8 +102,7 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
     """Return the prefixes of the .bin/.idx pairs in `sources`, in order; none for text.
 
     A pair whose .bin and .idx are both named counts once; a source that is named twice counts twice. Raises UserError
-    if `sources` name pairs and text.
-    """
+    if `sources` name pairs and text."""
     paths = [(source, path) for source in sources for path in _expand_pattern(source)]
     pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
     if pairs and len(pairs) < len(paths):
@@ -128,13 +119,7 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
 def list_files(
     sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
 ) -> list[SourceFile]:
-    """List the files of text or pairs.
-
-    Args:
-        sources: Sources of the field.
-        field: The field of the run file that names them.
-        pair_suffixes: Suffixes of the files of a pair that count.
-    """
+    """List the files of text or pairs, of which those with `pair_suffixes` count."""
     names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
     return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
 

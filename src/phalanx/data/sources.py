@@ -64,14 +64,9 @@ class SourceFile:
 def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield every non-empty document, source after source, the files of a directory sorted by path.
 
-    Args:
-        sources: Files, directories, globs, "stdlib" or "hf:NAME".
-        text_key: Field or column with the text of a record.
-        field: Field or option that names the sources, for errors.
-
-    Raises:
-        UserError: A source is missing or unreadable, a line is not valid, or all documents are empty.
-    """
+    Sources are files, directories, globs, "stdlib" or "hf:NAME"; `text_key` is the field or column with the text of a
+    record, and `field` (or option) names the sources in errors. Raises UserError if a source is missing or unreadable,
+    a line is not valid, or all documents are empty."""
     empty = True
     for source_file in list_source_files(sources, field):
         for document in read_documents(source_file, text_key, field):
@@ -164,14 +159,7 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """Yield the documents of one file in order, with the empty ones, so that numbers stay stable.
 
-    Args:
-        source_file: File or dataset.
-        text_key: Field or column with the text of a record.
-        field: Field or option that names the source, for errors.
-
-    Raises:
-        UserError: The file cannot be read, or a line or row has no text under `text_key`.
-    """
+    Raises UserError if the file cannot be read, or a line or row has no text under `text_key`."""
     readers = {
         "unknown": _read_by_content,
         "text": _read_text,

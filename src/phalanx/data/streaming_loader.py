@@ -1,8 +1,7 @@
 """Loader that tokenizes during training: TokenLoader's interface, forward only, with exact resume.
 
 Every rank reads and tokenizes all text and keeps its own rows, so that global batches are equal at any number of ranks.
-Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled.
-"""
+Files (or datasets) are shuffled, the documents of one are in order; sequences are not shuffled."""
 
 from __future__ import annotations
 
@@ -47,11 +46,8 @@ class StreamingLoader:
     """Sequential access to the share of one rank in every global step, without held-out documents.
 
     `data.held_out_fraction` selects the held-out documents. Tokens at an epoch's end that do not fill a sequence are
-    dropped.
-
-    Raises:
-        UserError: A text that the stream reaches is invalid, or all text together does not fill a sequence.
-    """
+    dropped. Raises UserError if a text that the stream reaches is invalid, or all text together does not fill a
+    sequence."""
 
     def __init__(
         self,
@@ -77,9 +73,7 @@ class StreamingLoader:
     def step(self, number: int) -> Batch:
         """Return this rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
-        Raises:
-            ValueError: It is not the next step.
-        """
+        Raises ValueError if it is not the next step."""
         if number != self._next_step:
             raise ValueError(
                 f"step {number} was requested, but a stream can only return its next step, {self._next_step}"
@@ -95,9 +89,7 @@ class StreamingLoader:
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able).
 
-        Raises:
-            ValueError: The stream has not reached the step, or has passed it long ago.
-        """
+        Raises ValueError if the stream has not reached the step, or has passed it long ago."""
         if step not in self._states:
             raise ValueError(f"step {step} is not one of the stream's saved steps: {sorted(self._states)}")
         return self._states[step]
@@ -105,9 +97,7 @@ class StreamingLoader:
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
         """Resume from the state in a checkpoint, without reading earlier files again.
 
-        Raises:
-            UserError: The checkpoint has other data, or other lengths or order; steps may be `resized`.
-        """
+        Raises UserError if the checkpoint has other data, or other lengths or order; steps may be `resized`."""
         check_resumable(self._identity, state, resized)
         cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
         self._seek(int(state["step"]), cursor, int(state["tokens"]))

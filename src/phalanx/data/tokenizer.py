@@ -40,8 +40,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text, int32 [tokens], without end token.
 
-        Special tokens in the text are encoded as plain text.
-        """
+        Special tokens in the text are encoded as plain text."""
         if self.model is None:
             return [np.frombuffer(_utf8(text), np.uint8).astype(np.int32) for text in texts]
         clean = [text if text.isascii() else _without_surrogates(text) for text in texts]
@@ -51,8 +50,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of some ids, without the end token.
 
-        Bytes that are not valid UTF-8 become U+FFFD.
-        """
+        Bytes that are not valid UTF-8 become U+FFFD."""
         text_ids = [int(i) for i in ids if int(i) != self.end]
         if self.model is not None:
             return str(self.model.decode(text_ids, skip_special_tokens=False))
@@ -100,17 +98,14 @@ class Tokenizer:
 def byte_tokenizer() -> Tokenizer:
     """Return the byte tokenizer: ids 0..255 are the bytes of UTF-8, 256 is the end of text.
 
-    Every text survives the round trip.
-    """
+    Every text survives the round trip."""
     return Tokenizer(vocab=BYTES_VOCAB, end=BYTES_VOCAB - 1)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a tokenizer.json (or the directory that contains one), ours or Hugging Face's.
 
-    Raises:
-        UserError: The file is missing, is not a tokenizer, or has no known end-of-text token.
-    """
+    Raises UserError if the file is missing, is not a tokenizer, or has no known end-of-text token."""
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     text = _read_file(file, str(path))
@@ -142,11 +137,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab` ids, the first of them <|endoftext|>.
 
     The same texts give the same ids. The text is limited to 64 million characters; training uses a million of them, in
-    pieces at even intervals.
-
-    Raises:
-        UserError: The text is empty.
-    """
+    pieces at even intervals. Raises UserError if the text is empty."""
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Model
 

@@ -16,15 +16,7 @@ def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weight
     """Return initial weights by name for a larger vocabulary.
 
     Rows of new tokens are the mean of the source rows, which leaves the probabilities of the source tokens nearly
-    unchanged (nlp.stanford.edu/~johnhew/vocab-expansion.html).
-
-    Args:
-        weights: Weights for the source vocabulary.
-        source_vocab: Number of tokens that `weights` have.
-        vocab: Number of tokens of the result.
-
-    Raises:
-        UserError: `vocab` is less than `source_vocab`.
+    unchanged (nlp.stanford.edu/~johnhew/vocab-expansion.html). Raises UserError if `vocab` is less than `source_vocab`.
     """
     require(
         vocab >= source_vocab,

@@ -21,16 +21,9 @@ def attend_with_flex(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention, [B, T, H, K].
+    """Return causal attention, [B, T, H, K]; arguments as in `Attention.attend`.
 
-    Args:
-        q_BTHK: Queries.
-        k_BTHK: Keys, of as many heads as queries or a divisor of their number.
-        v_BTHK: Values, of as many heads as keys.
-        starts_BT: Start of each token's document in its row; None if every row is one document.
-        window: Keys that a query sees at most, itself included; None if it sees all.
-        sinks_H: Logit of each head in the softmax's denominator.
-    """
+    `starts_BT` is the start of each token's document in its row; None if every row is one document."""
 
     def is_visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = key <= query

@@ -21,14 +21,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
 
     If `source` is a mixture too, its weights are unchanged. Routers are drawn at random; an untied head starts as the
     embedding that it was tied to. An expert depends on seed, layer and expert index only. Raises UserError if the
-    experts do not have the shape of the MLP.
-
-    Args:
-        spec: Model with experts.
-        source: Model of `weights`.
-        weights: Weights of `source` by name and shape.
-        seed: Seed of the reinitialized parts.
-    """
+    experts do not have the shape of the MLP."""
     moe = spec.moe
     assert moe is not None
     if source.moe is not None:
@@ -76,15 +69,7 @@ def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int
     """Return a stack of copies of one matrix of an MLP, each partly reinitialized.
 
     In each copy, the same part of the inner units in all matrices of the layer is drawn again. The new values have the
-    mean and deviation of the replaced ones (arXiv 2502.19261).
-
-    Args:
-        dense: Matrix of the MLP.
-        experts: Number of copies.
-        reinit_fraction: Fraction of the inner units that is reinitialized.
-        layer: Name of the layer.
-        kind: Name of the matrix: gate, up or down.
-    """
+    mean and deviation of the replaced ones (arXiv 2502.19261). `kind` of matrix is gate, up or down."""
     stack = dense.expand(experts, *dense.shape).clone()
     for expert, copy in enumerate(stack):
         units_FD = copy.T if kind == "down" else copy

@@ -72,12 +72,9 @@ def apply_layout(
 ) -> Strategy:
     """Build a transformer under a layout.
 
-    Args:
-        weights: Returns the full initial value of a parameter by its name; a rank keeps its part.
-        compile: Compile the blocks, and on GPUs the loss.
-        layers: The layers of every stage of a pipeline.
-        trained_experts: The experts that are trained; the others are frozen. By default all are trained.
-    """
+    `weights` returns the full initial value of a parameter by its name, of which a rank keeps its part. `compile`
+    compiles the blocks, and on GPUs the loss. `layers` are those of every stage of a pipeline. Experts other than
+    `trained_experts`, if given, are frozen."""
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
     layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
@@ -121,12 +118,8 @@ def apply_layout_to_network(
 ) -> Strategy:
     """Apply the data parallelism of a layout to a network of the user.
 
-    The modules of its attribute `blocks`, if it has one, are gathered by ZeRO-3 and compiled one at a time.
-
-    Args:
-        network: The network, with equal weights on all ranks.
-        compile: Compile the blocks, or the network if it has none.
-    """
+    The modules of its attribute `blocks`, if it has one, are gathered by ZeRO-3 and compiled one at a time. A network
+    without blocks is compiled whole."""
     named_blocks = getattr(network, "blocks", None)
     blocks = list(named_blocks.children()) if isinstance(named_blocks, nn.Module) else []
     network.to(PARAMETER_DTYPES[precision])
@@ -259,8 +252,7 @@ def _init_weights(
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
     """Build this rank's stages.
 
-    `layers` has the layers of every stage.
-    """
+    `layers` has the layers of every stage."""
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
 
@@ -270,8 +262,7 @@ def build_pipeline(
 ) -> PipelineStrategy:
     """Connect this rank's stages with those of the other ranks (step 7).
 
-    `data_parallel` is already connected to the groups that share the model.
-    """
+    `data_parallel` is already connected to the groups that share the model."""
     assert mesh.loss_group is not None
     # Under autocast the residual stream stays in the parameters' precision.
     computes_in_bf16 = precision in BF16_PRECISIONS and not data_parallel.autocast

@@ -80,14 +80,8 @@ class ContextParallelGroup:
 def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
     """Return the indices of a rank's tokens in a row.
 
-    Args:
-        tokens: Length of the full row.
-        ranks: Number of ranks that share the row.
-        rank: Index of the rank.
-        kind: With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the
-            back. With ulysses, the tokens of the rank are contiguous.
-        device: Device of the indices.
-    """
+    With ring, the row has 2 x ranks equal pieces, and the rank has piece `rank` from the front and from the back. With
+    ulysses, the tokens of the rank are contiguous."""
     if kind == "ulysses":
         return torch.arange(tokens, device=device).chunk(ranks)[rank]
     pieces = torch.arange(tokens, device=device).chunk(2 * ranks)

@@ -1,7 +1,6 @@
 """Device mesh of a run: the size of every parallel axis, and PyTorch's mesh over the ranks.
 
-Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-data-parallel.md`.
-"""
+Why: `docs/design/decisions/context-ranks.md` and `docs/design/decisions/expert-data-parallel.md`."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         (0, 1, 1)
         >>> phalanx.build_mesh(phalanx.Layout(tp=2))
         Traceback (most recent call last):
-        phalanx.spec.errors.UserError: ...
-    """
+        phalanx.spec.errors.UserError: ..."""
     if world_size is None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
     device_type = current_device().type if device_type is None else device_type
@@ -146,8 +144,7 @@ def rank_grid(sizes: ParallelDims) -> Tensor:
     rows of this grid after a permutation of its axes. For dp_shard 2, cp 2, tp 2:
 
         data and tp        (0 1) (2 3) (4 5) (6 7)    tp      (0 2 4 6) (1 3 5 7)    data, with cp as data
-        context            (0 2) (1 3) (4 6) (5 7)    cp
-    """
+        context            (0 2) (1 3) (4 6) (5 7)    cp"""
     ranks = torch.arange(sizes.world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     return ranks.permute([sizes.axes.index(axis) for axis in AXES])
 
@@ -185,8 +182,7 @@ def _build_backward_group(sizes: ParallelDims, grid: Tensor) -> dist.ProcessGrou
 def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
     """Build the mesh of the ranks of a stage: expert parallelism inside, ranks with the same experts outside.
 
-    For dp_shard 2, tp 2, ep 2, in one stage: ep (0 1) (2 3), ranks with the same experts (0 2) (1 3).
-    """
+    For dp_shard 2, tp 2, ep 2, in one stage: ep (0 1) (2 3), ranks with the same experts (0 2) (1 3)."""
     by_stage = _permute_axes(grid, "pp", "dp_replicate", "dp_shard", "cp", "tp").flatten(1)
     num_same_experts = by_stage.shape[1] // sizes.ep
     replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
@@ -199,16 +195,10 @@ def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device
 
 
 def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
-    """Make a mesh of named axes over a grid of ranks.
+    """Make a mesh of named axes over a grid of global ranks.
 
     On GPUs its groups use NCCL alone, unless they span the whole world: gloo would connect all pairs of ranks of each
-    group.
-
-    Args:
-        device_type: "cpu" or "cuda".
-        rank_grid: Global ranks, with one dimension per axis.
-        axes: Names of the axes.
-    """
+    group."""
     if not _needs_gpu_groups(device_type):
         return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes)
     backends: list[tuple[str | None, Any]] = []

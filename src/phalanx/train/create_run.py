@@ -46,14 +46,7 @@ from phalanx.train.time_budget import with_decided_steps
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
     """Check a run, prepare its data, and write its directory; return the directory.
 
-    Args:
-        run: Run from its run file.
-        world_size: Number of ranks.
-        resume: Continue from an existing run directory.
-
-    Raises:
-        UserError: the run cannot work; then nothing is written.
-    """
+    Raises UserError if the run cannot work; then nothing is written."""
     run = decide_recomputation(decide_choices(run, resume), world_size)
     return write_run_directory(run, check_and_prepare(run, world_size, resume))
 
@@ -96,10 +89,7 @@ def find_c_compiler() -> str | None:
 def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None) -> RunSpec:
     """Return a run with the recomputation that fits this machine if the run file leaves it open.
 
-    Args:
-        world_size: Number of ranks.
-        nproc: Number of ranks on this machine; by default equally many on each node of the run's cluster.
-    """
+    `nproc` is the number of ranks on this machine; by default equally many on each node of the run's cluster."""
     if not run.layout.auto_checkpointing:
         return run
     device = select_device(run)
@@ -127,17 +117,7 @@ def _gpu_memory_bytes() -> int | None:
 def check_and_prepare(
     run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
 ) -> PreparedData:
-    """Check a run, and prepare its data.
-
-    Args:
-        run: Run from its run file.
-        world_size: Number of ranks.
-        resume: Continue from an existing run directory.
-        progress: Callback of the data preparation.
-
-    Raises:
-        UserError: the run cannot work.
-    """
+    """Check a run, and prepare its data. Raises UserError if the run cannot work."""
     preflight(run, world_size, resume)
     saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     if (

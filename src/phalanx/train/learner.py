@@ -62,12 +62,7 @@ class Learner:
     ) -> None:
         """Build the model and its optimizers.
 
-        Args:
-            run: Run with model, layout and optimizer.
-            mesh: Mesh of the layout.
-            weights: Initial weights by name; None: they are drawn at random.
-            trained_experts: Experts to train; None: all.
-        """
+        Initial `weights` are given by name, or drawn at random; without `trained_experts`, all experts are trained."""
         self.run = run
         self.mesh = mesh
         self.device = device

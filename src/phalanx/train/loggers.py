@@ -80,11 +80,7 @@ class TensorBoardLogger:
 
 
 def open_loggers(directory: Path, after_step: int) -> list[Logger]:
-    """Open the logs that need no service.
-
-    Args:
-        after_step: Last step of the checkpoint that the run resumes from; 0 for a fresh run.
-    """
+    """Open the logs that need no service. Entries after `after_step`, the last before this start, are removed."""
     return [
         JsonLinesLogger(directory / METRICS_FILE, after_step),
         TensorBoardLogger(directory / TENSORBOARD_DIR, after_step),

@@ -102,13 +102,7 @@ def _notes(trainer: Trainer) -> Iterator[str]:
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:
-    """Return the message at the end of a run.
-
-    Args:
-        trainer: Trainer after its last step.
-        evaluation: Record of the last evaluation; empty without one.
-        sample: Text that the model generated; empty without one.
-    """
+    """Return the message at the end of a run; `evaluation` and `sample` are empty if there are none."""
     lines = []
     if evaluation:
         lines.append(evaluation_message(evaluation))

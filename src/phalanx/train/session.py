@@ -95,13 +95,9 @@ def _profiled_step(
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:
-    """Return the steps to profile.
+    """Return the remaining steps to profile, after the trainer has resumed.
 
-    Args:
-        trainer: The trainer, after it has resumed.
-        measure: Without a window, profile one step.
-        window: The steps to profile, of which the remaining ones are returned.
-    """
+    They are those of the window, or without one the first steady step if `measure` is set."""
     if window is None:
         first = trainer.step + first_steady_step(trainer.run)
         return range(first, first + measure)

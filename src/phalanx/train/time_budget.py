@@ -30,15 +30,8 @@ MIN_STEPS = 3
 def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]) -> int | None:
     """Return the number of steps of a run of `seconds`; None before enough steps are measured.
 
-    Args:
-        seconds: The time of the full run.
-        first_step: Number of steps before the time started.
-        step_seconds: Duration of each step since then. Later steps are assumed to take the median of these, without the
-            first two.
-
-    Raises:
-        UserError: The time is too short for three steps.
-    """
+    `step_seconds` are the durations of the steps after the first `first_step`. Later steps are assumed to take the
+    median of these, without the first two. Raises UserError if the time is too short for three steps."""
     done = len(step_seconds)
     elapsed = sum(step_seconds)
     if elapsed > seconds and first_step + done <= MIN_STEPS:
@@ -85,9 +78,7 @@ class TimeBudget(Callback):
     def on_step_end(self, trainer: Trainer, record: MetricsRecord) -> None:
         """Record the duration of a step, and decide the number of steps when enough are measured.
 
-        Raises:
-            UserError: the time is too short for three steps; raised on all ranks.
-        """
+        Raises UserError on all ranks if the time is too short for three steps."""
         seconds = trainer.run.training.seconds
         assert seconds is not None
         self.step_seconds.append(broadcast_object(record["step_seconds"], src=0))

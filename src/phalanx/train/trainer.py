@@ -452,12 +452,8 @@ class Trainer(Learner):
     def resume(self) -> tuple[int, dict[str, str]]:
         """Continue from the newest intact checkpoint, on disk or in memory, if there is one.
 
-        Returns:
-            The number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
-
-        Raises:
-            UserError: the checkpoint has another model or other data, or all checkpoints are damaged.
-        """
+        Returns the number of ranks that wrote it (0: there is none), and the problems of newer damaged ones by name.
+        Raises UserError if the checkpoint has another model or other data, or all checkpoints are damaged."""
         directory = self.checkpointer.directory
         checkpoint = None
         damaged: dict[str, str] = {}

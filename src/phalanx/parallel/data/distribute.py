@@ -57,8 +57,7 @@ def distribute(
         torch.Size([8, 2])
         >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
         Traceback (most recent call last):
-        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
-    """
+        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer..."""
     for field, value, default in transformer_only_options(layout):
         problem = (
             f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
@@ -79,13 +78,10 @@ def apply_data_parallelism(
     precision: str,
     model_sharding: ModelSharding | None = None,
 ) -> Strategy:
-    """Apply the data parallelism of a layout, and allocate memory (step 5 of `parallel.apply`).
+    """Apply the data parallelism of a layout to a module on `device` or meta, and allocate memory.
 
-    Args:
-        module: This rank's module; `device` or the meta device has it.
-        blocks: The submodules that FSDP gathers one at a time.
-        model_sharding: The shards of the module, if ranks share the model.
-    """
+    It is step 5 of `parallel.apply`. FSDP gathers the `blocks` one at a time. `model_sharding` has the shards of the
+    module, if ranks share the model."""
     check_torch_supports(layout)
     check_shardable_module(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision in BF16_PRECISIONS else None

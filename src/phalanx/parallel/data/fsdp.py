@@ -8,8 +8,7 @@ On gloo FSDP2 gathers synchronously and reduces twice the necessary bytes (its r
 gathers run ahead of the units that need them. A reduce-scatter is an all-to-all and a local sum, finished one unit
 later.
 
-Why: `docs/design/decisions/fsdp-on-gloo.md`.
-"""
+Why: `docs/design/decisions/fsdp-on-gloo.md`."""
 
 from __future__ import annotations
 
@@ -53,20 +52,11 @@ class FSDP(Strategy):
         expert_parameters: frozenset[str] = frozenset(),
         expert_mesh: DeviceMesh | None = None,
     ) -> None:
-        """Shard a module into FSDP2 units.
+        """Shard a module into FSDP2 units, of which each block is one.
 
-        Args:
-            module: Full model.
-            blocks: Parts of the module that are gathered one at a time.
-            layout: Selects units, prefetching and resharding.
-            mesh: One-dimensional mesh (ZeRO-3), or replicate x shard (HSDP).
-            compute_dtype: Dtype of gathered parameters. Gradients are reduced and state is stored in the parameters'
-                own dtype.
-            offload: Storage of the trained shards, if not the device.
-            group: The ranks over which the trainer sums its scalars.
-            expert_parameters: Names of the parameters that are sharded over `expert_mesh`.
-            expert_mesh: Mesh of the ranks with the same experts.
-        """
+        The mesh is one-dimensional (ZeRO-3), or replicate x shard (HSDP). Gathered parameters have `compute_dtype`;
+        gradients are reduced and state is stored in the parameters' own dtype. The trainer sums its scalars over
+        `group`. `expert_parameters` are sharded over `expert_mesh`, the ranks with the same experts."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,
@@ -113,12 +103,8 @@ class FSDP(Strategy):
         backward pass, and would gather the head again.
 
         Units inside others prefetch nothing in forward passes, and their outer units one unit more. If a block is
-        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again.
-
-        Args:
-            depth: Number of units.
-            inner: Units inside others, except those inside the root alone.
-        """
+        recomputed, the hooks of its outer unit are off, but an inner unit would gather the next block again. `inner`
+        are the units inside others, except those inside the root alone."""
         root = [self.root] if self.root._get_fsdp_state()._fsdp_param_group is not None else []
         forward = [*root, *self.units[1:]]
         backward = [*root, *reversed(self.units[1:])]
@@ -252,13 +238,7 @@ def _placements(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
 
 
 def _shard_outside_blocks(model: Transformer, shard: Callable[..., object], reshard: bool) -> None:
-    """Make the embeddings one unit, and the final norm and head another.
-
-    Args:
-        model: Model whose embedding is not its head.
-        shard: `fully_shard` with the options of all units.
-        reshard: True if embeddings are resharded after their forward pass.
-    """
+    """Make the embeddings one unit, and the final norm and head another."""
     embeddings = [child for name, child in model.named_children() if name in EMBEDDINGS]
     shard(embeddings, reshard_after_forward=reshard)
     for part in embeddings:
@@ -330,13 +310,7 @@ class DeferredReduceScatter(DefaultReduceScatter):
             self.finish()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of the next exchange, after those of the previous exchange are freed.
-
-        Args:
-            size: Shape of the buffer.
-            dtype: Dtype of the buffer.
-            device: Device of the buffer.
-        """
+        """Allocate a buffer of the next exchange, after those of the previous exchange are freed."""
         self.finish()
         return super().allocate(size, dtype=dtype, device=device)
 

@@ -4,8 +4,7 @@ Storage is CPU memory (ZeRO-Offload, arXiv 2101.06840), or memory-mapped files o
 2104.07857). On disk they are stepped piece by piece. While a piece is stepped, the next is read and the previous is
 written. Three pieces are in memory at a time, however large the state is.
 
-Why: `docs/design/decisions/offload-mapping.md`.
-"""
+Why: `docs/design/decisions/offload-mapping.md`."""
 
 from __future__ import annotations
 
@@ -74,14 +73,10 @@ class CpuOffload:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
     ) -> Iterator[None]:
-        """Wrap the step of a piece of the parameters.
+        """Wrap the step of a piece of the parameters; a piece has the same index at every step.
 
-        Args:
-            index: Index of the piece; a piece has the same index at every step.
-            optimizers: Optimizers that step the piece and create its state.
-            parameters: Trained parameters of the piece.
-            gradients: Their gradients in the offload storage; empty or None where they are elsewhere.
-        """
+        The optimizers create the state of the piece. Gradients are in the offload storage; empty or None where they are
+        elsewhere."""
         yield
 
 

@@ -39,14 +39,7 @@ from phalanx.spec.layout import Layout, assign_parameters_to_servers
 def build_parameter_server(module: nn.Module, layout: Layout, device: torch.device) -> Strategy:
     """Return this rank's strategy, a server or a worker.
 
-    Args:
-        module: Full model of this rank, whose parameters the strategy replaces.
-        layout: Layout with the number of servers and the staleness.
-        device: Device of a worker; servers use the CPU.
-
-    Raises:
-        UserError: The module has parameters of several dtypes.
-    """
+    A worker uses `device`, servers use the CPU. Raises UserError if the module has parameters of several dtypes."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())

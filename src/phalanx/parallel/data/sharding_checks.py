@@ -43,10 +43,7 @@ def steps_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
 def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
     """Raise UserError for a parameter that cannot be sharded, or for a module that is its own block.
 
-    Args:
-        layout: Layout; parameters are checked if its data-parallel strategy shards.
-        blocks: Submodules that are sharded as units.
-    """
+    Parameters are checked if the data-parallel strategy of the layout shards."""
     if any(block is module for block in blocks):
         raise UserError("blocks", type(module).__name__, "is the module itself", fix="pass its submodules, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():

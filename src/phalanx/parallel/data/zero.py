@@ -15,8 +15,7 @@ Bytes per parameter, with Adam: in fp32 the owned rows are part of the model tha
 embedding on a pipeline's last stage is an exception: its own gradient accumulates in bf16. A single replica in bf16 is
 ZeRO-1 with N = 1.
 
-Why: `docs/design/decisions/own-zero.md`.
-"""
+Why: `docs/design/decisions/own-zero.md`."""
 
 from __future__ import annotations
 

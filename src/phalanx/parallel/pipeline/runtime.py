@@ -7,8 +7,7 @@ A rank sends the output of a stage, an activation or a gradient, as soon as it i
 for the input of its next action. Where a schedule has half actions, backward passes are split (`split_backward`).
 Gradients accumulate over the step, and data-parallel ranks sum them once, at its end.
 
-Why: `docs/design/decisions/own-pipeline-runtime.md`.
-"""
+Why: `docs/design/decisions/own-pipeline-runtime.md`."""
 
 from __future__ import annotations
 
@@ -56,17 +55,10 @@ class PipelineStrategy(Strategy):
     ) -> None:
         """Create the pipeline of this rank's stages.
 
-        Args:
-            data_parallel: Data-parallel strategy of the stages, connected to the groups that share the model.
-            stage_module: This rank's stages.
-            representative: A schedule of this pipeline, for any number of micro-batches.
-            make_schedule: Returns the schedule for a number of micro-batches.
-            p2p_groups: Groups that send messages to later ranks of the pipeline, and to earlier ranks.
-            loss_group: The ranks of the pipeline and their data-parallel replicas.
-            forward_context: Returns the context manager of forward passes.
-            activation_template: Tensor with the dtype and device of the activations that stages send.
-            cp_size: Number of ranks that share the tokens of a row.
-        """
+        `data_parallel` is connected to the groups that share the model. `representative` is a schedule of this pipeline
+        for any number of micro-batches. `p2p_groups` carry messages to later and to earlier ranks; `loss_group` has the
+        ranks of the pipeline and their data-parallel replicas. `activation_template` has the dtype and device of the
+        activations that stages send. `cp_size` ranks share the tokens of a row."""
         # Not `super().__init__`: the loss of logits, for example, is that of `data_parallel`, and has no default here.
         self.module = data_parallel.module
         self.group = loss_group

@@ -59,8 +59,7 @@ class StagePasses:
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run an action, and return its output for another stage, if any.
 
-        `received` is the input from another stage, if any: an activation, or the gradient of the stage's output.
-        """
+        `received` is the input from another stage, if any: an activation, or the gradient of the stage's output."""
         key = action.stage, action.micro
         if action.kind == "F":
             return self._run_forward(action, received, state)

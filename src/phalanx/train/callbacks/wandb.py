@@ -41,11 +41,7 @@ class Wandb(RecordWriter):
         self.project = project
 
     def open(self, trainer: Trainer) -> Logger:
-        """Create the W&B run, or open it again.
-
-        Raises:
-            UserError: W&B rejects the project or the login.
-        """
+        """Create the W&B run, or open it again. Raises UserError if W&B rejects the project or the login."""
         import wandb
 
         directory = trainer.directory

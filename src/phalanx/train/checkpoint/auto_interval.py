@@ -48,12 +48,7 @@ class CheckpointScheduler:
         self.next_step = step + FIRST_STEPS
 
     def record_step(self, seconds: float, writing: bool = False) -> None:
-        """Record the duration of a step.
-
-        Args:
-            seconds: Duration of the step.
-            writing: The previous save is still being written to disk.
-        """
+        """Record the duration of a step. `writing`: the previous save is still being written to disk."""
         self._step_seconds.append(seconds)
         if self._write_in_progress:
             self._overlapped_steps, self._overlapped_seconds = (
@@ -72,12 +67,7 @@ class CheckpointScheduler:
         """Return the step after which the next save is due.
 
         A save costs the time that it blocks training, and the slowdown of the steps during which it is written.
-
-        Args:
-            step: The step of this save.
-            blocked_seconds: Time for which this save blocked training.
-            write_seconds: Total time of the previous save, in the background.
-        """
+        `blocked_seconds` is of this save, `write_seconds` the total time of the previous one, in the background."""
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)

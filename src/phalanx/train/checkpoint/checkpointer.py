@@ -2,8 +2,7 @@
 
 They can be loaded with any layout and world size.
 
-Why: `docs/design/decisions/checkpoints-dcp.md`.
-"""
+Why: `docs/design/decisions/checkpoints-dcp.md`."""
 
 from __future__ import annotations
 
@@ -74,13 +73,8 @@ class Checkpointer:
     ) -> None:
         """Start to save, after waiting for the previous save.
 
-        Args:
-            step: The step of the state.
-            tensors: Tensors by name.
-            manifest: Additional state in JSON.
-            on_disk: The state is offloaded to disk and may exceed the memory. It is not copied, but saved before this
-                returns.
-        """
+        State that is offloaded to disk (`on_disk`) may exceed the memory. It is not copied, but saved before this
+        returns."""
         self.wait()
         path = self.directory / f"{step_name(step)}.tmp"
         if self.rank == 0:
@@ -219,12 +213,8 @@ def latest_step(directory: Path) -> int:
 def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> tuple[Path | None, dict[str, str]]:
     """Return the newest undamaged checkpoint, and the problems of newer ones, which are quarantined.
 
-    This is a collective. Each rank checks its share of the files, so that no rank waits long for another.
-
-    Args:
-        directory: Directory of the checkpoints.
-        before_step: Ignore checkpoints from this step on, if given.
-    """
+    This is a collective. Each rank checks its share of the files, so that no rank waits long for another. Checkpoints
+    from `before_step` on are ignored, if given."""
 
     def candidates() -> list[str]:
         recover_interrupted_rewrites(directory)

@@ -75,13 +75,9 @@ class InMemoryCheckpointer:
     """Access of this rank to the copies in its launcher; raises UserError without a launcher's memory."""
 
     def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Map this rank's slots.
+        """Map this rank's slots, page-locked if `device` is a GPU.
 
-        Args:
-            identity: Identity of the state; only a copy with an equal identity is restored.
-            group: Process group that exchanges copies in CPU memory.
-            device: Device of this rank. Its local slots are page-locked if that is a GPU.
-        """
+        Only a copy with an equal `identity` is restored. `group` exchanges copies in CPU memory."""
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set recovery.in_memory_checkpoint_every = 0"
@@ -110,11 +106,7 @@ class InMemoryCheckpointer:
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
 
-        Args:
-            step: Step after which the state is copied.
-            tensors: State by name; this rank's shards are copied.
-            manifest: Values of the run at this step, as in a checkpoint's manifest (JSON-able).
-        """
+        This rank's shards are copied, and the values of a checkpoint's manifest (JSON-able)."""
         self._write(step, self._local.next, tensors, manifest=manifest)
         self._local.flip()
         if self._next_rank != self.rank:

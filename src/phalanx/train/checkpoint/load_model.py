@@ -41,15 +41,9 @@ class TrainedModel:
 
 
 def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel:
-    """Return the trained model of a run directory.
+    """Return the trained model of a run directory, or of a swarm's. `trust`: a network that it names may be imported.
 
-    Args:
-        run_directory: The run directory, or that of a swarm.
-        trust: True if a network that it names may be imported.
-
-    Raises:
-        UserError: the network is not trusted, or there are neither intact checkpoints nor weights of a swarm.
-    """
+    Raises UserError if the network is not trusted, or there are neither intact checkpoints nor weights of a swarm."""
     if not (run_directory / RUN_FILE).is_file():
         raise UserError(
             "run directory", str(run_directory), f"has no {RUN_FILE}", fix="pass a directory from phalanx train"

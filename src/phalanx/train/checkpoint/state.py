@@ -77,9 +77,8 @@ def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
 def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of each tensor of a checkpoint.
 
-    Raises:
-        UserError: A header of the files is damaged, although the checksums are correct. DCP does not check headers.
-    """
+    Raises UserError if a header of the files is damaged, although the checksums are correct: DCP does not check
+    headers."""
     try:
         entries = reader.read_metadata().state_dict_metadata.items()
         saved = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -97,11 +96,7 @@ def _num_bytes(entry: TensorStorageMetadata) -> int:
 
 
 def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
-    """Load tensors in place.
-
-    Raises:
-        UserError: The files do not contain every part of the tensors.
-    """
+    """Load tensors in place. Raises UserError if the files do not contain every part of the tensors."""
     try:
         load(tensors, storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:
@@ -117,14 +112,7 @@ def _damaged_weights(reader: HuggingFaceStorageReader, error: BaseException) -> 
 def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
     """Load a checkpoint into a model and its optimizers; their layouts may differ.
 
-    Args:
-        checkpoint: Directory of the checkpoint.
-        strategy: Model and its layout.
-        optimizers: Optimizers to restore.
-
-    Raises:
-        UserError: the checkpoint is of another model.
-    """
+    Raises UserError if the checkpoint is of another model."""
     reader = HuggingFaceStorageReader(str(checkpoint))
     saved = {name: tuple(entry.size) for name, entry in _saved_tensors(reader).items()}
     for optimizer in optimizers:
@@ -149,14 +137,7 @@ def restore_tensors(
     strategy: Strategy,
     optimizers: list[torch.optim.Optimizer],
 ) -> None:
-    """Restore this rank's shards of the state; the layout must be the one that was saved.
-
-    Args:
-        shapes: Full shapes by name.
-        parts: This rank's shards by name.
-        strategy: Model and its layout.
-        optimizers: Optimizers to restore.
-    """
+    """Restore this rank's shards of the state from `parts`; the layout must be the one that was saved."""
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, shapes)
     for name, tensor in checkpoint_tensors(strategy, optimizers).items():

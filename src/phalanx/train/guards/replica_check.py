@@ -46,14 +46,8 @@ def check_replica_consistency(
 ) -> CorruptionError | None:
     """Compare the replicas of all tensors after `step`, and return the error to raise, if any.
 
-    This is a collective; the error is that of the first tensor that differs, and is equal on all ranks.
-
-    Args:
-        strategy: Model and its layout.
-        sizes: Sizes of the parallel axes.
-        step: The finished step.
-        every: Interval of the checks in steps.
-    """
+    This is a collective; the error is that of the first tensor that differs, and is equal on all ranks. `every` is the
+    interval of the checks in steps."""
     if not dist.is_initialized():
         return None
     strategy.wait_for_weights()
@@ -84,14 +78,7 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
-    """Return the error message of a mismatch.
-
-    Args:
-        name: Name of the tensor.
-        sizes: Sizes of the parallel axes.
-        step: Step of the check.
-        every: Interval of the checks in steps.
-    """
+    """Return the error message of a mismatch in the tensor `name`, with checks every `every` steps."""
     ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:MAX_RANKS_SHOWN]]
     rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > MAX_RANKS_SHOWN else "")
     is_tie = set(mismatch.ranks) == set(mismatch.holders)

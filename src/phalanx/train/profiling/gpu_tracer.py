@@ -23,16 +23,7 @@ StepResult = TypeVar("StepResult")
 def trace_gpu_step(
     step: Callable[[], StepResult], file: Path, device: torch.device
 ) -> tuple[StepResult, GpuProfile | None]:
-    """Run a step under torch.profiler (a collective), and write its trace.
-
-    Args:
-        step: Function that runs the step.
-        file: The file of the trace.
-        device: GPU of this rank.
-
-    Returns:
-        The result of the step, and the figures of its trace.
-    """
+    """Run a step under torch.profiler (a collective); return its result and the figures of its trace."""
     with profile(activities=ACTIVITIES) as profiler:
         _wait_for_ranks(device)
         with record_function(STEP_ANNOTATION):

@@ -1,7 +1,6 @@
 """Measurement of the memory of tensors, in total and by part.
 
-Why: `docs/design/decisions/memory-by-tensor.md`.
-"""
+Why: `docs/design/decisions/memory-by-tensor.md`."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class MemoryMeter(TorchDispatchMode):
             history: List to which the bytes by part are appended after each change, with the time by
                 time.perf_counter().
             other_memory: Parts that are not in this device's memory.
-            known_after_collectives: Returns those of `known` that a collective may create; by default all.
-        """
+            known_after_collectives: Returns those of `known` that a collective may create; by default all."""
         super().__init__()
         self.history = history
         self.other_memory = other_memory

@@ -31,12 +31,7 @@ def remove_measured(directory: Path) -> None:
 
 
 def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
-    """Write predicted and measured values to a run directory, and return them as text.
-
-    Args:
-        run: Run of the prediction.
-        world_size: Number of ranks.
-    """
+    """Write predicted and measured values to a run directory, and return them as text."""
     measured = read_measured(directory)
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"

@@ -181,11 +181,7 @@ def profile_step(
 ) -> tuple[StepResult, StepProfile]:
     """Run a step several times slower, without compiled code, and return its result and full profile.
 
-    Args:
-        learner: Learner of the step.
-        step: Function that runs the step, under the given recorders.
-        over_time: Record the memory over time, not only its peak.
-    """
+    `over_time` records the memory over time, not only its peak."""
     strategy = learner.strategy
     profile = StepProfile(waits={})
     recorders = StepRecorders(learner, profile.memory_history if over_time else None)
