@@ -139,11 +139,11 @@ def open_dataset(
         return MapDatasetLoader(dataset, spec, seq_len, **share, seed=seed)
     if isinstance(dataset, Iterator):
         problem = "returns an iterator, which can be read only once"
-        raise UserError("data.dataset", spec.class_path, problem, fix="return an object with __iter__")
+        raise UserError("data.dataset", spec.class_path, problem, "return an object with __iter__")
     if isinstance(dataset, Iterable):
         return IterableDatasetLoader(dataset, spec, seq_len, **share)
     problem = "returns neither a map-style nor an iterable dataset"
-    raise UserError("data.dataset", spec.class_path, problem, fix="define __len__ and __getitem__, or __iter__")
+    raise UserError("data.dataset", spec.class_path, problem, "define __len__ and __getitem__, or __iter__")
 
 
 def _identity(spec: ComponentSpec, seq_len: int, sequences_per_step: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
     for sample in samples:
         if isinstance(sample, Mapping):
             problem = f"has a sample with the keys {', '.join(map(str, sample))}"
-            raise UserError("data.dataset", spec.class_path, problem, fix="return token ids, or inputs and targets")
+            raise UserError("data.dataset", spec.class_path, problem, "return token ids, or inputs and targets")
     rows = [sample if isinstance(sample, tuple) else (sample[:-1], sample[1:]) for sample in samples]
     tokens, targets = ([np.asarray(row[part]) for row in rows] for part in (0, 1))
     for row in (*tokens, *targets):
@@ -164,11 +164,11 @@ def _batch(samples: list[Any], spec: ComponentSpec, seq_len: int) -> Batch:
                 "data.dataset",
                 spec.class_path,
                 f"has a sample of {list(row.shape)} inputs or targets, but sequences have [{seq_len}]",
-                fix=f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets",
+                f"return {seq_len + 1} token ids, or a tuple of {seq_len} inputs and {seq_len} targets",
             )
         if row.dtype.kind not in "iu":
             problem = f"has a sample of type {row.dtype}, but ids and targets are integers"
-            raise UserError("data.dataset", spec.class_path, problem, fix="return integers")
+            raise UserError("data.dataset", spec.class_path, problem, "return integers")
     empty = np.zeros((0, seq_len), np.int64)
     if not rows:
         return Batch(empty, empty, None)
@@ -180,4 +180,4 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def _no_samples(spec: ComponentSpec) -> UserError:
-    return UserError("data.dataset", spec.class_path, "has no samples", fix="return a dataset with samples")
+    return UserError("data.dataset", spec.class_path, "has no samples", "return a dataset with samples")

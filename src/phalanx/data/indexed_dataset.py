@@ -106,7 +106,7 @@ class IndexedDataset:
         is_joined = os.path.isfile(self.prefix + PARTS_SUFFIX)
         for suffix in (".idx",) if is_joined else (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
-                raise UserError(field, self.prefix, f"has no {suffix} file", fix="use the prefix of a .bin/.idx pair")
+                raise UserError(field, self.prefix, f"has no {suffix} file", "use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
             index = _read_index(self.prefix, field)
@@ -118,11 +118,10 @@ class IndexedDataset:
         except FileNotFoundError as error:
             problem = f"requires {error.filename}, which does not exist"
             fix = f"restore {error.filename}, or join the pairs again"
-            raise UserError(field, self.prefix, problem, fix=fix) from None
+            raise UserError(field, self.prefix, problem, fix) from None
         except OSError as error:
-            raise UserError(
-                field, self.prefix, f"cannot be read: {error.strerror}", fix="check the permissions of the pair's files"
-            ) from None
+            fix = "check the permissions of the pair's files"
+            raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", fix) from None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -265,9 +264,8 @@ def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int
 
 
 def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
-    return UserError(
-        field, path, problem, fix="recreate the pair with `phalanx data prepare` or Megatron's preprocess_data.py"
-    )
+    fix = "recreate the pair with `phalanx data prepare` or Megatron's preprocess_data.py"
+    return UserError(field, path, problem, fix)
 
 
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
@@ -276,9 +274,8 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     No token is copied: the new pairs have links to the dataset's tokens. Raises UserError if the dataset has fewer than
     two tokens."""
     if dataset.size < 2:
-        raise UserError(
-            FIELD, dataset.prefix, "has too few tokens for a held-out part", fix="add text, or set data.held_out"
-        )
+        fix = "add text, or set data.held_out"
+        raise UserError(FIELD, dataset.prefix, "has too few tokens for a held-out part", fix)
     start = int(dataset.offsets[0])
     end = int(dataset.offsets[-1])
     split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)

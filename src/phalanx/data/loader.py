@@ -137,7 +137,7 @@ class TokenLoader(EpochLoader):
                 "data.train",
                 dataset.prefix,
                 f"has {dataset.size:,} tokens, but a sequence with its target needs {seq_len + 1:,}",
-                fix="add text, or lower training.seq_len",
+                "add text, or lower training.seq_len",
             )
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
@@ -208,14 +208,14 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
             continue
         if name == "recipe":
             problem = "is split into sequences differently than by the version of Phalanx that wrote the checkpoint"
-            raise UserError("data", None, problem, fix="resume with that version, or start a new run")
+            raise UserError("data", None, problem, "resume with that version, or start a new run")
         if name not in fields:  # a value without meaning to users
             problem = "differs from the checkpoint's data: the text, the tokenizer or the held-out part has changed"
-            raise UserError("data", None, problem, fix=fix)
+            raise UserError("data", None, problem, fix)
         saved_value = state.get(name)
         unit = " sequences" if name == "sequences_per_step" else ""
         problem = f"differs from the checkpoint's value ({saved_value!r}{unit})"
-        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix=fix)
+        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix)
 
 
 def evaluation_batches(
@@ -235,9 +235,7 @@ def evaluation_batches(
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
-        raise UserError(
-            "data.held_out", dataset.prefix, "has too few tokens for an evaluation", fix="add held-out text"
-        )
+        raise UserError("data.held_out", dataset.prefix, "has too few tokens for an evaluation", "add held-out text")
     origin = int(dataset.offsets[0])
     last = int(dataset.offsets[-1]) - 1
     document_offsets = dataset.offsets - origin

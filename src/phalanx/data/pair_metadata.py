@@ -51,6 +51,6 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
         dataset.prefix,
         f"was tokenized with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the configured one "
         f"({actual}, {tokenizer.vocab} ids)",
-        fix="use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
+        "use the tokenizer.json of these tokens, or prepare the text again; if both tokenizers have the same "
         f"ids, remove {dataset.prefix}{METADATA_SUFFIX}",
     )

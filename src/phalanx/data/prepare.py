@@ -162,9 +162,7 @@ def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, pr
         islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
     )
     if not counts.documents:
-        raise UserError(
-            "data.held_out", None, "data.train has too few documents to hold one out", fix="set data.held_out"
-        )
+        raise UserError("data.held_out", None, "data.train has too few documents to hold one out", "set data.held_out")
 
 
 def _publish(temp_folder: Path, final_folder: Path) -> None:

@@ -33,14 +33,14 @@ def check_sources(data: DataSpec) -> None:
                 "data.tokenizer",
                 data.tokenizer,
                 f"cannot be trained, because {field} contains tokens instead of text ({prefixes[0]})",
-                fix='set data.tokenizer to the tokenizer.json of these tokens, or to "bytes"',
+                'set data.tokenizer to the tokenizer.json of these tokens, or to "bytes"',
             )
         elif data.streaming and field == "data.train":
             raise UserError(
                 "data.streaming",
                 True,
                 f"cannot be combined with {prefixes[0]}, which is already tokenized",
-                fix="set data.streaming = false",
+                "set data.streaming = false",
             )
         else:
             for prefix in prefixes:
@@ -70,7 +70,7 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
             field,
             dataset.prefix,
             f"has token id {high if low >= 0 else low}, but the tokenizer only has ids 0 to {tokenizer.vocab - 1}",
-            fix="use the tokenizer of these tokens",
+            "use the tokenizer of these tokens",
         )
 
 
@@ -93,9 +93,8 @@ def _check_overlap(data: DataSpec) -> None:
     train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
     for source_file in list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
         if os.path.realpath(source_file.path) in train_paths:
-            raise UserError(
-                "data.held_out", source_file.path, "is also in data.train", fix="remove it from one of the two lists"
-            )
+            fix = "remove it from one of the two lists"
+            raise UserError("data.held_out", source_file.path, "is also in data.train", fix)
 
 
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
@@ -110,7 +109,7 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
             field,
             list(sources),
             "contains both .bin/.idx pairs and text",
-            fix="convert the text into a pair with `phalanx data prepare` and the same tokenizer, and use its prefix",
+            "convert the text into a pair with `phalanx data prepare` and the same tokenizer, and use its prefix",
         )
     first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
     return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]

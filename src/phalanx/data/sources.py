@@ -75,7 +75,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 yield document
     if empty:
         fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
-        raise UserError(field, list(sources), "has no text", fix=fix)
+        raise UserError(field, list(sources), "has no text", fix)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -87,7 +87,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """List the files and datasets of `sources`. Raises UserError for one that does not exist."""
     if not sources:
-        raise UserError(field, list(sources), "is empty", fix='use a file, a directory, a glob or "stdlib"')
+        raise UserError(field, list(sources), "is empty", 'use a file, a directory, a glob or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
@@ -109,9 +109,9 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
         fix = "correct the path; a glob needs * or ?"
-        raise UserError(field, source, f"no such file or directory{where}", fix=fix)
+        raise UserError(field, source, f"no such file or directory{where}", fix)
     if not paths:
-        raise UserError(field, source, "matches no file", fix="correct the path")
+        raise UserError(field, source, "matches no file", "correct the path")
     return [_source_file(match, root, field) for match in paths]
 
 
@@ -197,7 +197,7 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
         fix = "use text, .jsonl, .json or .parquet files"
-        raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix=fix)
+        raise UserError(field, source_file.path, "is not text: it contains zero bytes", fix)
 
 
 def _decode(raw: bytes) -> str:
@@ -227,7 +227,7 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         return
     if content is None:
         fix = "write JSON objects, one per line or in an array; for plain text, use another suffix"
-        raise UserError(field, source_file.path, "is not valid JSON", fix=fix)
+        raise UserError(field, source_file.path, "is not valid JSON", fix)
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
@@ -255,21 +255,21 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
             except (ValueError, RecursionError) as error:
                 location = f"{source_file.path}:{number}"
                 problem = f"is not valid JSON: {error}"
-                raise UserError(field, location, problem, fix="write one JSON object per line") from None
+                raise UserError(field, location, problem, "write one JSON object per line") from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
 def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
         fix = "write JSON objects, one per line or in an array"
-        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix=fix)
+        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
         fix = f"use one of its fields: {known}"
-        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix=fix)
+        raise UserError("data.text_key", text_key, f"is not a field of {location}", fix)
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
-        raise UserError("data.text_key", text_key, problem, fix="set data.text_key to a text field")
+        raise UserError("data.text_key", text_key, problem, "set data.text_key to a text field")
     return text
 
 
@@ -279,13 +279,13 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # includes ArrowInvalid
         problem = f"is not a valid Parquet file: {error}"
-        raise UserError(field, source_file.path, problem, fix="recreate the file") from None
+        raise UserError(field, source_file.path, problem, "recreate the file") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
             problem = f"is not a column of {source_file.path}"
-            raise UserError("data.text_key", text_key, problem, fix=f"use one of: {known}")
+            raise UserError("data.text_key", text_key, problem, f"use one of: {known}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
@@ -308,11 +308,11 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # a hub, a script or a cache may raise anything
         fix = "check the name, and that the dataset has a train split"
-        raise UserError(field, source, f"cannot be loaded: {error}", fix=fix) from None
+        raise UserError(field, source, f"cannot be loaded: {error}", fix) from None
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
 
 
 def _unreadable_error(field: str, path: str, error: Exception) -> UserError:
     reason = getattr(error, "strerror", None) or error
-    return UserError(field, path, f"cannot be read: {reason}", fix="check the file and its permissions")
+    return UserError(field, path, f"cannot be read: {reason}", "check the file and its permissions")

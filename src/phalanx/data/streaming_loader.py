@@ -179,7 +179,7 @@ class StreamingLoader:
                 "data.train",
                 self.data.train,
                 f"has {self._num_buffered_tokens:,} tokens, but a sequence with its target needs {self.sequence + 1:,}",
-                fix="add text, or lower training.seq_len",
+                "add text, or lower training.seq_len",
             )
         self._start = StreamPosition(epoch=self._start.epoch + 1)
         self._buffer.clear()

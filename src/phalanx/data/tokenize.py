@@ -109,10 +109,10 @@ def write_indexed_pairs(
 def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
     """Return the error for a failed write under `path`, which `field` or option names."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(field, str(path), "is on a full disk", fix="free space, or use another disk")
+        return UserError(field, str(path), "is on a full disk", "free space, or use another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(field, str(path), "is not writable", fix="use a writable directory")
-    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", fix="use another directory")
+        return UserError(field, str(path), "is not writable", "use a writable directory")
+    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "use another directory")
 
 
 def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:

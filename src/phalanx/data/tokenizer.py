@@ -143,7 +143,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
     sample = _sample_texts(texts)
     if not any(sample):
-        raise UserError("data.train", None, "has no text to train a tokenizer on", fix="use files that contain text")
+        raise UserError("data.train", None, "has no text to train a tokenizer on", "use files that contain text")
     model = Model(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -176,9 +176,8 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     vocabulary = model.get_vocab()
     end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
     if end is None:
-        raise UserError(
-            FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} as a special token"
-        )
+        fix = f"add one of {', '.join(END_TOKENS)} as a special token"
+        raise UserError(FIELD, name, "has no end-of-text token", fix)
     # A document that contains the text <|endoftext|> must not end there.
     model.encode_special_tokens = True
     model.no_padding()
@@ -190,17 +189,16 @@ def _read_file(file: Path, name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(FIELD, name, "no such file", fix='use a tokenizer.json, "bpe" or "bytes"') from None
+        raise UserError(FIELD, name, "no such file", 'use a tokenizer.json, "bpe" or "bytes"') from None
     except UnicodeDecodeError:
         raise _invalid_tokenizer_error(name, "is not UTF-8 text") from None
     except OSError as error:
-        raise UserError(
-            FIELD, name, f"cannot be read: {error.strerror}", fix="check the permissions of this file"
-        ) from None
+        fix = "check the permissions of this file"
+        raise UserError(FIELD, name, f"cannot be read: {error.strerror}", fix) from None
 
 
 def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
-    return UserError(FIELD, str(path), problem, fix="use a tokenizer.json that Hugging Face `tokenizers` has saved")
+    return UserError(FIELD, str(path), problem, "use a tokenizer.json that Hugging Face `tokenizers` has saved")
 
 
 def _utf8(text: str) -> bytes:

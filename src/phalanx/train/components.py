@@ -31,7 +31,7 @@ def import_component(field: str, spec: ComponentSpec) -> Any:
         return getattr(import_module(spec.module), spec.name)
     except (ImportError, AttributeError) as error:
         fix = f"start in the directory of {spec.module.partition('.')[0]}, or install its package"
-        raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix=fix) from error
+        raise UserError(field, spec.class_path, f"cannot be imported: {error}", fix) from error
 
 
 def call_component(field: str, component: ComponentSpec, /, *positional: Any, **keywords: Any) -> Any:
@@ -62,7 +62,7 @@ def _check_arguments(
             inspect.signature(target).bind(*positional, **keywords)
     except TypeError as error:
         fix = f"use the arguments of {component.name}"
-        raise UserError(field, component.class_path, f"does not accept these arguments: {error}", fix=fix) from error
+        raise UserError(field, component.class_path, f"does not accept these arguments: {error}", fix) from error
 
 
 def build_loss(spec: TrainingSpec) -> Callable[[Tensor, Tensor, int], Tensor] | None:
@@ -82,12 +82,12 @@ def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
         torch.manual_seed(run.training.seed)
         network = call_component(field, component, spec=run.model)
     if not isinstance(network, nn.Module):
-        raise UserError(field, component.class_path, "does not return a torch.nn.Module", fix="return a module")
+        raise UserError(field, component.class_path, "does not return a torch.nn.Module", "return a module")
     if run.data.mask_documents and "documents" not in inspect.signature(network.forward).parameters:
         raise UserError(
             "data.mask_documents",
             True,
             f"requires a forward method with the parameter `documents`, which {component.name} does not have",
-            fix="set data.mask_documents = false, or mask attention between documents in the module",
+            "set data.mask_documents = false, or mask attention between documents in the module",
         )
     return network

@@ -208,7 +208,7 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
             "data.held_out",
             run.data.held_out or run.data.train,
             f"leaves only {held_out.size} tokens for evaluation",
-            fix="add text, or increase data.held_out_fraction",
+            "add text, or increase data.held_out_fraction",
         )
     if prepared.train:
         loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, seed=run.training.seed)

@@ -39,8 +39,7 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
             "training.seconds",
             seconds,
             f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s",
-            fix=f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or set training.steps "
-            "instead",
+            f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or set training.steps instead",
         )
     is_measured = done >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
     if not is_measured and (done <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):

@@ -120,7 +120,7 @@ class RankSession:
             return load_run(self.directory, list(self.options.overrides), trust=self.options.trust or None)
         if self.options.overrides:
             problem = "has no effect on a run directory"
-            raise UserError("--set", list(self.options.overrides), problem, fix="use the run file instead")
+            raise UserError("--set", list(self.options.overrides), problem, "use the run file instead")
         remove_dumps(self.directory, env_rank())
         return read_run_directory(self.directory, self.options.trust)[0]
 

@@ -63,7 +63,7 @@ def distribute(
             f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
             "data parallelism"
         )
-        raise UserError(f"layout.{field}", value, problem, fix=f"use {default!r}, and implement it in the module")
+        raise UserError(f"layout.{field}", value, problem, f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device
     return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)

@@ -45,7 +45,7 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
         description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         problem = f"sends parameters as one vector of one dtype, but the module has {description}"
         fix = "convert the module to one dtype, or use another layout.data_parallel"
-        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix=fix)
+        raise UserError("layout.data_parallel", layout.data_parallel, problem, fix)
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
     shapes = {name: parameter.shape for name, parameter in named_parameters(module)}

@@ -101,7 +101,7 @@ def _build_callback(field: str, spec: ComponentSpec) -> Callback:
             field,
             spec.class_path,
             "is not a subclass of phalanx.Callback",
-            fix="derive the class from phalanx.Callback",
+            "derive the class from phalanx.Callback",
         )
     callback: Callback = call_component(field, spec)
     return callback

@@ -51,7 +51,7 @@ class Wandb(RecordWriter):
             return WandbLogger(wandb.init(project=self.project, id=wandb_id(directory), resume="allow", **options))
         except wandb.Error as error:
             fix = "run `wandb login`, set WANDB_MODE=offline, or remove metrics.wandb"
-            raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix=fix) from None
+            raise UserError("metrics.wandb", self.project, f"cannot be opened: {error}", fix) from None
 
 
 def wandb_id(directory: Path) -> str:

@@ -161,7 +161,7 @@ class Checkpointer:
                 "checkpoint",
                 str(self.directory),
                 f"could not be written: {_format_error(error)}",
-                fix="free space or check the directory; the earlier checkpoints are intact",
+                "free space or check the directory; the earlier checkpoints are intact",
             ) from error
 
     def wait_for_all_ranks(self) -> None:

@@ -81,9 +81,8 @@ class InMemoryCheckpointer:
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set recovery.in_memory_checkpoint_every = 0"
-            raise UserError(
-                "recovery.in_memory_checkpoint_every", None, "requires a launcher that stores the copies", fix=fix
-            )
+            problem = "requires a launcher that stores the copies"
+            raise UserError("recovery.in_memory_checkpoint_every", None, problem, fix)
         launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
         files = [Path(f"/proc/{launcher_pid}/fd/{fd}") for fd in fds.split(",")[first:]]

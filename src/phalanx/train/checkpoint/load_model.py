@@ -45,9 +45,8 @@ def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel
 
     Raises UserError if the network is not trusted, or there are neither intact checkpoints nor weights of a swarm."""
     if not (run_directory / RUN_FILE).is_file():
-        raise UserError(
-            "run directory", str(run_directory), f"has no {RUN_FILE}", fix="pass a directory from phalanx train"
-        )
+        fix = "pass a directory from phalanx train"
+        raise UserError("run directory", str(run_directory), f"has no {RUN_FILE}", fix)
     run = load_run(run_directory / RUN_FILE, environment={}, trust=trust)
     if run.model.implementation is not None:  # before any file of the directory is read or written
         require_trusted("model.implementation", run.model.implementation)
@@ -87,7 +86,7 @@ def _load_weights(file: Path, module: nn.Module) -> None:
             init_parameters(Strategy(module), read_weight)
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"does not contain the weights of the model in run.toml: {error}"
-        raise UserError("weights", str(file), problem, fix="pass the unchanged directory of the swarm") from None
+        raise UserError("weights", str(file), problem, "pass the unchanged directory of the swarm") from None
 
 
 def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
@@ -101,6 +100,6 @@ def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
         if tokenizer is None:
             problem = "has no tokenizer.json: nodes create it from their text, which the coordinator does not read"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
-            raise UserError("run directory", str(run_directory), problem, fix=fix)
+            raise UserError("run directory", str(run_directory), problem, fix)
         replace_file(file, tokenizer.to_json())
     return file

@@ -61,7 +61,7 @@ def _unsupported_state(optimizer: torch.optim.Optimizer, key: str) -> UserError:
         "optimizer.implementation",
         type(optimizer).__name__,
         f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape",
-        fix="keep such a tensor, which checkpoints can save and split over ranks",
+        "keep such a tensor, which checkpoints can save and split over ranks",
     )
 
 
@@ -106,7 +106,7 @@ def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist:
 def _damaged_weights(reader: HuggingFaceStorageReader, error: BaseException) -> UserError:
     problem = f"has damaged weights ({type(error).__name__}: {str(error)[:200]})"
     fix = "restore the checkpoint from a copy, or remove its directory to use the one before"
-    return UserError("checkpoint", str(reader.path), problem, fix=fix)
+    return UserError("checkpoint", str(reader.path), problem, fix)
 
 
 def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -125,7 +125,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
                 str(checkpoint),
                 f"{name} is {list(saved[name]) if name in saved else 'absent'} in the checkpoint, "
                 f"but {list(tensor.shape)} in this run",
-                fix="resume with the model and optimizer of the checkpoint",
+                "resume with the model and optimizer of the checkpoint",
             )
     _load(tensors, reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
@@ -169,7 +169,7 @@ def restore_rng_state(checkpoint: Path, rank: int) -> None:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a state of another size
         problem = f"does not contain the random state of rank {rank}: {error}"
         fix = "restore it from a copy, or remove the checkpoint to use the one before"
-        raise UserError("checkpoint", str(path), problem, fix=fix) from None
+        raise UserError("checkpoint", str(path), problem, fix) from None
 
 
 def rng_state() -> dict[str, str]:

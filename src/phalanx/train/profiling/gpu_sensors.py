@@ -68,13 +68,13 @@ def open_gpu_sensors(device: torch.device) -> GpuSensors | None:
     try:
         import pynvml
     except ImportError as error:
-        raise UserError(NOT_RECORDED, None, f"{error}", fix="pip install --upgrade nvidia-ml-py") from None
+        raise UserError(NOT_RECORDED, None, f"{error}", "pip install --upgrade nvidia-ml-py") from None
     try:
         handle = torch.cuda._get_pynvml_handler(device)  # by CUDA_VISIBLE_DEVICES
         return GpuSensors(_nvml_readers(handle), pynvml.NVMLError)
     except (pynvml.NVMLError, RuntimeError, AttributeError, ImportError) as error:
         fix = "install NVIDIA's driver with libnvidia-ml.so.1, and pip install --upgrade nvidia-ml-py"
-        raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix=fix) from None
+        raise UserError(NOT_RECORDED, None, f"NVML failed: {error}", fix) from None
 
 
 def _nvml_readers(handle: object) -> Readers:
