@@ -109,12 +109,13 @@ class IndexedDataset:
                 raise UserError(field, self.prefix, f"has no {suffix} file", "use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
-            index = _read_index(self.prefix, field)
-            self.offsets = _offsets(self.prefix, field, index)
+            index = _read_index(f"{self.prefix}.idx", field)
+            self.offsets = _offsets(f"{self.prefix}.idx", field, index)
+            num_tokens = int(self.offsets[-1])
             if is_joined:
-                self.tokens = _map_joined_tokens(self.prefix, field, index.dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_joined_tokens(self.prefix, field, index.dtype, num_tokens)
             else:
-                self.tokens = _map_tokens(f"{self.prefix}.bin", field, index.dtype, num_tokens=int(self.offsets[-1]))
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, index.dtype, num_tokens)
         except FileNotFoundError as error:
             problem = f"requires {error.filename}, which does not exist"
             fix = f"restore {error.filename}, or join the pairs again"
@@ -125,6 +126,11 @@ class IndexedDataset:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First token of the documents and the end of the last, as positions in the flat file."""
+        return int(self.offsets[0]), int(self.offsets[-1])
 
     @property
     def size(self) -> int:
@@ -140,8 +146,7 @@ class IndexedDataset:
 
         It is computed from counts, and from samples throughout both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
-        first = int(self.offsets[0])
-        last = int(self.offsets[-1])
+        first, last = self.bounds
         for values, begin, end in ((self.tokens, first, last), (self.offsets - first, 0, len(self.offsets))):
             for start in begin + np.linspace(0, max(0, end - begin - 1024), num=64, dtype=np.int64):
                 digest.update(np.ascontiguousarray(values[start : min(start + 1024, end)]).data)
@@ -149,8 +154,7 @@ class IndexedDataset:
 
     def token_files(self) -> list[TokenFile]:
         """Return the files and ranges that contain the tokens of all documents, in order."""
-        first = int(self.offsets[0])
-        last = int(self.offsets[-1])
+        first, last = self.bounds
         if isinstance(self.tokens, JoinedTokens):
             return self.tokens.files_between(first, last)
         return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, size=last - first)]
@@ -170,63 +174,40 @@ class _Index:
     """First sequence of each document, and the number of sequences, int64 [documents + 1]."""
 
 
-@dataclass(frozen=True)
-class _IndexHeader:
-    """Numbers at the start of an .idx file."""
-
-    dtype_code: int
-    sequences: int
-    entries: int
-    """Entries of `_Index.documents`."""
-
-    @property
-    def required_bytes(self) -> int:
-        """Size of a complete .idx file."""
-        return HEADER.size + 12 * self.sequences + 8 * self.entries
-
-
-def _read_index(prefix: str, field: str) -> _Index:
-    path = f"{prefix}.idx"
-    header = _read_index_header(path, field)
-    raw = np.memmap(path, np.uint8, "r")
-    bounds = np.cumsum([HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.entries])
-    lengths, pointers, documents = (
-        np.frombuffer(raw[start:stop], field_dtype)
-        for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
-    )
-    return _Index(dtype=np.dtype(DTYPES[header.dtype_code]), lengths=lengths, pointers=pointers, documents=documents)
-
-
-def _read_index_header(path: str, field: str) -> _IndexHeader:
+def _read_index(path: str, field: str) -> _Index:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        raw = file.read(HEADER.size)
-    if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
+        header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
         raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
-    if len(raw) < HEADER.size:
+    if len(header) < HEADER.size:
         raise _damaged_pair_error(field, path, f"is truncated: it has {size} bytes, but its header needs {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(raw)
+    _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
         raise _damaged_pair_error(field, path, f"has format version {version}, but only version {VERSION} is supported")
     if code not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise _damaged_pair_error(field, path, f"has the unknown token type {code}; known types: {known}")
-    header = _IndexHeader(code, sequences, entries)
-    if size < header.required_bytes:
-        needed = f"{sequences:,} sequences need {header.required_bytes:,}"
+    required_bytes = HEADER.size + 12 * sequences + 8 * entries
+    if size < required_bytes:
+        needed = f"{sequences:,} sequences need {required_bytes:,}"
         raise _damaged_pair_error(field, path, f"is truncated: it has {size:,} bytes, but {needed}")
-    return header
+    raw = np.memmap(path, np.uint8, "r")
+    bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+    lengths, pointers, documents = (
+        np.frombuffer(raw[start:stop], field_dtype)
+        for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
+    )
+    return _Index(dtype=np.dtype(DTYPES[code]), lengths=lengths, pointers=pointers, documents=documents)
 
 
-def _offsets(prefix: str, field: str, index: _Index) -> np.ndarray:
+def _offsets(path: str, field: str, index: _Index) -> np.ndarray:
     """Return the start of each document in the flat file, in tokens: int64 [documents + 1]."""
-    path = f"{prefix}.idx"
     sequences = len(index.lengths)
     documents = index.documents
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise _damaged_pair_error(
-            field, path, f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
-        )
+        problem = f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
+        raise _damaged_pair_error(field, path, problem)
     starts = np.empty(sequences + 1, np.int64)
     starts[0] = index.pointers[0] // index.dtype.itemsize if sequences else 0
     np.cumsum(index.lengths, out=starts[1:])
@@ -239,19 +220,20 @@ def _offsets(prefix: str, field: str, index: _Index) -> np.ndarray:
 
 def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     size = os.path.getsize(path)
-    if size < num_tokens * dtype.itemsize:
-        raise _damaged_pair_error(
-            field, path, f"is truncated: it has {size:,} bytes, but its index needs {num_tokens * dtype.itemsize:,}"
-        )
+    needed_bytes = num_tokens * dtype.itemsize
+    if size < needed_bytes:
+        problem = f"is truncated: it has {size:,} bytes, but its index needs {needed_bytes:,}"
+        raise _damaged_pair_error(field, path, problem)
     if not num_tokens:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # direct indexing of a memmap is slow
+    # A view, because direct indexing of a memmap is slow.
+    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)
 
 
 def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> JoinedTokens:
     try:
         files = read_token_files(prefix)
-        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), num_tokens=f.first + f.size)[f.first :] for f in files]
+        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
         is_complete = sum(file.size for file in files) >= num_tokens and all(file.first >= 0 for file in files)
     except UserError:
         raise
@@ -276,15 +258,17 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     if dataset.size < 2:
         fix = "add text, or set data.held_out"
         raise UserError(FIELD, dataset.prefix, "has too few tokens for a held-out part", fix)
-    start = int(dataset.offsets[0])
-    end = int(dataset.offsets[-1])
+    start, end = dataset.bounds
     split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
     inner_offsets = dataset.offsets[1:-1]
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
         write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first=lower)
         suffix = PARTS_SUFFIX if isinstance(dataset.tokens, JoinedTokens) else ".bin"
-        os.symlink(_link_target(f"{dataset.prefix}{suffix}", Path(prefix).parent), f"{prefix}{suffix}")
+        path = f"{dataset.prefix}{suffix}"
+        # A link within a folder has only the name, so that the folder can be renamed.
+        is_same_folder = os.path.dirname(path) == str(Path(prefix).parent)
+        os.symlink(os.path.basename(path) if is_same_folder else os.path.abspath(path), f"{prefix}{suffix}")
 
 
 def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
@@ -292,10 +276,3 @@ def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
     dtype = np.result_type(*(dataset.tokens.dtype for dataset in datasets))
     write_index(f"{prefix}.idx", np.concatenate([np.diff(dataset.offsets) for dataset in datasets]), dtype)
     write_token_files(prefix, [file for dataset in datasets for file in dataset.token_files()])
-
-
-def _link_target(path: str, folder: Path) -> str:
-    """Return the target of a link in `folder`.
-
-    For a file in the same folder it is a name only, so that the folder can be renamed."""
-    return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

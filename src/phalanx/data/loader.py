@@ -133,25 +133,14 @@ class TokenLoader(EpochLoader):
         self.mask = mask_documents
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
-            raise UserError(
-                "data.train",
-                dataset.prefix,
-                f"has {dataset.size:,} tokens, but a sequence with its target needs {seq_len + 1:,}",
-                "add text, or lower training.seq_len",
-            )
+            raise too_few_tokens(dataset.prefix, dataset.size, seq_len)
         self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return sequences of an epoch, by their indices in its order."""
         order = self._epoch(epoch)
-        return pack_rows(
-            self.dataset.tokens,
-            order.document_starts,
-            order.shifts,
-            first=order.order[indices] * self.sequence,
-            seq_len=self.sequence,
-            mask=self.mask,
-        )
+        first = order.order[indices] * self.sequence
+        return pack_rows(self.dataset.tokens, order.document_starts, order.shifts, first, self.sequence, self.mask)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -176,6 +165,12 @@ def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
 def row_name(step: int, row: int) -> str:
     """Return the name of a row of a global batch. Users count steps from 1, as in progress and metrics."""
     return f"row {row} of step {step + 1}"
+
+
+def too_few_tokens(source: object, tokens: int, seq_len: int) -> UserError:
+    """Return the error for a source of `data.train` that does not fill one sequence."""
+    problem = f"has {tokens:,} tokens, but a sequence with its target needs {seq_len + 1:,}"
+    return UserError("data.train", source, problem, "add text, or lower training.seq_len")
 
 
 def concat_batches(batches: list[Batch]) -> Batch:
@@ -236,14 +231,13 @@ def evaluation_batches(
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
         raise UserError("data.held_out", dataset.prefix, "has too few tokens for an evaluation", "add held-out text")
-    origin = int(dataset.offsets[0])
-    last = int(dataset.offsets[-1]) - 1
+    origin, end = dataset.bounds
     document_offsets = dataset.offsets - origin
     rows_per_round = sequences_per_batch * ranks
     for first_row in range(0, -(-targets // seq_len), rows_per_round):
         rows = first_row + rank * sequences_per_batch + np.arange(sequences_per_batch)
         positions = rows[:, None] * seq_len + np.arange(seq_len + 1)
-        clipped_positions = np.minimum(positions, last - origin)
+        clipped_positions = np.minimum(positions, end - 1 - origin)
         row_tokens = dataset.tokens[clipped_positions + origin].astype(np.int64)
         starts = None
         if mask_documents:

@@ -27,37 +27,21 @@ def pack_rows(
     each row's first token, [B]. With `mask`, the batch has `document_starts` if a row has several documents."""
     rows = len(first)
     width = seq_len + 1
-    pieces = _document_pieces(begins, first, width)
-    positions = np.repeat(shifts[pieces.document] + first[pieces.row] - pieces.row * width, pieces.length)
-    positions += np.arange(rows * width)
-    row_tokens = tokens[positions].reshape(rows, width)
-    starts = None
-    if mask and ((pieces.start > 0) & (pieces.start < seq_len)).any():
-        starts = np.repeat(pieces.start.astype(np.int32), pieces.length).reshape(rows, width)[:, :-1]
-    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DocumentPieces:
-    """Parts of one document in one row, those of all rows one after another: int64 [pieces]."""
-
-    row: np.ndarray
-    document: np.ndarray
-    start: np.ndarray
-    """Position in the row at which the piece starts."""
-    length: np.ndarray
-
-
-def _document_pieces(begins: np.ndarray, first: np.ndarray, width: int) -> _DocumentPieces:
-    """Return the pieces of rows of `width` tokens that start at the stream positions `first`."""
+    # A piece is the part of one document in one row; the pieces of all rows follow each other, int64 [pieces].
     first_document = np.searchsorted(begins, first, side="right") - 1
     last_document = np.searchsorted(begins, first + width - 1, side="right") - 1
     counts = last_document - first_document + 1
-    row = np.repeat(np.arange(len(first)), counts)
+    row = np.repeat(np.arange(rows), counts)
     document = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts - first_document, counts)
     start = np.maximum(begins[document] - first[row], 0)
-    stop = np.minimum(begins[document + 1] - first[row], width)
-    return _DocumentPieces(row=row, document=document, start=start, length=stop - start)
+    length = np.minimum(begins[document + 1] - first[row], width) - start
+    positions = np.repeat(shifts[document] + first[row] - row * width, length)
+    positions += np.arange(rows * width)
+    row_tokens = tokens[positions].reshape(rows, width)
+    starts = None
+    if mask and ((start > 0) & (start < seq_len)).any():
+        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
+    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
 
 
 def document_bounds(document_starts: np.ndarray) -> np.ndarray:

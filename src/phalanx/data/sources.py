@@ -95,8 +95,13 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
         return [_source_file(path, library, field) for path in _walk(library) if path.endswith(".py")]
-    if source.startswith("hf:"):
-        return [_hf_source(source)]
+    if source.startswith("hf:"):  # with size and time on disk; for a dataset on the hub only the name is known
+        path = os.path.expanduser(source[3:])
+        files = [os.stat(file) for file in _walk(path)]
+        size = sum(file.st_size for file in files)
+        changed = max((file.st_mtime_ns for file in files), default=0)
+        name = "hf" if os.path.isdir(path) else source
+        return [SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
         return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
@@ -104,7 +109,9 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = path
         paths = _walk(path)
     elif glob.has_magic(source):
-        root = _glob_root(path)
+        parts = path.split(os.sep)
+        first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+        root = os.sep.join(parts[:first_wildcard]) or (os.sep if path.startswith(os.sep) else os.curdir)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f" (relative to the current directory: {os.path.abspath(path)})"
@@ -113,23 +120,6 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
     if not paths:
         raise UserError(field, source, "matches no file", "correct the path")
     return [_source_file(match, root, field) for match in paths]
-
-
-def _glob_root(pattern: str) -> str:
-    """Return the folder of a pattern: its path up to the first part with a wildcard."""
-    parts = pattern.split(os.sep)
-    first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-    return os.sep.join(parts[:first_wildcard]) or (os.sep if pattern.startswith(os.sep) else os.curdir)
-
-
-def _hf_source(source: str) -> SourceFile:
-    """Return a dataset with its size and time on disk; for one on the hub only the name is known."""
-    path = os.path.expanduser(source[3:])
-    files = [os.stat(file) for file in _walk(path)]
-    size = sum(file.st_size for file in files)
-    changed = max((file.st_mtime_ns for file in files), default=0)
-    name = "hf" if os.path.isdir(path) else source
-    return SourceFile(kind="hf", path=source[3:], name=name, size=size, mtime_ns=changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -250,13 +240,13 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            location = f"{source_file.path}:{number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                location = f"{source_file.path}:{number}"
                 problem = f"is not valid JSON: {error}"
                 raise UserError(field, location, problem, "write one JSON object per line") from None
-            yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+            yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, location))
 
 
 def _text_field(row: Any, text_key: str, location: str) -> str:
@@ -290,10 +280,8 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                yield Document(
-                    f"{source_file.name}:{number}",
-                    _text_field({text_key: text}, text_key, f"{source_file.path}:{number}"),
-                )
+                text_of_row = _text_field({text_key: text}, text_key, f"{source_file.path}:{number}")
+                yield Document(f"{source_file.name}:{number}", text_of_row)
 
 
 def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:

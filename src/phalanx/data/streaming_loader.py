@@ -15,19 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import check_resumable, rank_rows, row_name
+from phalanx.data.loader import check_resumable, rank_rows, row_name, too_few_tokens
 from phalanx.data.packing import Batch, pack_rows
 from phalanx.data.sources import RECIPE_VERSION, Document, SourceFile, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
 CHUNK_CHARACTERS = 250_000
 MAX_SAVED_STATES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StreamPosition:
     """A position in the stream."""
 
@@ -79,12 +78,10 @@ class StreamingLoader:
                 f"step {number} was requested, but a stream can only return its next step, {self._next_step}"
             )
         local_rows = set(self.rows.tolist())
-        rows = [
-            row for i in range(self.sequences_per_step) if (row := self._next_sequence(i in local_rows)) is not None
-        ]
+        sequences = [self._next_sequence(index in local_rows) for index in range(self.sequences_per_step)]
         self._next_step += 1
         self._save_state()
-        return _batch(rows, self.sequence, self.data.mask_documents)
+        return _batch([row for row in sequences if row is not None], self.sequence, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the position of the run before step `step`, for a checkpoint (JSON-able).
@@ -132,11 +129,7 @@ class StreamingLoader:
         if self._buffer:
             first_piece = self._buffer[0]
             position = StreamPosition(
-                epoch=self._start.epoch,
-                part=first_piece.part,
-                document=first_piece.document,
-                offset=self._skip,
-                position=self._position,
+                self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
             )
         origin_step, tokens = self._origin
         tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
@@ -153,7 +146,16 @@ class StreamingLoader:
             else:
                 self._buffer.append(piece)
                 self._num_buffered_tokens += len(piece.ids)
-        row = self._slice_row(num_tokens) if wanted else None
+        row: list[np.ndarray] | None = None
+        if wanted:
+            row = []
+            start = self._skip
+            for piece in self._buffer:
+                row.append(piece.ids[start : start + num_tokens])
+                num_tokens -= len(row[-1])
+                start = 0
+                if not num_tokens:
+                    break
         self._position += 1
         self._num_buffered_tokens -= self.sequence
         self._skip += self.sequence
@@ -162,25 +164,9 @@ class StreamingLoader:
             self._skip -= len(self._buffer.popleft().ids)
         return row
 
-    def _slice_row(self, num_tokens: int) -> list[np.ndarray]:
-        row = []
-        start = self._skip
-        for piece in self._buffer:
-            row.append(piece.ids[start : start + num_tokens])
-            num_tokens -= len(row[-1])
-            start = 0
-            if not num_tokens:
-                break
-        return row
-
     def _next_epoch(self) -> None:
         if not self._position:
-            raise UserError(
-                "data.train",
-                self.data.train,
-                f"has {self._num_buffered_tokens:,} tokens, but a sequence with its target needs {self.sequence + 1:,}",
-                "add text, or lower training.seq_len",
-            )
+            raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.sequence)
         self._start = StreamPosition(epoch=self._start.epoch + 1)
         self._buffer.clear()
         self._num_buffered_tokens = self._skip = self._position = 0

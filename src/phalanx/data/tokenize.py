@@ -41,6 +41,11 @@ class TokenizationCounts:
     text_bytes: int = 0
     """Bytes of the text in UTF-8."""
 
+    def __add__(self, other: TokenizationCounts) -> TokenizationCounts:
+        return TokenizationCounts(
+            self.documents + other.documents, self.tokens + other.tokens, self.text_bytes + other.text_bytes
+        )
+
 
 Progress = Callable[[TokenizationCounts], None]
 
@@ -92,9 +97,11 @@ def write_indexed_pairs(
             for document, ids in tokenize_documents(documents, tokenizer):
                 index = choose(document)
                 writers[index].add(np.concatenate([ids, end_tokens]))
-                counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
+                text = document.text
+                text_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+                counts[index] += TokenizationCounts(1, ids.size + end_tokens.size, text_bytes)
                 if progress is not None:
-                    progress(_sum_counts(counts))
+                    progress(sum(counts, start=TokenizationCounts()))
         for prefix in partial_prefixes:
             write_pair_metadata(prefix, tokenizer)
         for suffix in PAIR_SUFFIXES:
@@ -113,18 +120,6 @@ def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return UserError(field, str(path), "is not writable", "use a writable directory")
     return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "use another directory")
-
-
-def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
-    text = document.text
-    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-    return TokenizationCounts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
-
-
-def _sum_counts(counts: Sequence[TokenizationCounts]) -> TokenizationCounts:
-    return TokenizationCounts(
-        *(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes"))
-    )
 
 
 def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:

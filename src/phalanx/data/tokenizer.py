@@ -42,7 +42,8 @@ class Tokenizer:
 
         Special tokens in the text are encoded as plain text."""
         if self.model is None:
-            return [np.frombuffer(_utf8(text), np.uint8).astype(np.int32) for text in texts]
+            encoded = (text.encode("utf-8", "surrogatepass") for text in texts)
+            return [np.frombuffer(raw, np.uint8).astype(np.int32) for raw in encoded]
         clean = [text if text.isascii() else _without_surrogates(text) for text in texts]
         encodings = self.model.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -108,7 +109,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises UserError if the file is missing, is not a tokenizer, or has no known end-of-text token."""
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    text = _read_file(file, str(path))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(FIELD, str(path), "no such file", 'use a tokenizer.json, "bpe" or "bytes"') from None
+    except UnicodeDecodeError:
+        raise _invalid_tokenizer_error(path, "is not UTF-8 text") from None
+    except OSError as error:
+        fix = "check the permissions of this file"
+        raise UserError(FIELD, str(path), f"cannot be read: {error.strerror}", fix) from None
     try:
         table = parse_json(text)
     except ValueError:
@@ -149,8 +158,9 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     model.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(sample, trainer)
     return _wrap_model(model, "bpe")
@@ -185,24 +195,8 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     return Tokenizer(vocab=max(vocabulary.values()) + 1, end=end, model=model)
 
 
-def _read_file(file: Path, name: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(FIELD, name, "no such file", 'use a tokenizer.json, "bpe" or "bytes"') from None
-    except UnicodeDecodeError:
-        raise _invalid_tokenizer_error(name, "is not UTF-8 text") from None
-    except OSError as error:
-        fix = "check the permissions of this file"
-        raise UserError(FIELD, name, f"cannot be read: {error.strerror}", fix) from None
-
-
 def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
     return UserError(FIELD, str(path), problem, "use a tokenizer.json that Hugging Face `tokenizers` has saved")
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _without_surrogates(text: str) -> str:

@@ -84,10 +84,7 @@ def build_network(run: RunSpec, component: ComponentSpec) -> nn.Module:
     if not isinstance(network, nn.Module):
         raise UserError(field, component.class_path, "does not return a torch.nn.Module", "return a module")
     if run.data.mask_documents and "documents" not in inspect.signature(network.forward).parameters:
-        raise UserError(
-            "data.mask_documents",
-            True,
-            f"requires a forward method with the parameter `documents`, which {component.name} does not have",
-            "set data.mask_documents = false, or mask attention between documents in the module",
-        )
+        problem = f"requires a forward method with the parameter `documents`, which {component.name} does not have"
+        fix = "set data.mask_documents = false, or mask attention between documents in the module"
+        raise UserError("data.mask_documents", True, problem, fix)
     return network

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.data.checked_loader import check_ids
 from phalanx.data.loader import evaluation_batches
@@ -59,7 +58,10 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
             sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
     trainer.module.train()
     reshard_parameters(trainer.module)
-    loss, tokens, text_bytes = (float(x) for x in _sum_over_ranks(trainer, sums))
+    if trainer.mesh.loss_group is not None:
+        with trainer.strategy.comm_wait.measure():
+            dist.all_reduce(sums, group=trainer.mesh.loss_group)
+    loss, tokens, text_bytes = (float(x) for x in sums)
     record: MetricsRecord = {
         "step": trainer.step,
         "held_out_loss": loss / tokens,
@@ -67,15 +69,12 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
     }
     if trainer.experts.layers:
         record["expert_tokens"] = trainer.experts.intervals[1].long().tolist()
-    record |= {"held_out_tokens": int(tokens), "held_out_set": _held_out_set(trainer, int(tokens))}
-    return record | {"evaluation_seconds": time.perf_counter() - started_at}
-
-
-def _held_out_set(trainer: Trainer, tokens: int) -> str:
-    """Return an identifier of the evaluated tokens and of their division into sequences, which the loss depends on."""
+    # The loss depends on the evaluated tokens, and on their division into sequences.
     run = trainer.run
-    names = (trainer.corpus.held_out.fingerprint(), tokens, run.training.seq_len, run.data.mask_documents)
-    return hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+    names = (trainer.corpus.held_out.fingerprint(), int(tokens), run.training.seq_len, run.data.mask_documents)
+    held_out_set = hashlib.blake2b(repr(names).encode(), digest_size=8).hexdigest()
+    record |= {"held_out_tokens": int(tokens), "held_out_set": held_out_set}
+    return record | {"evaluation_seconds": time.perf_counter() - started_at}
 
 
 def evaluation_message(evaluation: MetricsRecord) -> str:
@@ -84,10 +83,3 @@ def evaluation_message(evaluation: MetricsRecord) -> str:
         f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
         f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
     )
-
-
-def _sum_over_ranks(trainer: Trainer, values: Tensor) -> Tensor:
-    if trainer.mesh.loss_group is not None:
-        with trainer.strategy.comm_wait.measure():
-            dist.all_reduce(values, group=trainer.mesh.loss_group)
-    return values

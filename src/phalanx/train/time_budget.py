@@ -35,12 +35,10 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
     done = len(step_seconds)
     elapsed = sum(step_seconds)
     if elapsed > seconds and first_step + done <= MIN_STEPS:
-        raise UserError(
-            "training.seconds",
-            seconds,
-            f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s",
-            f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or set training.steps instead",
-        )
+        problem = f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s"
+        enough_seconds = math.ceil((MIN_STEPS + 1) * elapsed / done)
+        fix = f"use at least {enough_seconds} with --resume, or set training.steps instead"
+        raise UserError("training.seconds", seconds, problem, fix)
     is_measured = done >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
     if not is_measured and (done <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):
         return None

@@ -99,44 +99,47 @@ class RankSession:
 
     def train(self) -> None:
         """Join the other ranks, open the run, and train."""
-        run = self._load_run()
-        device = self._join_ranks(run)
+        options = self.options
+        reduced = options.reduced
+        # Load the run before the ranks meet.
         if not self.is_prepared:
-            self.directory = _set_up_on_rank0(run, self.options.resume, self.options.force)
-        # The components of a run file were permitted when it was loaded.
-        run, data = read_run_directory(self.directory, self.options.trust or not self.is_prepared)
-        lock = self._lock_directory(run) if is_rank0() else None
-        run = self._use_reduced_layout(run)
-        self._remove_old_outputs()
-        fresh = not checkpoints(self.directory / CHECKPOINTS_DIR)
-        corpus = open_training_data(run, data, fresh)
-        self._train_with_rollbacks(run, corpus, device)
-        if lock is not None:
-            lock.close()
-
-    def _load_run(self) -> RunSpec:
-        """Return the run of the run directory or file, before the ranks meet."""
-        if not self.is_prepared:
-            return load_run(self.directory, list(self.options.overrides), trust=self.options.trust or None)
-        if self.options.overrides:
+            run = load_run(self.directory, list(options.overrides), trust=options.trust or None)
+        elif options.overrides:
             problem = "has no effect on a run directory"
-            raise UserError("--set", list(self.options.overrides), problem, "use the run file instead")
-        remove_dumps(self.directory, env_rank())
-        return read_run_directory(self.directory, self.options.trust)[0]
+            raise UserError("--set", list(options.overrides), problem, "use the run file instead")
+        else:
+            remove_dumps(self.directory, env_rank())
+            run = read_run_directory(self.directory, options.trust)[0]
 
-    def _join_ranks(self, run: RunSpec) -> torch.device:
-        """Initialize the process group, and return the device of this rank."""
+        # Initialize the process group and the device.
         if run.training.deterministic:
             use_deterministic_kernels()
-        reduced = self.options.reduced
+        device_type = options.device or select_device(run)
         timeout_seconds = run.training.collective_timeout_seconds
-        device = init_distributed(
-            self.options.device or select_device(run), timeout_seconds, reduced.ranks if reduced else None
-        )
+        device = init_distributed(device_type, timeout_seconds, reduced.ranks if reduced else None)
         if run.metrics.allocation_history and device.type == "cuda":
             record_allocations()
             self.records_allocations = True
-        return device
+
+        # Create or open the run directory. The components of a run file were permitted when it was loaded.
+        if not self.is_prepared:
+            self.directory = _set_up_on_rank0(run, options.resume, options.force)
+        run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
+        lock = self._lock_directory(run) if is_rank0() else None
+        if reduced is not None:
+            run = run.model_copy(update={"layout": reduced.layout})
+            check_layout(run, reduced.ranks)
+        if is_rank0():
+            write_effective_layout(self.directory, reduced.layout if reduced else None)
+            # An earlier start perhaps had more ranks.
+            remove_dumps_from_rank(self.directory, dist.get_world_size() if dist.is_initialized() else 1)
+        if options.measure or options.window:
+            remove_measured(self.directory)
+
+        fresh = not checkpoints(self.directory / CHECKPOINTS_DIR)
+        self._train_with_rollbacks(run, open_training_data(run, data, fresh), device)
+        if lock is not None:
+            lock.close()
 
     def _lock_directory(self, run: RunSpec) -> IO[str] | None:
         """Lock the run directory on rank 0.
@@ -147,23 +150,6 @@ class RankSession:
             timeout = run.training.collective_timeout_seconds
         launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
         return acquire_run_lock(self.directory, timeout + SHUTDOWN_GRACE_SECONDS, launcher)
-
-    def _use_reduced_layout(self, run: RunSpec) -> RunSpec:
-        """Return the run with the layout of fewer ranks, if there is one, and record the layout in use."""
-        reduced = self.options.reduced
-        if reduced is not None:
-            run = run.model_copy(update={"layout": reduced.layout})
-            check_layout(run, reduced.ranks)
-        if is_rank0():
-            write_effective_layout(self.directory, reduced.layout if reduced else None)
-        return run
-
-    def _remove_old_outputs(self) -> None:
-        """Remove dumps and measurements of an earlier start, which perhaps had other ranks."""
-        if is_rank0():
-            remove_dumps_from_rank(self.directory, dist.get_world_size() if dist.is_initialized() else 1)
-        if self.options.measure or self.options.window:
-            remove_measured(self.directory)
 
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""
@@ -177,12 +163,12 @@ class RankSession:
         timeout_seconds = run.training.collective_timeout_seconds
         with Watchdog(self.directory, timeout_seconds) as watchdog, OrderGuard(self.directory) as order_guard:
             while True:
-                trainer = Trainer(run, corpus, self.directory, device=device, peak_flops=peak_flops)
+                trainer = Trainer(run, corpus, self.directory, device, peak_flops)
                 watchdog.trainer = self.trainer = trainer
                 trainer.stop_requested = bool(self.signals)  # signals that arrived before there was a trainer
                 detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
                 try:
-                    return train_session(trainer, options, spike_detector=detector, order_guard=order_guard)
+                    return train_session(trainer, options, detector, order_guard)
                 except DivergenceError as error:
                     if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
                         raise

@@ -90,18 +90,12 @@ def build_callbacks(specs: Mapping[str, ComponentSpec]) -> dict[str, Callback]:
     """Build the callbacks of a run file, by field: "callbacks.NAME" never equals the name of a callback of every run.
 
     Raises UserError if a class cannot be imported, is not a callback, or rejects its arguments."""
-    fields = {f"callbacks.{name}": spec for name, spec in specs.items()}
-    return {field: _build_callback(field, spec) for field, spec in fields.items()}
-
-
-def _build_callback(field: str, spec: ComponentSpec) -> Callback:
-    callback_class = import_component(field, spec)
-    if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
-        raise UserError(
-            field,
-            spec.class_path,
-            "is not a subclass of phalanx.Callback",
-            "derive the class from phalanx.Callback",
-        )
-    callback: Callback = call_component(field, spec)
-    return callback
+    callbacks: dict[str, Callback] = {}
+    for name, spec in specs.items():
+        field = f"callbacks.{name}"
+        callback_class = import_component(field, spec)
+        if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
+            fix = "derive the class from phalanx.Callback"
+            raise UserError(field, spec.class_path, "is not a subclass of phalanx.Callback", fix)
+        callbacks[field] = call_component(field, spec)
+    return callbacks

@@ -74,9 +74,8 @@ class LossSpikes(Callback):
         ratio = self.detector.spike_ratio(record["loss"])
         if ratio is not None:
             trainer.checkpointer.wait()
-            raise DivergenceError(
-                f"step {record['step']}: loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
-            )
+            spike = f"loss {record['loss']:.4g} is {ratio:.1f} times the recent median"
+            raise DivergenceError(f"step {record['step']}: {spike}")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -83,7 +83,7 @@ class Checkpointer:
         full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
             files = assign_to_files(tensors, FILE_BYTES)
-            self._write(path, dict(tensors), rng_state(), manifest=full_manifest, files=files)
+            self._write(path, dict(tensors), rng_state(), full_manifest, files)
             self.wait()
             return
         arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
@@ -127,7 +127,12 @@ class Checkpointer:
             self.save_seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is not an Exception; `wait` raises it
             self._error = error
-            self._discard(path)  # on a full disk, its space is needed to report the failure
+            # On a full disk, the space of the failed checkpoint is needed to report the failure. A rank removes its own
+            # files: other ranks may reach a barrier that it has passed, and rank 0 may have published their files.
+            if self.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+            for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
+                file.unlink(missing_ok=True)
 
     def _remove_old(self) -> None:
         """Remove checkpoints older than those to keep, quarantined or not.
@@ -141,15 +146,6 @@ class Checkpointer:
             if len(saved) >= self.keep and damaged < saved[self.keep - 1]:
                 shutil.rmtree(damaged, ignore_errors=True)
 
-    def _discard(self, path: Path) -> None:
-        """Remove this rank's files of a failed checkpoint; rank 0 removes the full checkpoint.
-
-        Other ranks may reach a barrier that this rank has passed, and rank 0 may have published their files."""
-        if self.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
-        for file in path.glob(f"shard-{self.rank + 1:05d}-*"):
-            file.unlink(missing_ok=True)
-
     def wait(self) -> None:
         """Wait until the current save, if any, is complete; raises UserError if it failed."""
         if self._thread is not None:
@@ -157,12 +153,10 @@ class Checkpointer:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise UserError(
-                "checkpoint",
-                str(self.directory),
-                f"could not be written: {_format_error(error)}",
-                "free space or check the directory; the earlier checkpoints are intact",
-            ) from error
+            failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
+            cause = str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
+            fix = "free space or check the directory; the earlier checkpoints are intact"
+            raise UserError("checkpoint", str(self.directory), f"could not be written: {cause}", fix) from error
 
     def wait_for_all_ranks(self) -> None:
         """Wait until the current save, if any, is published by rank 0; raises UserError if it failed on this rank."""
@@ -198,11 +192,6 @@ def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]
         files[name] = index
         size += local_bytes
     return files
-
-
-def _format_error(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # each rank's failure in a CheckpointException
-    return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
 
 def latest_step(directory: Path) -> int:

@@ -106,7 +106,7 @@ class InMemoryCheckpointer:
         """Copy this rank's state after a step to its launcher and to the next node (a collective).
 
         This rank's shards are copied, and the values of a checkpoint's manifest (JSON-able)."""
-        self._write(step, self._local.next, tensors, manifest=manifest)
+        self._write(step, self._local.next, tensors, manifest)
         self._local.flip()
         if self._next_rank != self.rank:
             self._exchange_with_neighbors(step)
@@ -148,12 +148,19 @@ class InMemoryCheckpointer:
         received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length=metadata_length))
 
     def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
-        _send_and_receive(sent, self._next_rank, received, source=self._previous_rank, group=self._group)
+        """Send to the rank of the next node while receiving from that of the previous node."""
+        works = [
+            dist.isend(sent, self._next_rank, group=self._group),
+            dist.irecv(received, self._previous_rank, group=self._group),
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def load_latest(self) -> InMemoryCheckpoint | None:
         """Return the newest copy that is complete over all ranks, sent to its rank (a collective)."""
-        headers = [slot.header for slot in self._slots if slot.header.is_complete and self._matches_identity(slot)]
-        local_copies = [header.copy_id for header in headers]
+        complete = [slot for slot in self._slots if slot.header.is_complete]
+        local_copies = [slot.header.copy_id for slot in complete if slot.metadata()["identity"] == self._identity]
         latest = latest_common_step(all_gather_objects(local_copies, self._group))
         if latest is None:
             return None
@@ -162,11 +169,20 @@ class InMemoryCheckpointer:
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, needed_copies=needed_copies)
-        return self._read_slot(self._find_slot(step, self.rank))
-
-    def _matches_identity(self, slot: SharedMemorySlot) -> bool:
-        return bool(slot.metadata()["identity"] == self._identity)
+                self._transfer(step, rank, holder, needed_copies)
+        slot = self._find_slot(step, self.rank)
+        metadata = slot.metadata()
+        entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
+        # The next copy overwrites the other slots than that of the restored one.
+        index = self._slots.index(slot) % 2
+        self._local.make_current(index)
+        self._neighbor.make_current(index)
+        return InMemoryCheckpoint(
+            step=slot.header.step,
+            manifest=metadata["manifest"],
+            shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
+            tensors=_restore_parts(entries, slot.bytes()[_align(slot.header.metadata_length) :]),
+        )
 
     def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
         return next(slot for slot in self._slots if slot.header.copy_id == (step, rank))
@@ -187,24 +203,6 @@ class InMemoryCheckpointer:
         slot.ensure_size(HEADER_BYTES + received_bytes)
         dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
         slot.commit(SlotHeader(step, rank, metadata_length=metadata_length))
-
-    def _read_slot(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
-        header = slot.header
-        metadata = slot.metadata()
-        entries = {name: SavedTensor.from_json(entry) for name, entry in metadata["tensors"].items()}
-        self._keep_until_after_next_save(slot)
-        return InMemoryCheckpoint(
-            step=header.step,
-            manifest=metadata["manifest"],
-            shapes={name: tuple(entry.full_shape) for name, entry in entries.items()},
-            tensors=_restore_parts(entries, slot.bytes()[_align(header.metadata_length) :]),
-        )
-
-    def _keep_until_after_next_save(self, slot: SharedMemorySlot) -> None:
-        """Let the next copy overwrite the other slots than that of the restored one."""
-        index = self._slots.index(slot) % 2
-        self._local.make_current(index)
-        self._neighbor.make_current(index)
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
@@ -235,13 +233,3 @@ def _restore_parts(entries: Mapping[str, SavedTensor], buffer: Tensor) -> dict[s
         parts[name] = buffer[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
         offset += _align(entry.nbytes)
     return parts
-
-
-def _send_and_receive(
-    sent: Tensor, destination: int, received: Tensor, source: int, group: dist.ProcessGroup | None
-) -> None:
-    """Send to one rank while receiving from another."""
-    works = [dist.isend(sent, destination, group=group), dist.irecv(received, source, group=group)]
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -53,23 +53,18 @@ def load_trained_model(run_directory: Path, trust: bool = False) -> TrainedModel
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
     tokenizer = _find_tokenizer(run, run_directory)
-    module = _build_module(run)
+    if run.model.implementation is not None:
+        module = build_network(run, run.model.implementation)
+    else:
+        with torch.device("meta"):
+            module = Transformer(run.model)
+        materialize(module, torch.device("cpu"))
     if checkpoint is not None:
         load_checkpoint(checkpoint, Strategy(module), [])
     elif swarm_weights is not None:
         _load_weights(swarm_weights, module)
     step = step_of(checkpoint) if checkpoint is not None else None
     return TrainedModel(run=run, module=module.eval(), tokenizer_file=tokenizer, step=step)
-
-
-def _build_module(run: RunSpec) -> nn.Module:
-    """Return the run's model with uninitialized parameters, or the user's network."""
-    if run.model.implementation is not None:
-        return build_network(run, run.model.implementation)
-    with torch.device("meta"):
-        module = Transformer(run.model)
-    materialize(module, torch.device("cpu"))
-    return module
 
 
 def _load_weights(file: Path, module: nn.Module) -> None:

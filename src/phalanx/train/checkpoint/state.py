@@ -38,10 +38,8 @@ _decode_rank_file: Decode[_RankFile] = decoder(_RankFile)
 def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer state under layout-free names."""
     as_global_dtensor = strategy.model_parallel.as_global_dtensor
-    tensors = {
-        f"model.{name}": as_global_dtensor(name, tensor.detach())
-        for name, tensor in strategy.trainable_parameters.items()
-    }
+    trained = strategy.trainable_parameters.items()
+    tensors = {f"model.{name}": as_global_dtensor(name, tensor.detach()) for name, tensor in trained}
     tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
     names = {id(parameter): name for name, parameter in strategy.trainable_parameters.items()}
     for optimizer in optimizers:
@@ -50,19 +48,14 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
                 if value is None:  # SGD without momentum
                     continue
                 if not isinstance(value, Tensor) or (value.ndim and value.shape != parameter.shape):
-                    raise _unsupported_state(optimizer, key)
+                    problem = (
+                        f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape"
+                    )
+                    fix = "keep such a tensor, which checkpoints can save and split over ranks"
+                    raise UserError("optimizer.implementation", type(optimizer).__name__, problem, fix)
                 name = names[id(parameter)]
                 tensors[f"optimizer.{key}.{name}"] = as_global_dtensor(name, value) if value.ndim else value
     return tensors
-
-
-def _unsupported_state(optimizer: torch.optim.Optimizer, key: str) -> UserError:
-    return UserError(
-        "optimizer.implementation",
-        type(optimizer).__name__,
-        f"has the state {key!r}, which is neither a scalar tensor nor a tensor of its parameter's shape",
-        "keep such a tensor, which checkpoints can save and split over ranks",
-    )
 
 
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
@@ -82,17 +75,14 @@ def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageM
     try:
         entries = reader.read_metadata().state_dict_metadata.items()
         saved = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        if sum(map(_num_bytes, saved.values())) > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
+        if any(min(entry.size, default=0) < 0 for entry in saved.values()):
+            raise ValueError("a dimension of a tensor is negative")
+        tensor_bytes = sum(prod(entry.size) * entry.properties.dtype.itemsize for entry in saved.values())
+        if tensor_bytes > sum(file.stat().st_size for file in Path(reader.path).iterdir()):
             raise ValueError("the tensors are larger than the files")
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _damaged_weights(reader, error) from None
     return saved
-
-
-def _num_bytes(entry: TensorStorageMetadata) -> int:
-    if min(entry.size, default=0) < 0:
-        raise ValueError("a dimension of a tensor is negative")
-    return prod(entry.size) * entry.properties.dtype.itemsize
 
 
 def _load(tensors: dict[str, Tensor], reader: HuggingFaceStorageReader, no_dist: bool) -> None:
@@ -120,13 +110,10 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
     tensors = checkpoint_tensors(strategy, optimizers)
     for name, tensor in tensors.items():
         if saved.get(name) != tuple(tensor.shape):
-            raise UserError(
-                "checkpoint",
-                str(checkpoint),
-                f"{name} is {list(saved[name]) if name in saved else 'absent'} in the checkpoint, "
-                f"but {list(tensor.shape)} in this run",
-                "resume with the model and optimizer of the checkpoint",
-            )
+            saved_shape = list(saved[name]) if name in saved else "absent"
+            problem = f"{name} is {saved_shape} in the checkpoint, but {list(tensor.shape)} in this run"
+            fix = "resume with the model and optimizer of the checkpoint"
+            raise UserError("checkpoint", str(checkpoint), problem, fix)
     _load(tensors, reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()
 

@@ -67,10 +67,8 @@ def steps_to_skip(directory: Path, step: int) -> int:
     for event in _rollback_events(directory):
         to_step = int(event["to"])
         from_step = int(event["after"])
-        newer_steps = [newer_step for newer_step in skipped if newer_step > to_step]
-        skipped[to_step] = (
-            skipped.get(to_step, 0) + from_step - to_step + sum(skipped.pop(newer_step) for newer_step in newer_steps)
-        )
+        abandoned = sum(skipped.pop(newer_step) for newer_step in list(skipped) if newer_step > to_step)
+        skipped[to_step] = skipped.get(to_step, 0) + from_step - to_step + abandoned
     return skipped.get(step, 0)
 
 

@@ -57,7 +57,7 @@ def check_replica_consistency(
         return None
     name = broadcast_object(local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", mismatch.holders[0])
     suspects = [] if mismatch.ranks == mismatch.holders else mismatch.ranks
-    return CorruptionError(describe_mismatch(mismatch, name, sizes, step=step, every=every), suspects)
+    return CorruptionError(describe_mismatch(mismatch, name, sizes, step, every), suspects)
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
@@ -82,11 +82,8 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
     ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:MAX_RANKS_SHOWN]]
     rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > MAX_RANKS_SHOWN else "")
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
-    where = (
-        f"between {rank_names}"
-        if is_tie
-        else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} other ranks"
-    )
+    num_others = len(mismatch.holders) - len(mismatch.ranks)
+    where = f"between {rank_names}" if is_tie else f"on {rank_names} from the {num_others} other ranks"
     more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
     before = "it was not compared before"
     advice = "restart the run"

@@ -98,10 +98,6 @@ class Watchdog:
         """The last step that this rank has finished."""
         return self.trainer.step if self.trainer is not None else 0
 
-    def _wait_counter(self) -> float:
-        """Return a number that changes after each wait for another stage, which no recorder contains."""
-        return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
-
     def record_failure(self, error: BaseException) -> None:
         """Dump the stack of this rank's failure, and continue stopped ranks on this host so that they exit."""
         with self._write_lock:
@@ -118,11 +114,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._finished.wait(self._poll_seconds):
-            if self._is_aborting():
+            if self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0:
                 self._record_abort()
                 return
             now = time.monotonic()
-            seen = self.step, self._wait_counter(), recorder_fingerprint()
+            # Waits for another stage are in no recorder.
+            waited_seconds = self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
+            seen = self.step, waited_seconds, recorder_fingerprint()
             if seen != self._last_progress:
                 self._last_progress = seen
                 self._stalled_since = now
@@ -142,15 +140,11 @@ class Watchdog:
         elif stop_requested and not self._stop_preceded_stall:
             os._exit(1)  # it hung before the stop request, and would hang until it is killed
 
-    def _is_aborting(self) -> bool:
-        return self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0
-
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
         with self._write_lock:
-            self._dump(
-                ABORTED, _thread_stack(self._main_thread_id), "aborted (SIGABRT) by a library: see its last output"
-            )
+            error = "aborted (SIGABRT) by a library: see its last output"
+            self._dump(ABORTED, _thread_stack(self._main_thread_id), error)
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 

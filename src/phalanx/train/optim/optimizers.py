@@ -77,22 +77,22 @@ def build_optimizers(
     """Return the optimizers of the parameters; empty without parameters. Matrices have weight decay, vectors do not.
 
     `part` returns a parameter as part of the full model's tensor (`ModelParallelism.as_global_dtensor`)."""
-    muon_parameters = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
-    other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}
     if not parameters:
         return []
     if spec.implementation is not None:
         groups = _groups(spec, parameters)
         return [call_component("optimizer.implementation", spec.implementation, groups, lr=spec.learning_rate)]
     if spec.name == "muon":
-        matrices = list(muon_parameters.values())
-        parts = [part(name, p.detach()) for name, p in muon_parameters.items()]
-        muon = (
-            [Muon(matrices, spec.muon_learning_rate, spec.momentum, weight_decay=spec.weight_decay, parts=parts)]
-            if matrices
-            else []
-        )
-        return [*muon, *([_adamw(spec, other_parameters)] if other_parameters else [])]
+        matrices = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
+        others = {name: p for name, p in parameters.items() if name not in matrices}
+        optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts = [part(name, p.detach()) for name, p in matrices.items()]
+            lr = spec.muon_learning_rate
+            optimizers.append(Muon(list(matrices.values()), lr, spec.momentum, spec.weight_decay, parts))
+        if others:
+            optimizers.append(_adamw(spec, others))
+        return optimizers
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.

@@ -56,7 +56,9 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
             ping_pong.serve()
         elif rank == client:
             offset = ping_pong.estimate_offset()
-    return _all_gather_offsets(offset, device)[first_rank_in_domain[rank]]
+    gathered = torch.empty(dist.get_world_size(), 2, dtype=torch.float64, device=device)
+    all_gather(gathered, torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device))
+    return ClockOffset(*gathered.tolist()[first_rank_in_domain[rank]])
 
 
 def _first_ranks_by_clock(device: torch.device) -> list[int]:
@@ -66,14 +68,6 @@ def _first_ranks_by_clock(device: torch.device) -> list[int]:
     all_gather(gathered, torch.tensor([domain], device=device))
     domains = gathered.tolist()
     return [domains.index(domain) for domain in domains]
-
-
-def _all_gather_offsets(offset: ClockOffset, device: torch.device) -> list[ClockOffset]:
-    """Return the clock offsets of all ranks (a collective)."""
-    gathered = torch.empty(dist.get_world_size(), 2, dtype=torch.float64, device=device)
-    local = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
-    all_gather(gathered, local)
-    return [ClockOffset(seconds, error_seconds) for seconds, error_seconds in gathered.tolist()]
 
 
 @dataclass(frozen=True)

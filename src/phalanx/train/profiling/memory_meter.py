@@ -152,21 +152,18 @@ class MemoryMeter(TorchDispatchMode):
                 change.moves.append((self.numbers[key], moved))
 
     def _update_peaks(self) -> None:
-        self._count_elastic()
-        if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
-            self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
-        for part, size_bytes in self.bytes_by_part.items():
-            self.peaks[part] = max(self.peaks[part], size_bytes)
-        self.peak_working = max(self.peak_working, self._working_bytes)
-        self.peak_total = max(self.peak_total, self._total_bytes)
-
-    def _count_elastic(self) -> None:
         end_bytes = [*map(torch.UntypedStorage.nbytes, self._elastic_ends)]
         if end_bytes != self._elastic_end_bytes:  # after each operation, so only the ends of each group are read
             self._elastic_end_bytes = end_bytes
             size_bytes = sum(storage.nbytes() for group in self._elastic for storage in group)
             self.bytes_by_part["communication"] += size_bytes - self._elastic_bytes
             self._elastic_bytes = size_bytes
+        if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
+            self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
+        for part, size_bytes in self.bytes_by_part.items():
+            self.peaks[part] = max(self.peaks[part], size_bytes)
+        self.peak_working = max(self.peak_working, self._working_bytes)
+        self.peak_total = max(self.peak_total, self._total_bytes)
 
     @property
     def _working_bytes(self) -> int:
@@ -220,11 +217,8 @@ class MemoryMeter(TorchDispatchMode):
             if parameter.grad is not None:
                 self._track(_local(parameter.grad), "gradients", moves=True)
 
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(on_gradient)
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
+        hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in trained]
         try:
             yield
         finally:

@@ -48,12 +48,9 @@ def format_rows(rows: list[Comparison]) -> str:
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
-        label = f"{row.role:8} {_quantity_kind(row.quantity):4} {row.quantity:14}"
+        kind = "got" if row.quantity == "recv" else "sent"
+        if row.quantity in (*PARTS, *WORKING, TOTAL):
+            kind = "held"
+        label = f"{row.role:8} {kind:4} {row.quantity:14}"
         lines.append(f"{label} {row.predicted:>14,} {row.measured:>14,}  {ratio}")
     return "\n".join([*lines, NOTE])
-
-
-def _quantity_kind(quantity: str) -> str:
-    if quantity in (*PARTS, *WORKING, TOTAL):
-        return "held"
-    return "got" if quantity == "recv" else "sent"
