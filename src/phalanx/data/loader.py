@@ -134,7 +134,7 @@ class TokenLoader(EpochLoader):
         self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
             raise too_few_tokens(dataset.prefix, dataset.size, seq_len)
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch))
 
     def read_rows(self, epoch: int, indices: np.ndarray) -> Batch:
         """Return sequences of an epoch, by their indices in its order."""

@@ -74,10 +74,10 @@ class Attention(nn.Module):
         self.rotate: Callable[[Tensor, RotaryTable], Tensor] = apply_rotary
         query = spec.num_heads * spec.head_dim
         value = spec.num_kv_heads * spec.head_dim
-        self.wq = ProductLinear(spec.hidden_size, query, bias=spec.bias)
-        self.wk = ProductLinear(spec.hidden_size, value, bias=spec.bias)
+        self.wq = ProductLinear(spec.hidden_size, query, spec.bias)
+        self.wk = ProductLinear(spec.hidden_size, value, spec.bias)
         self.wv = ProductLinear(spec.hidden_size, value, bias=spec.bias)
-        self.wo = ProductLinear(query, spec.hidden_size, bias=spec.bias)
+        self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
             self.q_norm = RMSNorm(spec.head_dim if per_head else query, spec.norm_eps)
@@ -157,7 +157,7 @@ def attention_mask(
 
     It is the bounds of the documents if there is a kernel for them. Otherwise it is their dense mask, or for
     FlexAttention their starts. `window`: rows are longer than the window of some layers."""
-    backend = _backend(documents.bounds.device, dtype, head_dim=head_dim, window=window, sinks=sinks)
+    backend = _backend(documents.bounds.device, dtype, head_dim, window, sinks)
     if backend == AttentionBackend.FLEX:
         return documents.starts
     return document_mask(documents.starts) if backend == AttentionBackend.SDPA_MASKED else documents.bounds
@@ -192,7 +192,7 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether flash attention runs on CUDA."""
-    return _backend(device, dtype, head_dim=head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
+    return _backend(device, dtype, head_dim, window=False, sinks=False) == AttentionBackend.VARLEN
 
 
 def attend_within_documents(

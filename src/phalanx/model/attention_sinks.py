@@ -66,4 +66,4 @@ class _VarlenWithSinks(torch.autograd.Function):
         gradient = gradient.contiguous()
         operands = (gradient, *attention, lse_HN, bounds, bounds)
         grads = FLASH_BACKWARD(*operands, *ctx.documents, state, unused, **ctx.limits)
-        return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks=sinks), None, None, None
+        return *grads, sinks_gradient(gradient, attention[-1], lse_HN.T, sinks), None, None, None

@@ -102,7 +102,7 @@ class _AttentionByDocument(torch.autograd.Function):
                     grad[block] = part[0].transpose(0, 1)
                 else:
                     grad[block] += part[0].transpose(0, 1)
-        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks=sinks_H), None, None
+        return *grads, sinks_gradient(gradient_NHK, attention[-1], lse_NH, sinks_H), None, None
 
 
 def _as_batch(x_tHK: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ class DrawnWeights:
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """Return a full parameter."""
-        return initial_weight(self.spec, name, shape, seed=self.seed)
+        return initial_weight(self.spec, name, shape, self.seed)
 
     def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
         """Return a parameter of the full shape with only the given rows initialized (`initial_weight`)."""
-        return initial_weight(self.spec, name, shape, seed=self.seed, rows=rows)
+        return initial_weight(self.spec, name, shape, self.seed, rows)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:

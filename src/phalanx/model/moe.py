@@ -74,7 +74,7 @@ class Router(nn.Module):
         if dropped is not None:
             weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
         probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
-        balance = balance_loss(self.moe, probs, load_BE, relief_E=self.relief)
+        balance = balance_loss(self.moe, probs, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:

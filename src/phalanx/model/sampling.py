@@ -29,7 +29,7 @@ def stream_tokens(
         with torch.no_grad():
             output = model(seen_T[None])
             logits_1TV = output[0] if isinstance(output, tuple) else output
-        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator=generator)
+        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
@@ -81,12 +81,7 @@ def generate(
         >>> ids = phalanx.generate(model, prompt, 5, temperature=0.8, top_k=50, vocab=tokenizer.vocab)
         >>> len(ids) - len(prompt), tokenizer.decode(ids[: len(prompt)].tolist())
         (5, 'def ')"""
-    new_tokens = list(
-        islice(
-            stream_tokens(model, tokens_T, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab),
-            count,
-        )
-    )
+    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
     if eos_id in new_tokens:
         stop = new_tokens.index(eos_id)
         new_tokens[stop:] = [eos_id] * (count - stop)

@@ -86,7 +86,7 @@ class Transformer(nn.Module):
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
             row_positions_T = self.local_positions(x_BTD)
             table = rotary_table(
-                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype=dtype
+                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype
             )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
     def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
         """Return the mask argument of attention in `dtype`."""
         window = has_window(self.spec, documents.starts.shape[1])
-        return attention_mask(documents, dtype, self.spec.head_dim, window=window, sinks=self.spec.attention_sinks)
+        return attention_mask(documents, dtype, self.spec.head_dim, window, self.spec.attention_sinks)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
         """Return the positions in their row of the tokens whose attention is computed on this rank, [T]."""

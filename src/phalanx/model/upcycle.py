@@ -59,7 +59,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
                 weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.upcycle_reinit_fraction, seed, layer, kind
             )
         if name.endswith(".router.gate.weight"):
-            return initial_weight(spec, name, shape, seed=seed)
+            return initial_weight(spec, name, shape, seed)
         return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
 
     return upcycled_weight

@@ -46,7 +46,7 @@ def apply_activation_checkpointing(
         recompute = checkpoint_with_saved_counts if saves_counts else _checkpoint
         functions = dict.fromkeys(blocks, recompute)
         if mode == "offload":
-            functions |= _offloads(module, list(blocks), recompute, device=device)
+            functions |= _offloads(module, list(blocks), recompute, device)
         for name, block in blocks.items():
             for router in block.modules():
                 if isinstance(router, Router):

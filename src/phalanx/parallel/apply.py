@@ -79,9 +79,9 @@ def apply_layout(
         trained_experts = None
     layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
     # Steps 1 and 2: the module on the meta device.
-    sharded = _build_sharded_module(spec, layout, mesh, precision, layers=layers, trained_experts=trained_experts)
+    sharded = _build_sharded_module(spec, layout, mesh, precision, layers, trained_experts)
     module = sharded.module
-    groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
+    groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
     # Steps 3 and 4: its blocks.
     recompute = layout.activation_checkpointing
     # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
@@ -94,15 +94,15 @@ def apply_layout(
     data_parallel = apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharded.sharding)
     if isinstance(data_parallel, ZeRO):
         data_parallel.overlap_gathers(module)
-    _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout=layout)
+    _connect_model_parallelism(data_parallel, sharded.sharding, groups, layout)
     kernels = compiled_kernels() if compile and device.type == "cuda" else EAGER
-    _connect_loss(data_parallel, spec.vocab_size, groups.tensor, precision=precision, kernels=kernels)
+    _connect_loss(data_parallel, spec.vocab_size, groups.tensor, precision, kernels)
     # Step 7.
     strategy = data_parallel
     if isinstance(module, StageModule):
-        strategy = build_pipeline(data_parallel, module, layout, mesh=mesh, precision=precision, device=device)
+        strategy = build_pipeline(data_parallel, module, layout, mesh, precision, device)
     # Step 8.
-    _init_weights(strategy, spec, weights, trained_experts=trained_experts)
+    _init_weights(strategy, spec, weights, trained_experts)
     return strategy
 
 
@@ -125,7 +125,7 @@ def apply_layout_to_network(
     network.to(PARAMETER_DTYPES[precision])
     for part in (blocks or [network]) if compile else ():
         part.compile()
-    return apply_data_parallelism(network, layout, mesh, device=device, blocks=blocks, precision=precision)
+    return apply_data_parallelism(network, layout, mesh, device, blocks, precision)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _build_sharded_module(
 ) -> _ShardedModule:
     """Build this rank's stages, shards and experts on the meta device (steps 1 and 2)."""
     with torch.device("meta"):
-        module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers=layers)
+        module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers)
         module.to(PARAMETER_DTYPES[precision])
         if precision == "fp8":
             use_fp8_products(module)
@@ -172,7 +172,7 @@ def _build_sharded_module(
                 module,
                 trained_experts,
                 experts_per_rank[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0],
-                sharding=sharding,
+                sharding,
             )
     return _ShardedModule(module, sharding, experts_per_rank)
 

@@ -34,7 +34,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[T
     if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         out, lse, *_ = CUDA_FLASH(q, k, v, is_causal=causal)
         return out, lse
-    return _plain_attention(q, k, v, causal=causal)
+    return _plain_attention(q, k, v, causal)
 
 
 def attention_backward(
@@ -54,7 +54,7 @@ def attention_backward(
                 *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
             ),
         )
-    return _plain_attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=causal)
+    return _plain_attention_backward(gradient, q, k, v, out, lse, causal)
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class RingBlock:
         """Merge the attention to these keys into `out` and `lse` (in place), those of the keys of earlier steps."""
         k, v = kv[:, self.rows, :, self.keys].unbind()
         q, out, lse = (x[self.rows, :, self.queries] for x in (q, out, lse))
-        block_out, block_lse = attention_with_lse(q, k, v, causal=self.causal)
+        block_out, block_lse = attention_with_lse(q, k, v, self.causal)
         if self.causal:
             out.copy_(block_out)
             lse.copy_(block_lse)
@@ -129,7 +129,7 @@ class RingBlock:
         """Return the gradients of these queries, keys and values; `out` and `lse` are those of all keys."""
         k, v = kv[:, self.rows, :, self.keys].unbind()
         gradient, q, out, lse = (x[self.rows, :, self.queries] for x in (gradient, q, out, lse))
-        return attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=self.causal)
+        return attention_backward(gradient, q, k, v, out, lse, self.causal)
 
     def add(self, gradients: tuple[Tensor, Tensor, Tensor], grad_q: Tensor, grad_kv: Tensor) -> None:
         """Add the result of `gradients` to the gradients of all tokens (in place)."""
@@ -173,10 +173,10 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
     piece = row_tokens // (2 * ranks)
     steps: list[list[RingBlock]] = [[] for _ in range(ranks)]
     for rows, document in _documents_of_rows(row_tokens, bounds):
-        queries = _tokens_of_rank(document, rank, ranks, piece=piece)
+        queries = _tokens_of_rank(document, rank, ranks, piece)
         for step in range(ranks if queries else 0):
             source = (rank - step) % ranks
-            keys = _tokens_of_rank(document, source, ranks, piece=piece)
+            keys = _tokens_of_rank(document, source, ranks, piece)
             # All queries see the front piece of a lower rank. Those of the back piece see a higher rank's two pieces.
             first_query = max(queries.start, piece) if source > rank else queries.start
             last_key = min(keys.stop, piece) if source < rank else keys.stop

@@ -46,7 +46,7 @@ class ContextParallelGroup:
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Return the indices [t] of this rank's tokens in a row of `tokens` tokens."""
-        return local_token_indices(tokens, self.size, self.rank, kind=self.kind, device=device)
+        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send `tensor` to the next rank and to receive from the previous rank.
@@ -160,7 +160,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _ring_of_documents(cp: ContextParallelGroup, documents: Documents, _: torch.dtype) -> Ring:
-    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], bounds=documents.host_bounds)
+    return find_ring_blocks(cp.rank, cp.size, documents.starts.shape[1], documents.host_bounds)
 
 
 def _ring_attention(
@@ -228,7 +228,7 @@ class _RingAttention(torch.autograd.Function):
             grad_kv, wait_grad_kv = ctx.cp.send_to_next(grad_kv)
         wait_grad_kv()
         grad_kv = grad_kv.to(q.dtype)
-        return grad_q.to(q.dtype), *grad_kv, sinks_gradient(gradient, out, lse, sinks=sinks), None, None
+        return grad_q.to(q.dtype), *grad_kv, sinks_gradient(gradient, out, lse, sinks), None, None
 
 
 def _no_wait() -> None:

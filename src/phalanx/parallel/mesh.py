@@ -128,10 +128,10 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
     mesh = Mesh(
         dims=sizes,
         rank=dist.get_rank(),
-        device_mesh=_build_data_mesh(layout, data, grid, device_type=device_type),
+        device_mesh=_build_data_mesh(layout, data, grid, device_type),
         data_dims=data,
         cp_mesh=_build_context_mesh(sizes, grid, device_type) if sizes.cp > 1 else None,
-        ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type=device_type) if sizes.ep > 1 else None,
+        ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type) if sizes.ep > 1 else None,
         backward_p2p_group=_build_backward_group(sizes, grid) if _needs_backward_group(sizes, device_type) else None,
     )
     return _create_flat_groups(mesh)

@@ -121,7 +121,7 @@ class RecomputedNorm:
 
     def _apply_norm(self, x: Tensor) -> Tensor:
         output = self.norm(x)
-        self.call = NormCall(self.norm, x, output, num_readers=self.num_readers) if torch.is_grad_enabled() else None
+        self.call = NormCall(self.norm, x, output, self.num_readers) if torch.is_grad_enabled() else None
         return output
 
     def _read(self, function: Callable[[Tensor], Any], x: Tensor) -> Any:

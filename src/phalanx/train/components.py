@@ -40,7 +40,7 @@ def call_component(field: str, component: ComponentSpec, /, *positional: Any, **
     Raises UserError if it cannot be imported, or does not accept the arguments."""
     target = import_component(field, component)
     keywords = {**keywords, **component.arguments}
-    _check_arguments(field, component, target, positional=positional, keywords=keywords)
+    _check_arguments(field, component, target, positional, keywords)
     return target(*positional, **keywords)
 
 

@@ -88,7 +88,7 @@ def decide_recomputation(run: RunSpec, world_size: int, nproc: int | None = None
         return run
     device = select_device(run)
     gpu_memory_bytes = _gpu_memory_bytes() if device == "cuda" else None
-    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc=nproc)
+    resolved = resolve_recomputation(run.on_device(device), world_size, gpu_memory_bytes, nproc)
     return run.model_copy(update={"layout": resolved.layout})
 
 

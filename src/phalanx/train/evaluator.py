@@ -36,7 +36,7 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
         trainer.corpus.held_out,
         trainer.run.training.seq_len,
         trainer.batch.micro_batch_size,
-        rank=trainer.mesh.dp_rank,
+        trainer.mesh.dp_rank,
         ranks=trainer.batch.dp_size,
         limit_tokens=spec.tokens,
         mask_documents=trainer.run.data.mask_documents,

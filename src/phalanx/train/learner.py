@@ -100,13 +100,13 @@ class Learner:
             torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
             return apply_layout_to_network(
-                network, run.layout, self.mesh, device=self.device, precision=training.precision, compile=self.compiles
+                network, run.layout, self.mesh, self.device, training.precision, self.compiles
             )
         return apply_layout(
             run.model,
             run.layout,
             self.mesh,
-            device=self.device,
+            self.device,
             weights=weights or DrawnWeights(run.model, training.seed),
             precision=training.precision,
             compile=self.compiles,

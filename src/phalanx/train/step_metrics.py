@@ -55,8 +55,8 @@ class UtilizationMeter:
         if self.raises_peak:
             self.peak_flops = max(self.peak_flops, tokens_per_second * self.hardware_flops / self.ranks)
         return {
-            "mfu": mfu(tokens_per_second, self.model_flops, self.peak_flops, ranks=self.ranks),
-            "hfu": mfu(tokens_per_second, self.hardware_flops, self.peak_flops, ranks=self.ranks),
+            "mfu": mfu(tokens_per_second, self.model_flops, self.peak_flops, self.ranks),
+            "hfu": mfu(tokens_per_second, self.hardware_flops, self.peak_flops, self.ranks),
         }
 
 

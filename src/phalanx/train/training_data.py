@@ -55,7 +55,7 @@ def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True)
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
     weights = initial_weights(run) if fresh else await_checkpoint
-    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights=weights)
+    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights)
 
 
 def await_checkpoint(name: str, shape: torch.Size) -> Tensor:
@@ -76,4 +76,4 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     source = load_model_spec(str(directory))
     weights = open_hf_weights(directory, source if run.model.moe and not source.moe else run.model)
     weights = extend_vocabulary(weights, source.vocab_size, run.model.vocab_size)
-    return upcycle_weights(run.model, source, weights, seed=run.training.seed) if run.model.moe else weights
+    return upcycle_weights(run.model, source, weights, run.training.seed) if run.model.moe else weights

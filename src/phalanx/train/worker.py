@@ -231,13 +231,13 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
 def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
     """Create the run on rank 0 under torchrun, while the other ranks wait."""
     if not dist.is_initialized():
-        return _create_run(run, 1, resume, force=force)
+        return _create_run(run, 1, resume, force)
     # Through the store, not a collective: tokenizing may take longer than the timeout of collectives.
     store = dist.distributed_c10d._get_default_store()
     key = "phalanx/run directory"
     if dist.get_rank() == 0:
         try:
-            directory = _create_run(run, dist.get_world_size(), resume, force=force)
+            directory = _create_run(run, dist.get_world_size(), resume, force)
         except BaseException:
             store.set(key, "")
             raise

@@ -66,7 +66,7 @@ def distribute(
         raise UserError(f"layout.{field}", value, problem, f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device
-    return apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)
+    return apply_data_parallelism(module, layout, mesh, device, blocks, precision)
 
 
 def apply_data_parallelism(
@@ -107,10 +107,10 @@ def apply_data_parallelism(
             module,
             layout,
             shards,
-            device=device,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            expert_parameters=expert_parameters,
+            device,
+            compute_dtype,
+            offload,
+            expert_parameters,
             expert_mesh=mesh.expert_dp_mesh,
             model_sharding=model_sharding,
         )

@@ -118,7 +118,7 @@ class FSDP(Strategy):
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
 
     def _install_gloo_collectives(self) -> None:
-        self.reduce_scatter = DeferredReduceScatter(self.comm_wait, deferred=self.deferred)
+        self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
         for unit in self.units:
             unit._set_unshard_async_op(True)
             unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
@@ -305,7 +305,7 @@ class DeferredReduceScatter(DefaultReduceScatter):
     ) -> None:
         """Finish the previous exchange, unless `allocate` has, and start the next."""
         self.finish()
-        self._pending = ReduceScatter(input_tensor, output_tensor, group, comm_wait=self.comm_wait)
+        self._pending = ReduceScatter(input_tensor, output_tensor, group, self.comm_wait)
         if not self.deferred:
             self.finish()
 

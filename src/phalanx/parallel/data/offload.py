@@ -214,7 +214,7 @@ def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return `local` as this rank's shard of a tensor with the sharding of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
-    return as_dtensor(local, tensor.device_mesh, tensor.placements, shape=tensor.shape)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def build_offload(layout: Layout) -> CpuOffload | None:

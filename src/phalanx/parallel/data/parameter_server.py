@@ -99,7 +99,7 @@ class ParameterServerWorker(Strategy):
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
         for server, gradients in zip(self.roles.servers, sent, strict=True):
-            works += send_pair(message, gradients, server, tag=first_tag(self.steps_sent))
+            works += send_pair(message, gradients, server, first_tag(self.steps_sent))
         self.steps_sent += 1
         self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
@@ -282,7 +282,7 @@ class ParameterServer(Strategy):
         elif not self._posted_receives[worker]:
             for steps_ahead in range(1 + self.roles.staleness):
                 message = torch.empty(size, dtype=torch.float64)
-                self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead=steps_ahead)
+                self._post_receive(worker, message, torch.empty_like(self.sum), steps_ahead)
         pair = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
             pair.wait()
@@ -312,5 +312,5 @@ class ParameterServer(Strategy):
         weights = self.weights.clone()
         works = []
         for worker in self.roles.workers:
-            works += send_pair(message, weights, worker, tag=first_tag(self.steps_done))
+            works += send_pair(message, weights, worker, first_tag(self.steps_done))
         self._pending_sends.append(MessagePair(message, weights, works))

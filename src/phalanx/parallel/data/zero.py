@@ -227,11 +227,7 @@ class ZeRO(Strategy):
             parameters = [owned for bucket in piece for owned in bucket.parameters]
             masters = [owned.master for owned in parameters]
             gradients = [owned.gradient for owned in parameters]
-            with (
-                self.offload.stepping(index, optimizers, masters, gradients=gradients)
-                if self.offload
-                else nullcontext()
-            ):
+            with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
                 step_parameters(optimizers, masters, self._master_gradients(parameters))
             for bucket in piece:
                 bucket.drop_gradients()

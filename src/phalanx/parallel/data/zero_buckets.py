@@ -61,7 +61,7 @@ class Bucket:
         if not keep_full:
             for owned in self.parameters:
                 owned.drop_full_gradient()
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, comm_wait=self.comm_wait)
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.comm_wait)
 
     def _full_matrices(self) -> list[Tensor]:
         """Return the full gradients as matrices of one dtype, fp32 if a sum is fp32.

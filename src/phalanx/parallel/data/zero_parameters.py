@@ -48,7 +48,7 @@ class RowSharding:
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
         """Return this rank's rows as part of a tensor like `full`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(self.axis(full))], shape=full.shape)
+        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(self.axis(full))], full.shape)
 
 
 class OwnedParameter:

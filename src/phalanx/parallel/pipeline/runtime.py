@@ -230,7 +230,7 @@ class PipelineStrategy(Strategy):
             schedule,
             self.rank,
             self.p2p_groups,
-            shapes=self._activation_shapes(micros),
+            self._activation_shapes(micros),
             like=self.activation_template,
             pipeline_wait=self.pipeline_wait,
         )

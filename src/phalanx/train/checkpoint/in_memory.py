@@ -131,7 +131,7 @@ class InMemoryCheckpointer:
         for name, part in _restore_parts(entries, buffer).items():
             part.copy_(shards[name], non_blocking=True)
         wait_for_host_copies(self._device)
-        slot.commit(SlotHeader(step, self.rank, metadata_length=len(metadata)))
+        slot.commit(SlotHeader(step, self.rank, len(metadata)))
 
     def _exchange_with_neighbors(self, step: int) -> None:
         """Send the copy of this rank to the next node, and receive that of a rank of the previous node."""
@@ -145,7 +145,7 @@ class InMemoryCheckpointer:
         received_bytes, metadata_length = received_sizes.tolist()
         received_slot.ensure_size(HEADER_BYTES + received_bytes)
         self._send_to_next_node(sent, received_slot.bytes()[:received_bytes])
-        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length=metadata_length))
+        received_slot.commit(SlotHeader(step, self._previous_rank, metadata_length))
 
     def _send_to_next_node(self, sent: Tensor, received: Tensor) -> None:
         """Send to the rank of the next node while receiving from that of the previous node."""
@@ -202,7 +202,7 @@ class InMemoryCheckpointer:
         slot.invalidate()
         slot.ensure_size(HEADER_BYTES + received_bytes)
         dist.recv(slot.bytes()[:received_bytes], holder, group=self._group)
-        slot.commit(SlotHeader(step, rank, metadata_length=metadata_length))
+        slot.commit(SlotHeader(step, rank, metadata_length))
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:

@@ -27,7 +27,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 102
 
     A slow device uses an n less than `size`."""
     side = min(FIRST_SIZE, size)
-    seconds = _best_seconds(device, dtype, side, rounds=rounds)
+    seconds = _best_seconds(device, dtype, side, rounds)
     while seconds < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
         seconds = _best_seconds(device, dtype, side, rounds=rounds)
