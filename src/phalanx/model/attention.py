@@ -76,7 +76,7 @@ class Attention(nn.Module):
         value = spec.num_kv_heads * spec.head_dim
         self.wq = ProductLinear(spec.hidden_size, query, spec.bias)
         self.wk = ProductLinear(spec.hidden_size, value, spec.bias)
-        self.wv = ProductLinear(spec.hidden_size, value, bias=spec.bias)
+        self.wv = ProductLinear(spec.hidden_size, value, spec.bias)
         self.wo = ProductLinear(query, spec.hidden_size, spec.bias)
         if spec.qk_norm != "none":
             per_head = spec.qk_norm == "head"
@@ -127,9 +127,9 @@ class Attention(nn.Module):
         if mask is None and (window is not None or sinks_H is not None):
             mask = _row_bounds(q_BTHK)
         if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask, window=window, sinks_H=sinks_H)
+            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
         if window is not None or sinks_H is not None or (mask is not None and mask.ndim == 2):
-            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, starts_BT=mask, window=window, sinks_H=sinks_H)
+            return attend_with_flex(q_BTHK, k_BTHK, v_BTHK, mask, window, sinks_H)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None:
             # On CUDA flash supports no mask, and the efficient kernel no groups.
@@ -214,6 +214,6 @@ def attend_within_documents(
     row = q_BTHK.shape[1]  # no document is longer
     earlier_keys = -1 if window is None else window - 1
     if sinks_H is not None:
-        return attend_varlen_with_sinks(*packed, sinks_H, bounds, row, earlier_keys=earlier_keys).view_as(q_BTHK)
+        return attend_varlen_with_sinks(*packed, sinks_H, bounds, row, earlier_keys).view_as(q_BTHK)
     out: Tensor = flash_by_document(*packed, bounds, bounds, row, row, window_size=(earlier_keys, 0))
     return out.view_as(q_BTHK)

@@ -27,16 +27,12 @@ def compile_blocks(blocks: Iterable[nn.Module], whole: bool) -> None:
     for block in blocks:
         if whole:
             block.compile()
-        else:
-            _compile_elementwise(block)
-
-
-def _compile_elementwise(block: nn.Module) -> None:
-    for part in block.modules():
-        if isinstance(part, Attention):
-            part.rotate = _compiled_rotary()
-        elif isinstance(part, MLP | Experts):
-            part.activation = compiled_activation(part.activation)
+            continue
+        for part in block.modules():
+            if isinstance(part, Attention):
+                part.rotate = _compiled_rotary()
+            elif isinstance(part, MLP | Experts):
+                part.activation = compiled_activation(part.activation)
 
 
 @cache

@@ -103,11 +103,8 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     by_expert, order = chosen.sort(dim=1, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(moe.num_experts, device=chosen.device).repeat(len(chosen), 1))
     position = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
-    return (
-        torch.empty_like(chosen, dtype=torch.bool)
-        .scatter_(1, order, position < expert_capacity(moe, chosen.shape[1]))
-        .view_as(chosen_BTk)
-    )
+    is_within = position < expert_capacity(moe, chosen.shape[1])
+    return torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, is_within).view_as(chosen_BTk)
 
 
 def expert_capacity(moe: MoESpec, choices: int) -> int:
@@ -194,7 +191,10 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
     """Return each expert's rows times its transposed weight: [N, O].
 
     Rows are sorted by expert; `offsets_E` are the ends of each expert's rows. All dtypes are equal."""
-    return (_grouped_mm if supports_grouped_mm(x_NI, weight_EOI) else _looped_mm)(x_NI, weight_EOI, offsets_E)
+    if supports_grouped_mm(x_NI, weight_EOI):
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
+    sizes = rows_per_expert(offsets_E, len(x_NI))
+    return torch.cat([F.linear(rows, w) for rows, w in zip(x_NI.split(sizes), weight_EOI, strict=True)])
 
 
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
@@ -206,15 +206,6 @@ def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     dtypes = (torch.bfloat16, torch.float32) if has_fp32 else (torch.bfloat16,)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
-
-
-def _grouped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
-
-
-def _looped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    sizes = rows_per_expert(offsets_E, len(x))
-    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 
 
 def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
@@ -230,11 +221,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = Router(spec, moe)
         self.experts = Experts(spec, moe)
-        self.shared = (
-            SwiGLUMLP(spec.hidden_size, moe.expert_ffn_size * moe.num_shared_experts)
-            if moe.num_shared_experts
-            else None
-        )
+        shared_width = moe.expert_ffn_size * moe.num_shared_experts
+        self.shared = SwiGLUMLP(spec.hidden_size, shared_width) if shared_width else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's output [B, T, D] and its auxiliary loss summed over tokens."""

@@ -25,39 +25,26 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     moe = spec.moe
     assert moe is not None
     if source.moe is not None:
+        fraction = spec.upcycle_reinit_fraction
+        problem = "has no effect, because model.from_hf has experts"
         fix = "remove model.upcycle_reinit_fraction, or start from a dense model"
-        require(
-            not spec.upcycle_reinit_fraction,
-            "model.upcycle_reinit_fraction",
-            spec.upcycle_reinit_fraction,
-            problem="has no effect, because model.from_hf has experts",
-            fix=fix,
-        )
+        require(not fraction, "model.upcycle_reinit_fraction", fraction, problem, fix)
         return weights
-    require(
-        moe.expert_ffn_size == source.ffn_hidden_size,
-        "model.moe.expert_ffn_size",
-        moe.expert_ffn_size,
-        problem=(
-            "differs from the width of the MLP that experts are copied from "
-            f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
-        ),
-        fix=f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
-    )
-    require(
-        not moe.num_shared_experts,
-        "model.moe.num_shared_experts",
-        moe.num_shared_experts,
-        problem="would add a second copy of the MLP that the other experts are copied from",
-        fix="set model.moe.num_shared_experts = 0, or start from a model with experts",
-    )
+    width = source.ffn_hidden_size
+    source_width = f"(model.ffn_hidden_size = {width} in model.from_hf)"
+    problem = f"differs from the width of the MLP that experts are copied from {source_width}"
+    fix = f"set model.moe.expert_ffn_size = {width}"
+    require(moe.expert_ffn_size == width, "model.moe.expert_ffn_size", moe.expert_ffn_size, problem, fix)
+    num_shared = moe.num_shared_experts
+    problem = "would add a second copy of the MLP that the other experts are copied from"
+    fix = "set model.moe.num_shared_experts = 0, or start from a model with experts"
+    require(not num_shared, "model.moe.num_shared_experts", num_shared, problem, fix)
 
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
-            return replicate_mlp(
-                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.upcycle_reinit_fraction, seed, layer, kind
-            )
+            dense = weights(f"{layer}.{kind}.weight", shape[1:])
+            return replicate_mlp(dense, shape[0], spec.upcycle_reinit_fraction, seed, layer, kind)
         if name.endswith(".router.gate.weight"):
             return initial_weight(spec, name, shape, seed)
         return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)

@@ -84,9 +84,12 @@ def apply_layout(
     groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
     # Steps 3 and 4: its blocks.
     recompute = layout.activation_checkpointing
-    # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
-    if compile and _compile_blocks(module, layout) and recompute == "norms":
-        recompute = "none"  # the compiler recomputes norms
+    if compile:
+        # Blocks are compiled inside the wrappers, whose recomputation then runs compiled code too.
+        whole = layout_compiles_whole_blocks(layout)
+        compile_blocks(module.blocks.children(), whole)
+        if whole and recompute == "norms":
+            recompute = "none"  # the compiler recomputes norms
     recomputed = layout.recomputed_on_rank(mesh.pp_rank if layout.pp > 1 else 0, len(module.blocks))
     apply_activation_checkpointing(module, recompute, recomputed, saves_counts=layout.ep > 1, device=device)
     blocks = list(module.blocks.children())
@@ -101,16 +104,14 @@ def apply_layout(
     strategy = data_parallel
     if isinstance(module, StageModule):
         strategy = build_pipeline(data_parallel, module, layout, mesh, precision, device)
-    # Step 8.
-    _init_weights(strategy, spec, weights, trained_experts)
+    # Step 8: its weights.
+    if trained_experts is not None and spec.moe is not None:
+        init_parameters(strategy, select_trained_experts(weights, trained_experts, spec.moe.num_experts))
+        init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
+    else:
+        init_parameters(strategy, weights)
+    strategy.sync_model_weights()
     return strategy
-
-
-def _compile_blocks(module: Transformer, layout: Layout) -> bool:
-    """Compile the blocks (step 3), and return whether each one is compiled to one graph."""
-    whole = layout_compiles_whole_blocks(layout)
-    compile_blocks(module.blocks.children(), whole)
-    return whole
 
 
 def apply_layout_to_network(
@@ -168,12 +169,8 @@ def _build_sharded_module(
         experts_per_rank: list[tuple[int, ...]] = []
         if trained_experts is not None and spec.moe is not None:
             experts_per_rank = assign_experts_to_ranks(trained_experts.experts, spec.moe.num_experts, layout.ep)
-            freeze_experts(
-                module,
-                trained_experts,
-                experts_per_rank[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0],
-                sharding,
-            )
+            ep_rank = mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0
+            freeze_experts(module, trained_experts, experts_per_rank[ep_rank], sharding)
     return _ShardedModule(module, sharding, experts_per_rank)
 
 
@@ -187,15 +184,13 @@ def _apply_model_parallelism(
     if mesh.tp_group is not None:
         deferred_grads = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
         tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads)
-        apply_tensor_parallel(
-            module, tensor, unsharded_experts=layout.ep > 1, sharded_heads=layout.tp_attention == "split"
-        )
+        splits_heads = layout.tp_attention == "split"
+        apply_tensor_parallel(module, tensor, unsharded_experts=layout.ep > 1, sharded_heads=splits_heads)
         if layout.tp_attention == "gathered":
             apply_gathered_heads(module, tensor)
     if mesh.ep_mesh is not None:
-        experts = ExpertParallelGroup(
-            mesh.ep_mesh["ep"].get_group(), expert_permutation(experts_per_rank, device) if experts_per_rank else None
-        )
+        permutation = expert_permutation(experts_per_rank, device) if experts_per_rank else None
+        experts = ExpertParallelGroup(mesh.ep_mesh["ep"].get_group(), permutation)
         apply_expert_parallel(module, experts)
     sequences = None if mesh.cp_mesh is None else ContextParallelGroup(mesh.cp_mesh.get_group(), layout.cp_method)
     if sequences is not None:
@@ -237,22 +232,8 @@ def _connect_loss(
     )
 
 
-def _init_weights(
-    strategy: Strategy, spec: ModelSpec, weights: WeightInitializer, trained_experts: TrainedExperts | None
-) -> None:
-    """Fill this rank's part of the initial weights, and the copies that are computed with (step 8)."""
-    if trained_experts is not None and spec.moe is not None:
-        init_parameters(strategy, select_trained_experts(weights, trained_experts, spec.moe.num_experts))
-        init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
-    else:
-        init_parameters(strategy, weights)
-    strategy.sync_model_weights()
-
-
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
-    """Build this rank's stages.
-
-    `layers` has the layers of every stage."""
+    """Build this rank's stages; `layers` has the layers of every stage."""
     local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
     return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
 

@@ -48,12 +48,8 @@ def attention_backward(
         return cast(tuple[Tensor, Tensor, Tensor], CPU_FLASH_BACKWARD(*operands, 0.0, causal))
     if has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         dropout_state = q.new_empty(2, dtype=torch.int64)  # unused
-        return cast(
-            tuple[Tensor, Tensor, Tensor],
-            CUDA_FLASH_BACKWARD(
-                *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
-            ),
-        )
+        shared = (None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state)
+        return cast(tuple[Tensor, Tensor, Tensor], CUDA_FLASH_BACKWARD(*operands, *shared))
     return _plain_attention_backward(gradient, q, k, v, out, lse, causal)
 
 
@@ -73,12 +69,9 @@ def _plain_attention_backward(
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grad_k = grad_scores.mT.to(q.dtype) @ q
     grad_v = probs.mT.to(q.dtype) @ gradient
+    grad_q = grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q)
     shape = (k.shape[1], -1)
-    return (
-        grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q),
-        grad_k.unflatten(1, shape).sum(2),
-        grad_v.unflatten(1, shape).sum(2),
-    )
+    return grad_q, grad_k.unflatten(1, shape).sum(2), grad_v.unflatten(1, shape).sum(2)
 
 
 def _attention_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -181,12 +174,9 @@ def find_ring_blocks(rank: int, ranks: int, row_tokens: int, bounds: Sequence[in
             first_query = max(queries.start, piece) if source > rank else queries.start
             last_key = min(keys.stop, piece) if source < rank else keys.stop
             if first_query < queries.stop and keys.start < last_key:
-                block = RingBlock(
-                    rows=rows,
-                    queries=slice(first_query, queries.stop),
-                    keys=slice(keys.start, last_key),
-                    causal=step == 0,
-                )
+                block_queries = slice(first_query, queries.stop)
+                block_keys = slice(keys.start, last_key)
+                block = RingBlock(rows=rows, queries=block_queries, keys=block_keys, causal=step == 0)
                 steps[step].append(block)
     return Ring(steps)
 

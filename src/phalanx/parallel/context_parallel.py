@@ -53,14 +53,9 @@ class ContextParallelGroup:
 
         Both tensors have the same shape. Returns the receive buffer, and a function that waits for both transfers."""
         received = torch.empty_like(tensor)
-        destination = (self.rank + 1) % self.size
-        source = (self.rank - 1) % self.size
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=destination),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
-            ]
-        )
+        sending = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.size)
+        receiving = dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
+        works = dist.batch_isend_irecv([sending, receiving])
 
         def wait_for_exchange() -> None:
             with self.comm_wait.measure():
@@ -199,7 +194,7 @@ class _RingAttention(torch.autograd.Function):
         for step, blocks in enumerate(ring.steps):
             next_kv, wait_next_kv = cp.send_to_next(kv) if step + 1 < cp.size else (kv, _no_wait)
             for block in blocks:
-                block.attend(q, kv, out, lse=lse)
+                block.attend(q, kv, out, lse)
             wait_next_kv()
             kv = next_kv
         add_sinks(out, lse, sinks)
@@ -219,7 +214,7 @@ class _RingAttention(torch.autograd.Function):
         wait_grad_kv: Callable[[], None] = _no_wait
         for step, blocks in enumerate(ctx.ring.steps):
             next_kv, wait_next_kv = ctx.cp.send_to_next(kv) if step + 1 < ctx.cp.size else (kv, _no_wait)
-            grads = [block.gradients(gradient, q, kv, out=out, lse=lse) for block in blocks]
+            grads = [block.gradients(gradient, q, kv, out, lse) for block in blocks]
             wait_grad_kv()
             for block, block_grads in zip(blocks, grads, strict=True):
                 block.add(block_grads, grad_q, grad_kv)

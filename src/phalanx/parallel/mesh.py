@@ -125,16 +125,37 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         rank = dist.get_rank() if world_size > 1 else 0
         return Mesh(dims=sizes, rank=rank, device_mesh=None, data_dims=data, dp_group=world, loss_group=world)
     grid = rank_grid(sizes)
+    # cp joins the data-parallel axis that sums gradients.
+    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
+    data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
+    data_sizes = {axis: getattr(data, axis) for axis in AXES if getattr(data, axis) > 1}
+    data_grid = _permute_axes(grid, *data_axes, "pp", "tp").reshape(list(data_sizes.values()))
+    device_mesh = make_device_mesh(device_type, data_grid, tuple(data_sizes))
+    cp_mesh = None
+    if sizes.cp > 1:
+        cp_grid = _permute_axes(grid, "dp_replicate", "dp_shard", "pp", "tp", "cp").reshape(-1, sizes.cp)
+        cp_mesh = make_device_mesh(device_type, cp_grid, ("others", "cp"))["cp"]
+    ep_mesh = _build_expert_mesh(layout, sizes, grid, device_type) if sizes.ep > 1 else None
+    backward_p2p_group = None
+    if sizes.pp > 1 and _needs_gpu_groups(device_type):
+        pipelines = _permute_axes(grid, "dp_replicate", "dp_shard", "cp", "tp", "pp").reshape(-1, sizes.pp)
+        backward_p2p_group = new_pipeline_group(pipelines.tolist())
     mesh = Mesh(
         dims=sizes,
         rank=dist.get_rank(),
-        device_mesh=_build_data_mesh(layout, data, grid, device_type),
+        device_mesh=device_mesh,
         data_dims=data,
-        cp_mesh=_build_context_mesh(sizes, grid, device_type) if sizes.cp > 1 else None,
-        ep_mesh=_build_expert_mesh(layout, sizes, grid, device_type) if sizes.ep > 1 else None,
-        backward_p2p_group=_build_backward_group(sizes, grid) if _needs_backward_group(sizes, device_type) else None,
+        cp_mesh=cp_mesh,
+        ep_mesh=ep_mesh,
+        backward_p2p_group=backward_p2p_group,
     )
-    return _create_flat_groups(mesh)
+    # Groups over several axes.
+    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
+    loss_group = dp_group
+    if sizes.pp > 1:
+        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
+    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
+    return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
 def rank_grid(sizes: ParallelDims) -> Tensor:
@@ -152,31 +173,6 @@ def rank_grid(sizes: ParallelDims) -> Tensor:
 def _permute_axes(grid: Tensor, *axes: str) -> Tensor:
     """Return the grid of ranks with its axes in another order."""
     return grid.permute([AXES.index(axis) for axis in axes])
-
-
-def _build_data_mesh(layout: Layout, data: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
-    """Build the mesh of dp_replicate, dp_shard, pp and tp; cp joins the data-parallel axis that sums gradients."""
-    is_sharded = layout.data_parallel in SHARDED_STRATEGIES
-    data_axes = ("dp_replicate", "dp_shard", "cp") if is_sharded else ("dp_replicate", "cp", "dp_shard")
-    ranks = _permute_axes(grid, *data_axes, "pp", "tp")
-    sizes = {axis: getattr(data, axis) for axis in AXES if getattr(data, axis) > 1}
-    return make_device_mesh(device_type, ranks.reshape(list(sizes.values())), tuple(sizes))
-
-
-def _build_context_mesh(sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
-    """Build the mesh of the ranks that share a sequence."""
-    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "pp", "tp", "cp")
-    return make_device_mesh(device_type, ranks.reshape(-1, sizes.cp), ("others", "cp"))["cp"]
-
-
-def _needs_backward_group(sizes: ParallelDims, device_type: str) -> bool:
-    return sizes.pp > 1 and _needs_gpu_groups(device_type)
-
-
-def _build_backward_group(sizes: ParallelDims, grid: Tensor) -> dist.ProcessGroup | None:
-    """Build the second group of this rank's pipeline, for gradients."""
-    ranks = _permute_axes(grid, "dp_replicate", "dp_shard", "cp", "tp", "pp")
-    return new_pipeline_group(ranks.reshape(-1, sizes.pp).tolist())
 
 
 def _build_expert_mesh(layout: Layout, sizes: ParallelDims, grid: Tensor, device_type: str) -> DeviceMesh:
@@ -208,16 +204,6 @@ def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...])
         else:
             backends.append((None if size == dist.get_world_size() else "nccl", None))
     return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
-
-
-def _create_flat_groups(mesh: Mesh) -> Mesh:
-    """Return the mesh with its groups over several axes (a collective)."""
-    dp_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard"), "dp")
-    loss_group = dp_group
-    if mesh.dims.pp > 1:
-        loss_group = _flat_group(mesh.submesh("dp_replicate", "dp_shard", "pp"), "loss")
-    expert_dp_group = _flat_group(mesh.expert_dp_mesh, "same_experts")
-    return replace(mesh, dp_group=dp_group, loss_group=loss_group, expert_dp_group=expert_dp_group)
 
 
 def _flat_group(mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:

@@ -59,10 +59,8 @@ def distribute(
         Traceback (most recent call last):
         phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer..."""
     for field, value, default in transformer_only_options(layout):
-        problem = (
-            f"is supported for Phalanx's transformer only: to {type(module).__name__}, distribute() applies only "
-            "data parallelism"
-        )
+        applied = f"to {type(module).__name__}, distribute() applies only data parallelism"
+        problem = f"is supported for Phalanx's transformer only: {applied}"
         raise UserError(f"layout.{field}", value, problem, f"use {default!r}, and implement it in the module")
     mesh = build_mesh(layout) if mesh is None else mesh
     device = current_device() if device is None else device

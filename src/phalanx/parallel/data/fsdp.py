@@ -84,17 +84,20 @@ class FSDP(Strategy):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # A deferred sum completes after FSDP2 assumes that it is complete, and must not be cast in between.
-        casts_sums = compute_dtype is not None and any(
-            p.dtype != torch.float32 for p in self.trainable_parameters.values()
-        )
+        all_fp32 = all(p.dtype == torch.float32 for p in self.trainable_parameters.values())
+        casts_sums = compute_dtype is not None and not all_fp32
         self.deferred = mesh.ndim == 1 and not casts_sums
         self.offload = offload
         self.in_pipeline = layout.pp > 1
         inner = [] if layout.fsdp_unit == "model" else experts
         self._prefetch(layout.fsdp_prefetch, inner=cast("list[FSDPModule]", inner))
         self.reduce_scatter: DeferredReduceScatter | None = None
-        if not on_gpu:
-            self._install_gloo_collectives()
+        if not on_gpu:  # gloo
+            self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
+            for unit in self.units:
+                unit._set_unshard_async_op(True)
+                unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
+                unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     def _prefetch(self, depth: int, inner: Collection[FSDPModule]) -> None:
         """Gather `depth` units ahead of the current unit.
@@ -116,13 +119,6 @@ class FSDP(Strategy):
             unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
         # Without a unit to gather, FSDP2 gathers the one before in its forward order: the previous micro-batch's head.
         backward[-1].set_modules_to_backward_prefetch(backward[-1:])
-
-    def _install_gloo_collectives(self) -> None:
-        self.reduce_scatter = DeferredReduceScatter(self.comm_wait, self.deferred)
-        for unit in self.units:
-            unit._set_unshard_async_op(True)
-            unit.set_custom_all_gather(TimedAllGather(self.comm_wait))
-            unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     @contextmanager
     def accumulate(self, last: bool = True) -> Iterator[None]:

@@ -69,9 +69,8 @@ class ZeRO(Strategy):
         The model computes in `compute_dtype` (None: unchanged). `expert_mesh` shards `expert_parameters`."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
-        shardings = {
-            name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
-        }
+        names = [name for name, _ in named_parameters(module)]
+        shardings = {name: expert_sharding if name in expert_parameters else sharding for name in names}
         are_separate = compute_dtype is not None or offload is not None
         master_rows = {
             name: master_copy(own, device, offload)
@@ -88,15 +87,9 @@ class ZeRO(Strategy):
         self.autocast = compute_dtype is None
         self.offload = offload
         owned_parameters = {
-            name: OwnedParameter(
-                name,
-                p,
-                shardings[name],
-                master_rows=master_rows.get(name),
-                offload=offload,
-                largest_shape=p.shape if model_sharding is None else model_sharding.largest_shape(name),
-            )
+            name: OwnedParameter(name, p, shardings[name], master_rows.get(name), offload, largest_shape)
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
+            for largest_shape in [p.shape if model_sharding is None else model_sharding.largest_shape(name)]
         }
         self.trainable_parameters = {name: owned.master for name, owned in owned_parameters.items()}
         limit = layout.bucket_mb * MIB
@@ -111,12 +104,7 @@ class ZeRO(Strategy):
         self._gradient_factor: Tensor | None = None
         """Factor that offloaded gradients must still be multiplied by."""
         self.gathers = WeightGathers(self.buckets)
-        self._register_gradient_hooks()
-
-    def _register_gradient_hooks(self) -> None:
-        """Let autograd report each complete gradient.
-
-        The hooks have weak references: autograd keeps hooks alive, which would keep the groups of ranks alive."""
+        # Weak references: autograd keeps hooks alive, which would keep the groups of ranks alive.
         for bucket in self.buckets:
             for owned in bucket.parameters:
                 ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(owned))

@@ -149,15 +149,13 @@ def make_buckets(parameters: Iterable[OwnedParameter], limit: float) -> list[lis
     """Return buckets of about `limit` bytes of one dtype, in the order of the backward pass."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
+    previous_kind: object = None
     for owned in reversed(list(parameters)):
-        parameter = owned.parameter
-        if not buckets or size >= limit or not _fit_one_message(buckets[-1][0], owned):
+        message_kind = owned.sharding, owned.parameter.dtype
+        if not buckets or size >= limit or message_kind != previous_kind:
             buckets.append([])
             size = 0
         buckets[-1].append(owned)
-        size += owned.largest_numel * parameter.element_size()
+        size += owned.largest_numel * owned.parameter.element_size()
+        previous_kind = message_kind
     return buckets
-
-
-def _fit_one_message(owned: OwnedParameter, other: OwnedParameter) -> bool:
-    return owned.sharding == other.sharding and owned.parameter.dtype == other.parameter.dtype

@@ -144,9 +144,7 @@ class PipelineStrategy(Strategy):
         """Return the logits of the full model on every rank (at least fp32), and an auxiliary loss of 0."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
-        def copy_logits(
-            model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol
-        ) -> tuple[Tensor, Tensor]:
+        def copy_logits(model: Callable[..., Any], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
             logits.copy_(model(micro.tokens, micro.documents)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
@@ -198,7 +196,13 @@ class PipelineStrategy(Strategy):
         state = PipelineStepState(micros=[micro], losses=losses)
         for _ in range(2):  # the second pass accumulates gradients, which is a separate kernel
             self._rehearse_step(activation, state)
-        self._reset_routers()
+        # Drop the numbers of tokens that the rehearsal has counted.
+        for router in self.stages.modules():
+            if isinstance(router, Router):
+                router.load.zero_()
+                router.dropped.zero_()
+        if self.model_parallel.pop_expert_rows is not None:
+            self.model_parallel.pop_expert_rows()
 
     def _rehearse_step(self, activation: Tensor, state: PipelineStepState) -> None:
         """Run the forward and backward passes of this rank's stages."""
@@ -209,15 +213,6 @@ class PipelineStrategy(Strategy):
             gradient = torch.zeros_like(activation) if stage < self.stages.last else None
             self.passes.execute(Action(stage, kind, 0), gradient, state)
 
-    def _reset_routers(self) -> None:
-        """Drop the numbers of tokens that a rehearsal has counted."""
-        for router in self.stages.modules():
-            if isinstance(router, Router):
-                router.load.zero_()
-                router.dropped.zero_()
-        if self.model_parallel.pop_expert_rows is not None:
-            self.model_parallel.pop_expert_rows()
-
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """Return the shape of each micro-batch's activation between stages."""
         tensor_parallel = self.model_parallel.tensor_parallel
@@ -226,14 +221,8 @@ class PipelineStrategy(Strategy):
 
     def _post_first_receives(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         """Create the message queues of a schedule, whose first receives are posted at once."""
-        return PipelineP2P(
-            schedule,
-            self.rank,
-            self.p2p_groups,
-            self._activation_shapes(micros),
-            like=self.activation_template,
-            pipeline_wait=self.pipeline_wait,
-        )
+        shapes = self._activation_shapes(micros)
+        return PipelineP2P(schedule, self.rank, self.p2p_groups, shapes, self.activation_template, self.pipeline_wait)
 
     # -- the interface of every strategy -------------------------------------------------------------------------------
 
