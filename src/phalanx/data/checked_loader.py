@@ -33,14 +33,8 @@ class CheckedLoader:
 
         Raises UserError if an id or a target is not in the vocabulary."""
         batch = self.loader.step(number)
-        check_ids(
-            batch,
-            self.field,
-            self.source,
-            vocab_size=self.vocab_size,
-            locate=partial(self.locate, number),
-            checks_targets=self.checks_targets,
-        )
+        locate = partial(self.locate, number)
+        check_ids(batch, self.field, self.source, self.vocab_size, locate, self.checks_targets)
         return batch
 
     def state(self, step: int) -> dict[str, Any]:
@@ -61,13 +55,7 @@ class CheckedLoader:
 
 
 def check_ids(
-    batch: Batch,
-    field: str,
-    source: object,
-    *,
-    vocab_size: int,
-    locate: Callable[[int], str],
-    checks_targets: bool = True,
+    batch: Batch, field: str, source: object, vocab_size: int, locate: Callable[[int], str], checks_targets: bool = True
 ) -> None:
     """Raise UserError for the first token id or target of a batch that is not in the vocabulary.
 

@@ -11,7 +11,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -109,13 +108,12 @@ class IndexedDataset:
                 raise UserError(field, self.prefix, f"has no {suffix} file", "use the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
-            index = _read_index(f"{self.prefix}.idx", field)
-            self.offsets = _offsets(f"{self.prefix}.idx", field, index)
+            dtype, self.offsets = _read_index(f"{self.prefix}.idx", field)
             num_tokens = int(self.offsets[-1])
             if is_joined:
-                self.tokens = _map_joined_tokens(self.prefix, field, index.dtype, num_tokens)
+                self.tokens = _map_joined_tokens(self.prefix, field, dtype, num_tokens)
             else:
-                self.tokens = _map_tokens(f"{self.prefix}.bin", field, index.dtype, num_tokens)
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, num_tokens)
         except FileNotFoundError as error:
             problem = f"requires {error.filename}, which does not exist"
             fix = f"restore {error.filename}, or join the pairs again"
@@ -160,21 +158,8 @@ class IndexedDataset:
         return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, size=last - first)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Index:
-    """Content of an .idx file."""
-
-    dtype: np.dtype
-    """Type of the tokens."""
-    lengths: np.ndarray
-    """Tokens of each sequence, int32 [sequences]."""
-    pointers: np.ndarray
-    """Byte in the .bin file at which each sequence starts, int64 [sequences]."""
-    documents: np.ndarray
-    """First sequence of each document, and the number of sequences, int64 [documents + 1]."""
-
-
-def _read_index(path: str, field: str) -> _Index:
+def _read_index(path: str, field: str) -> tuple[np.dtype, np.ndarray]:
+    """Return the type of the tokens, and the start of each document in the flat file, int64 [documents + 1]."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -198,24 +183,17 @@ def _read_index(path: str, field: str) -> _Index:
         np.frombuffer(raw[start:stop], field_dtype)
         for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
-    return _Index(dtype=np.dtype(DTYPES[code]), lengths=lengths, pointers=pointers, documents=documents)
-
-
-def _offsets(path: str, field: str, index: _Index) -> np.ndarray:
-    """Return the start of each document in the flat file, in tokens: int64 [documents + 1]."""
-    sequences = len(index.lengths)
-    documents = index.documents
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         problem = f"has document starts that do not increase from 0 to {sequences:,}, the number of sequences"
         raise _damaged_pair_error(field, path, problem)
+    dtype = np.dtype(DTYPES[code])
     starts = np.empty(sequences + 1, np.int64)
-    starts[0] = index.pointers[0] // index.dtype.itemsize if sequences else 0
-    np.cumsum(index.lengths, out=starts[1:])
+    starts[0] = pointers[0] // dtype.itemsize if sequences else 0
+    np.cumsum(lengths, out=starts[1:])
     starts[1:] += starts[0]
-    if (index.lengths < 0).any() or not np.array_equal(starts[:-1] * index.dtype.itemsize, index.pointers):
+    if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
         raise _damaged_pair_error(field, path, "has sequences that are not contiguous in the .bin file")
-    offsets: np.ndarray = starts[documents]
-    return offsets
+    return dtype, starts[documents]
 
 
 def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:

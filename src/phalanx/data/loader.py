@@ -31,9 +31,7 @@ class StepLoader(Protocol):
         """Return the position of the run before step `step`, for a checkpoint."""
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:
-        """Resume from the state in a checkpoint.
-
-        The size of steps must be unchanged unless they are `resized`."""
+        """Resume from the state in a checkpoint. The size of steps must be unchanged unless they are `resized`."""
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""

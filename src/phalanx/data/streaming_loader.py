@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import check_resumable, rank_rows, row_name, too_few_tokens
+from phalanx.data.loader import SequenceCounter, check_resumable, too_few_tokens
 from phalanx.data.packing import Batch, pack_rows
 from phalanx.data.sources import RECIPE_VERSION, Document, SourceFile, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import tokenize_documents
@@ -41,7 +41,7 @@ class StreamPosition:
     """Number of sequences already taken from this epoch."""
 
 
-class StreamingLoader:
+class StreamingLoader(SequenceCounter):
     """Sequential access to the share of one rank in every global step, without held-out documents.
 
     `data.held_out_fraction` selects the held-out documents. Tokens at an epoch's end that do not fill a sequence are
@@ -58,15 +58,13 @@ class StreamingLoader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
+        super().__init__(sequences_per_step, rank, ranks)
         self.data = data
         self.tokenizer = tokenizer
         self.sequence = seq_len
         self.seed = seed
-        self.sequences_per_step = sequences_per_step
-        self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._source_files = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
-        self._origin = (0, 0)
         self._seek(0, StreamPosition())
 
     def step(self, number: int) -> Batch:
@@ -101,19 +99,13 @@ class StreamingLoader:
 
     def skip_steps(self, steps: int) -> None:
         """Skip the sequences of `steps` steps from the position at which the run resumes."""
-        sequences = steps * self.sequences_per_step
-        for _ in range(sequences):
+        for _ in range(steps * self.sequences_per_step):
             self._next_sequence(False)
-        origin_step, tokens = self._origin
-        self._origin = (origin_step, tokens + sequences * self.sequence)
+        super().skip_steps(steps)
         self._save_state()
 
-    def locate(self, step: int, row: int) -> str:
-        """Return the name of this rank's row `row` of a step, for errors: the row of the global batch."""
-        return row_name(step, int(self.rows[row]))
-
     def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
-        self._origin = (step, tokens)
+        self.resume_at(step, tokens // self.sequence)
         self._next_step = step
         self._skip = cursor.offset
         self._position = cursor.position
@@ -131,8 +123,7 @@ class StreamingLoader:
             position = StreamPosition(
                 self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
             )
-        origin_step, tokens = self._origin
-        tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
+        tokens = self.first_sequence(self._next_step) * self.sequence
         self._states[self._next_step] = {"step": self._next_step, **vars(position), "tokens": tokens, **self._identity}
         self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
@@ -141,11 +132,16 @@ class StreamingLoader:
         num_tokens = self.sequence + 1
         while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
-            if piece is None:
-                self._next_epoch()
-            else:
+            if piece is not None:
                 self._buffer.append(piece)
                 self._num_buffered_tokens += len(piece.ids)
+                continue
+            if not self._position:
+                raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.sequence)
+            self._start = StreamPosition(epoch=self._start.epoch + 1)
+            self._buffer.clear()
+            self._num_buffered_tokens = self._skip = self._position = 0
+            self._pieces = self._read(self._start)
         row: list[np.ndarray] | None = None
         if wanted:
             row = []
@@ -163,14 +159,6 @@ class StreamingLoader:
         while self._skip >= len(self._buffer[0].ids):
             self._skip -= len(self._buffer.popleft().ids)
         return row
-
-    def _next_epoch(self) -> None:
-        if not self._position:
-            raise too_few_tokens(self.data.train, self._num_buffered_tokens, self.sequence)
-        self._start = StreamPosition(epoch=self._start.epoch + 1)
-        self._buffer.clear()
-        self._num_buffered_tokens = self._skip = self._position = 0
-        self._pieces = self._read(self._start)
 
     def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """Yield the tokenized documents with end tokens from the cursor to the end of its epoch."""

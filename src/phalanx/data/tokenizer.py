@@ -49,9 +49,7 @@ class Tokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of some ids, without the end token.
-
-        Bytes that are not valid UTF-8 become U+FFFD."""
+        """Return the text of some ids, without the end token. Bytes that are not valid UTF-8 become U+FFFD."""
         text_ids = [int(i) for i in ids if int(i) != self.end]
         if self.model is not None:
             return str(self.model.decode(text_ids, skip_special_tokens=False))

@@ -33,9 +33,7 @@ flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if
 
 
 class Documents(NamedTuple):
-    """The documents of a batch.
-
-    The data loader counts them: counting on the device would block the host."""
+    """The documents of a batch. The data loader counts them: counting on the device would block the host."""
 
     starts: Tensor
     """For each token, [B, T], the index in its row at which its document starts."""
@@ -165,13 +163,9 @@ def attention_mask(
 
 def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool, sinks: bool) -> AttentionBackend:
     """Return the kernel for documents, of which every row may be one."""
+    half = dtype in (torch.bfloat16, torch.float16)
     return choose_backend(
-        device.type,
-        half_precision=dtype in (torch.bfloat16, torch.float16),
-        head_dim=head_dim,
-        documents=True,
-        window=window,
-        sinks=sinks,
+        device.type, half_precision=half, head_dim=head_dim, documents=True, window=window, sinks=sinks
     )
 
 

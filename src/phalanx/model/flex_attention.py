@@ -33,16 +33,9 @@ def attend_with_flex(
 
     # Triton has no products in fp64.
     compiled = q_BTHK.device.type == "cuda" and q_BTHK.dtype != torch.float64
-    rows, tokens = q_BTHK.shape[:2]
-    mask = create_block_mask(
-        is_visible,
-        B=None if starts_BT is None else rows,
-        H=None,
-        Q_LEN=tokens,
-        KV_LEN=tokens,
-        device=q_BTHK.device,
-        _compile=compiled,
-    )
+    rows = None if starts_BT is None else len(q_BTHK)
+    tokens = q_BTHK.shape[1]
+    mask = create_block_mask(is_visible, rows, None, tokens, tokens, device=q_BTHK.device, _compile=compiled)
     out, auxiliary = _flex_attention(compiled)(
         *(x.transpose(1, 2) for x in (q_BTHK, k_BTHK, v_BTHK)),
         block_mask=mask,

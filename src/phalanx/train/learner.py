@@ -95,23 +95,16 @@ class Learner:
         """Build the model under the layout: Phalanx's transformer, or the user's network."""
         run = self.run
         training = run.training
+        placement = self.mesh, self.device
         if run.model.implementation is not None:
             network = build_network(run, run.model.implementation)
             torch.manual_seed(training.seed + 1 + self.mesh.dp_rank)  # dropout differs between data-parallel ranks
             self.num_parameters = sum(parameter.numel() for parameter in network.parameters())
-            return apply_layout_to_network(
-                network, run.layout, self.mesh, self.device, training.precision, self.compiles
-            )
+            return apply_layout_to_network(network, run.layout, *placement, training.precision, self.compiles)
+        weights = weights or DrawnWeights(run.model, training.seed)
+        layers = layers_per_stage(run) if run.layout.pp > 1 else ()
         return apply_layout(
-            run.model,
-            run.layout,
-            self.mesh,
-            self.device,
-            weights=weights or DrawnWeights(run.model, training.seed),
-            precision=training.precision,
-            compile=self.compiles,
-            layers=layers_per_stage(run) if run.layout.pp > 1 else (),
-            trained_experts=trained_experts,
+            run.model, run.layout, *placement, weights, training.precision, self.compiles, layers, trained_experts
         )
 
     def local_tokens(self, tokens: int) -> Any:

@@ -104,7 +104,13 @@ class Trainer(Learner):
         """Number of steps whose gradient was not finite."""
         # Checkpoints.
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
-        self.in_memory_checkpointer = self._open_in_memory_checkpointer()
+        self.in_memory_checkpointer: InMemoryCheckpointer | None = None
+        if run.recovery.in_memory_checkpoint_every:
+            # Copies from before a rollback are not of this run.
+            num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, directory))
+            identity = {"ranks": world_size, "rollbacks": num_rollbacks, **in_memory_identity(run)}
+            group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+            self.in_memory_checkpointer = InMemoryCheckpointer(identity, group, device)
         self.unreported_checkpoint: Path | None = None
         """Directory of the checkpoint that is being saved."""
         self.has_pending_saves = False
@@ -303,12 +309,9 @@ class Trainer(Learner):
         """True if a step can run without reading its results: whether the gradient is finite."""
         moe = self.run.model.moe
         routers_need_it = moe is not None and moe.bias_update_rate > 0
-        return (
-            can_skip_on_device(self.optimizers)
-            and self.run.layout.offload == "none"
-            and self.run.layout.data_parallel != "parameter_server"
-            and not routers_need_it
-        )
+        layout = self.run.layout
+        steps_on_device = layout.offload == "none" and layout.data_parallel != "parameter_server"
+        return can_skip_on_device(self.optimizers) and steps_on_device and not routers_need_it
 
     def _read_step(self, results: LaunchedResults) -> MetricsRecord:
         """Return the record of a launched step, and count its tokens, skipped steps and requests to stop."""
@@ -488,15 +491,6 @@ class Trainer(Learner):
         steps = broadcast_from_rank0(partial(steps_to_skip, self.directory, self.step))
         if steps:
             self.loader.skip_steps(steps)
-
-    def _open_in_memory_checkpointer(self) -> InMemoryCheckpointer | None:
-        """Return the copies in memory of this run, if it has some; those from before a rollback are not its own."""
-        if not self.run.recovery.in_memory_checkpoint_every:
-            return None
-        num_rollbacks = broadcast_from_rank0(partial(count_rollbacks, self.directory))
-        identity = {"ranks": self.mesh.dims.world_size, "rollbacks": num_rollbacks, **in_memory_identity(self.run)}
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        return InMemoryCheckpointer(identity, group, self.device)
 
 
 def in_memory_identity(run: RunSpec) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -125,7 +124,13 @@ class RankSession:
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, options.resume, options.force)
         run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
-        lock = self._lock_directory(run) if is_rank0() else None
+        lock = None
+        if is_rank0():
+            launcher = os.environ.get(LAUNCHER_PID_ENV)
+            # A rank of a previous start that lost the others exits only after the timeout of its collective.
+            grace_seconds = run.training.collective_timeout_seconds if launcher else SHUTDOWN_GRACE_SECONDS
+            lock_seconds = grace_seconds + SHUTDOWN_GRACE_SECONDS
+            lock = acquire_run_lock(self.directory, lock_seconds, int(launcher or os.getpid()))
         if reduced is not None:
             run = run.model_copy(update={"layout": reduced.layout})
             check_layout(run, reduced.ranks)
@@ -140,16 +145,6 @@ class RankSession:
         self._train_with_rollbacks(run, open_training_data(run, data, fresh), device)
         if lock is not None:
             lock.close()
-
-    def _lock_directory(self, run: RunSpec) -> IO[str] | None:
-        """Lock the run directory on rank 0.
-
-        A rank of a previous start that lost the others exits only after the timeout of its collective."""
-        timeout = SHUTDOWN_GRACE_SECONDS
-        if LAUNCHER_PID_ENV in os.environ:
-            timeout = run.training.collective_timeout_seconds
-        launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
-        return acquire_run_lock(self.directory, timeout + SHUTDOWN_GRACE_SECONDS, launcher)
 
     def _train_with_rollbacks(self, run: RunSpec, corpus: TrainingData, device: torch.device) -> None:
         """Train, and roll back after a divergence, up to the maximum number of rollbacks of the run."""

@@ -86,35 +86,16 @@ def apply_data_parallelism(
     shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
     offload = build_offload(layout)
     expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
+    experts = expert_parameters, mesh.expert_dp_mesh
     if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
-        sharded = FSDP(
-            module,
-            blocks,
-            layout,
-            mesh=shards,
-            compute_dtype=compute_dtype,
-            offload=offload,
-            group=mesh.dp_group,
-            expert_parameters=expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-        )
+        sharded = FSDP(module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, *experts)
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:
-        return ZeRO(
-            module,
-            layout,
-            shards,
-            device,
-            compute_dtype,
-            offload,
-            expert_parameters,
-            expert_mesh=mesh.expert_dp_mesh,
-            model_sharding=model_sharding,
-        )
+        return ZeRO(module, layout, shards, device, compute_dtype, offload, *experts, model_sharding)
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, excluded=expert_parameters)
+    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, expert_parameters)

@@ -98,9 +98,7 @@ class Checkpointer:
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
-        """Write and publish a checkpoint.
-
-        `files` has the number of the file of each tensor; None: one file."""
+        """Write and publish a checkpoint. `files` has the number of the file of each tensor; None: one file."""
         started_at = time.perf_counter()
         try:
             if self._gpu is not None:  # a new thread's GPU is 0, where DCP would open a context for every rank

@@ -103,6 +103,10 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
     sent, received = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    # Threads that Python started; backward passes on a GPU run in threads of autograd, which PyTorch starts.
+    thread = threading.get_ident()
+    is_main = thread == threading.main_thread().ident
+    in_background = not is_main and any(known.ident == thread for known in threading.enumerate())
     return LoggedCall(
         kind=COLLECTIVE,
         group=group,
@@ -111,7 +115,7 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
         caller=caller,
         sent=sent,
         received=received,
-        in_background=_is_background_thread(),
+        in_background=in_background,
     )
 
 
@@ -138,19 +142,8 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
     def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
 
-    return (
-        parts(arguments["input"], arguments["input_split_sizes"]),
-        parts(arguments["output"], arguments["output_split_sizes"]),
-    )
-
-
-def _is_background_thread() -> bool:
-    """Return whether Python started this thread.
-
-    Backward passes on a GPU run in threads of autograd, which PyTorch starts."""
-    identity = threading.get_ident()
-    is_main = identity == threading.main_thread().ident
-    return not is_main and any(thread.ident == identity for thread in threading.enumerate())
+    sent = parts(arguments["input"], arguments["input_split_sizes"])
+    return sent, parts(arguments["output"], arguments["output_split_sizes"])
 
 
 def _calling_line() -> str:

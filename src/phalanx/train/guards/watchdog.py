@@ -128,17 +128,14 @@ class Watchdog:
                     if not self._finished.is_set():  # the dump of a failure is kept
                         self._discard_dump()
             elif now - self._stalled_since > self.deadline_seconds:
-                self._on_stall()
-
-    def _on_stall(self) -> None:
-        stop_requested = self.trainer is not None and self.trainer.stop_requested
-        if self._last_dump is None:
-            self._stop_preceded_stall = stop_requested
-            with self._write_lock:
-                if not self._finished.is_set():
-                    self._dump(STALLED, _thread_stack(self._main_thread_id))
-        elif stop_requested and not self._stop_preceded_stall:
-            os._exit(1)  # it hung before the stop request, and would hang until it is killed
+                stop_requested = self.trainer is not None and self.trainer.stop_requested
+                if self._last_dump is None:
+                    self._stop_preceded_stall = stop_requested
+                    with self._write_lock:
+                        if not self._finished.is_set():
+                            self._dump(STALLED, _thread_stack(self._main_thread_id))
+                elif stop_requested and not self._stop_preceded_stall:
+                    os._exit(1)  # it hung before the stop request, and would hang until it is killed
 
     def _record_abort(self) -> None:
         """Write a dump for a PyTorch thread that aborts and waits (`_install_abort_handler`), then abort."""
