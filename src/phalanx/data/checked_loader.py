@@ -65,15 +65,15 @@ def check_ids(
     if wrong := _first_outside(batch.tokens, vocab_size):
         token = int(batch.tokens[wrong])
         fix = "correct the data" + (f", or set model.vocab_size = {token + 1}" if token > last else "")
-        place = f"position {wrong[1]} of {locate(wrong[0])}"
-        raise UserError(field, source, f"has the token id {token} at {place}, but ids are {allowed}", fix)
+        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        raise UserError(field, source, f"has the token id {token} at {position}, but ids are {allowed}", fix)
     if checks_targets and (wrong := _first_outside(batch.targets, vocab_size, ignored=IGNORE_INDEX)):
         target = int(batch.targets[wrong])
         fix = f"correct the data, or set model.vocab_size = {target + 1}"
         if target < 0:
             fix = f"write {IGNORE_INDEX} where there is no target"
-        place = f"position {wrong[1]} of {locate(wrong[0])}"
-        problem = f"has the target {target} at {place}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
+        position = f"position {wrong[1]} of {locate(wrong[0])}"
+        problem = f"has the target {target} at {position}, but targets are {allowed}, or {IGNORE_INDEX} to be ignored"
         raise UserError(field, source, problem, fix)
 
 

@@ -219,7 +219,7 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         fix = "write JSON objects, one per line or in an array; for plain text, use another suffix"
         raise UserError(field, source_file.path, "is not valid JSON", fix)
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+        yield _record_document(source_file, number, row, text_key)
 
 
 def _is_record(row: Any, text_key: str) -> bool:
@@ -240,16 +240,19 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            location = f"{source_file.path}:{number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 problem = f"is not valid JSON: {error}"
-                raise UserError(field, location, problem, "write one JSON object per line") from None
-            yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, location))
+                fix = "write one JSON object per line"
+                raise UserError(field, f"{source_file.path}:{number}", problem, fix) from None
+            yield _record_document(source_file, number, row, text_key)
 
 
-def _text_field(row: Any, text_key: str, location: str) -> str:
+def _record_document(source_file: SourceFile, number: int, row: Any, text_key: str) -> Document:
+    """Return the document of a record, which counts from 1."""
+    prefix = "hf:" if source_file.kind == "hf" else ""
+    location = f"{prefix}{source_file.path}:{number}"
     if not isinstance(row, dict):
         fix = "write JSON objects, one per line or in an array"
         raise UserError("data.text_key", text_key, f"{location} is not a JSON object", fix)
@@ -260,7 +263,7 @@ def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(text := row[text_key], str):
         problem = f"is not a text field: its value in {location} has type {type(text).__name__}"
         raise UserError("data.text_key", text_key, problem, "set data.text_key to a text field")
-    return text
+    return Document(f"{source_file.name}:{number}", text)
 
 
 def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -280,8 +283,7 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                text_of_row = _text_field({text_key: text}, text_key, f"{source_file.path}:{number}")
-                yield Document(f"{source_file.name}:{number}", text_of_row)
+                yield _record_document(source_file, number, {text_key: text}, text_key)
 
 
 def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -298,7 +300,7 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
         fix = "check the name, and that the dataset has a train split"
         raise UserError(field, source, f"cannot be loaded: {error}", fix) from None
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
+        yield _record_document(source_file, number, row, text_key)
 
 
 def _unreadable_error(field: str, path: str, error: Exception) -> UserError:

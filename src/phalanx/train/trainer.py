@@ -426,7 +426,7 @@ class Trainer(Learner):
 
     def _manifest(self) -> MetricsRecord:
         """Return the state of a run besides its tensors."""
-        states = {name: call_callback(name, each.state_dict) for name, each in self.callbacks.items()}
+        states = {name: call_callback(name, callback.state_dict) for name, callback in self.callbacks.items()}
         # Copies as JSON: a thread writes them while callbacks change their own.
         copies = {name: json.loads(call_callback(name, json.dumps, state)) for name, state in states.items() if state}
         return {

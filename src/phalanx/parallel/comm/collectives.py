@@ -17,7 +17,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("asked_for", default=None)
+REQUESTED_OPERATION: ContextVar[str | None] = ContextVar("requested_operation", default=None)
 """The operation that the current call implements, for recorders of operations."""
 
 

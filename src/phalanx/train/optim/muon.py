@@ -30,8 +30,8 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         return _newton_schulz(matrices)
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     result = matrices.new_empty(matrices.shape)
-    each = -1, *matrices.shape[-2:]
-    for matrix, orthogonal in zip(matrices.reshape(each), result.view(each), strict=True):
+    stack_shape = -1, *matrices.shape[-2:]
+    for matrix, orthogonal in zip(matrices.reshape(stack_shape), result.view(stack_shape), strict=True):
         orthogonal.copy_(_newton_schulz(matrix.to(dtype)))
     return result
 

@@ -114,7 +114,9 @@ def _groups(spec: OptimizerSpec, parameters: dict[str, nn.Parameter]) -> list[di
 
 def can_skip_on_device(optimizers: list[torch.optim.Optimizer]) -> bool:
     """Return whether all optimizers are able to skip a step without the host's help (`skip_if`)."""
-    return bool(optimizers) and all(type(each) is torch.optim.AdamW and each.defaults["fused"] for each in optimizers)
+    return bool(optimizers) and all(
+        type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] for optimizer in optimizers
+    )
 
 
 def skip_if(optimizers: list[torch.optim.Optimizer], condition: Tensor) -> None:

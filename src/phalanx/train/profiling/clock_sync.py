@@ -83,8 +83,8 @@ class ClockPingPong:
         answers = []
         for number in range(NUM_PROBES):
             sent_at = time.perf_counter()
-            self.store.set(f"{self.key}/{number}/asked", "")
-            remote_time = float(self._wait_for(f"{self.key}/{number}/told"))
+            self.store.set(f"{self.key}/{number}/request", "")
+            remote_time = float(self._wait_for(f"{self.key}/{number}/reply"))
             half_round_trip = (time.perf_counter() - sent_at) / 2
             answers.append(ClockOffset(remote_time - (sent_at + half_round_trip), half_round_trip))
         return min(answers, key=lambda answer: answer.error_seconds)
@@ -92,8 +92,8 @@ class ClockPingPong:
     def serve(self) -> None:
         """Reply to all time requests."""
         for number in range(NUM_PROBES):
-            self._wait_for(f"{self.key}/{number}/asked")
-            self.store.set(f"{self.key}/{number}/told", repr(time.perf_counter()))
+            self._wait_for(f"{self.key}/{number}/request")
+            self.store.set(f"{self.key}/{number}/reply", repr(time.perf_counter()))
 
     def _wait_for(self, key: str) -> bytes:
         self.store.wait([key], self.timeout)
