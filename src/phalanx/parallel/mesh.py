@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.comm.collectives import sends_gpu_tensors
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
@@ -115,8 +116,7 @@ def build_mesh(layout: Layout, world_size: int | None = None, device_type: str |
         >>> phalanx.build_mesh(phalanx.Layout(tp=2))
         Traceback (most recent call last):
         phalanx.spec.errors.UserError: ..."""
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = rank_and_world_size()[1] if world_size is None else world_size
     device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(layout)

@@ -21,7 +21,7 @@ from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.host_copy import PendingCopies
-from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoints import (
@@ -82,7 +82,7 @@ class Trainer(Learner):
         peak_flops: float | None = None,
         trained_experts: TrainedExperts | None = None,
     ) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        world_size = rank_and_world_size()[1]
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus = corpus
         self.directory = directory

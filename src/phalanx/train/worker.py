@@ -26,7 +26,7 @@ from phalanx.launch.process import (
     select_device,
     use_deterministic_kernels,
 )
-from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.comm.objects import broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import is_run_directory, read_run_directory, write_run_directory
 from phalanx.runs.errors import CallbackError, CollectiveOrderError, CorruptionError, DivergenceError
@@ -124,8 +124,9 @@ class RankSession:
         if not self.is_prepared:
             self.directory = _set_up_on_rank0(run, options.resume, options.force)
         run, data = read_run_directory(self.directory, options.trust or not self.is_prepared)
+        rank, world_size = rank_and_world_size()
         lock = None
-        if is_rank0():
+        if rank == 0:
             launcher = os.environ.get(LAUNCHER_PID_ENV)
             # A rank of a previous start that lost the others exits only after the timeout of its collective.
             grace_seconds = run.training.collective_timeout_seconds if launcher else SHUTDOWN_GRACE_SECONDS
@@ -134,10 +135,10 @@ class RankSession:
         if reduced is not None:
             run = run.model_copy(update={"layout": reduced.layout})
             check_layout(run, reduced.ranks)
-        if is_rank0():
+        if rank == 0:
             write_effective_layout(self.directory, reduced.layout if reduced else None)
             # An earlier start perhaps had more ranks.
-            remove_dumps_from_rank(self.directory, dist.get_world_size() if dist.is_initialized() else 1)
+            remove_dumps_from_rank(self.directory, world_size)
         if options.measure or options.window:
             remove_measured(self.directory)
 
@@ -173,11 +174,6 @@ class RankSession:
                     run = trainer.run  # its number of steps may be decided
                     del trainer  # before another one allocates memory
                     watchdog.trainer = self.trainer = None
-
-
-def is_rank0() -> bool:
-    """Return whether this process is rank 0, or the only one."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _record_failure(session: RankSession, error: BaseException) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0
+from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0, rank_and_world_size
 from phalanx.runs.checkpoints import (
     DAMAGED_SUFFIX,
     FORMAT,
@@ -52,11 +52,9 @@ class Checkpointer:
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self.keep = keep
-        distributed = dist.is_initialized()
-        self.rank = dist.get_rank() if distributed else 0
-        self.world_size = dist.get_world_size() if distributed else 1
+        self.rank, self.world_size = rank_and_world_size()
         # Its own group: the thread's collectives must not mix with the training's.
-        self.group = dist.new_group(backend="gloo") if distributed else None
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
@@ -215,7 +213,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
             checkpoint = directory / name
             break
         damaged[name] = problem
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_and_world_size()[0] == 0:
         quarantine(directory, damaged, checkpoint)
     return checkpoint, damaged
 
@@ -232,7 +230,6 @@ def _find_damage_collectively(checkpoint: Path) -> str | None:
     checksums, problem = broadcast_from_rank0(load_checksums)
     if problem is not None or not dist.is_initialized():
         return problem or find_damaged_files(checkpoint, checksums)
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
+    rank, ranks = rank_and_world_size()
     problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
     return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

@@ -27,7 +27,7 @@ from phalanx.launch.shared_memory import (
     SlotPair,
 )
 from phalanx.parallel.comm.host_copy import wait_for_host_copies
-from phalanx.parallel.comm.objects import all_gather_objects
+from phalanx.parallel.comm.objects import all_gather_objects, rank_and_world_size
 from phalanx.parallel.comm.pinned_memory import PinnedMemory
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
@@ -96,8 +96,7 @@ class InMemoryCheckpointer:
         self._device = device
         self._identity = json.loads(json.dumps(identity))
         self._group = group
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, ranks = rank_and_world_size()
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         self._next_rank = (self.rank + local_world_size) % ranks
         self._previous_rank = (self.rank - local_world_size) % ranks

@@ -18,10 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-import torch.distributed as dist
-
 from phalanx.debug.collective_log import AUTOGRAD_FILE
 from phalanx.debug.oom import cgroup_oom_kills
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.hang_dumps import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
 from phalanx.spec.errors import UserError
@@ -51,7 +50,7 @@ class Watchdog:
     def __init__(self, directory: Path, timeout_seconds: float) -> None:
         """Create the watchdog; `timeout_seconds` is the timeout of collectives."""
         self.directory = directory
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = rank_and_world_size()
         self.deadline_seconds = STALL_FRACTION * timeout_seconds
         self.trainer: Trainer | None = None
         """Source of the number of finished steps, once it exists."""

@@ -9,8 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
+from phalanx.parallel.comm.objects import rank_and_world_size
 from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison, compare_with_prediction
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
 from phalanx.spec.files.replace import replace_file
@@ -26,7 +25,7 @@ NOTE = (
 
 def remove_measured(directory: Path) -> None:
     """Remove earlier measurements, on rank 0, before any rank can have finished a step."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_and_world_size()[0] == 0:
         shutil.rmtree(directory / MEASURED_DIR, ignore_errors=True)
 
 
