@@ -52,16 +52,12 @@ class MemoryMeter(TorchDispatchMode):
         other_memory: Collection[str] = (),
         known_after_collectives: Callable[[], Mapping[str, Iterable[Tensor]]] | None = None,
     ) -> None:
-        """Create the meter.
+        """Create the meter of the tensors by part that `known` returns.
 
-        Args:
-            known: Returns tensors by part.
-            elastic: Communication buffers whose storage is resized without PyTorch operations, such as FSDP2's gathered
-                parameters. Those of a group are resized one after the other.
-            history: List to which the bytes by part are appended after each change, with the time by
-                time.perf_counter().
-            other_memory: Parts that are not in this device's memory.
-            known_after_collectives: Returns those of `known` that a collective may create; by default all."""
+        PyTorch operations do not show that `elastic` communication buffers are resized, such as FSDP2's gathered
+        parameters, those of a group one after the other. The bytes by part are appended to `history` after each change,
+        with the time by time.perf_counter(). Parts of `other_memory` are not in this device's memory.
+        `known_after_collectives` returns those of `known` that a collective may create; by default all."""
         super().__init__()
         self.history = history
         self.other_memory = other_memory
