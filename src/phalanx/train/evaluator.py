@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.data.checked_loader import check_ids
 from phalanx.data.loader import evaluation_batches
@@ -47,10 +48,7 @@ def evaluate(trainer: Trainer) -> MetricsRecord:
             sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
     trainer.module.train()
     reshard_parameters(trainer.module)
-    if trainer.mesh.loss_group is not None:
-        with trainer.strategy.comm_wait.measure():
-            dist.all_reduce(sums, group=trainer.mesh.loss_group)
-    loss, tokens, text_bytes = (float(x) for x in sums)
+    loss, tokens, text_bytes = (float(x) for x in _sum_over_ranks(trainer, sums))
     record: MetricsRecord = {
         "step": trainer.step,
         "held_out_loss": loss / tokens,
@@ -71,3 +69,10 @@ def evaluation_message(evaluation: MetricsRecord) -> str:
         f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
         f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
     )
+
+
+def _sum_over_ranks(trainer: Trainer, values: Tensor) -> Tensor:
+    if trainer.mesh.loss_group is not None:
+        with trainer.strategy.comm_wait.measure():
+            dist.all_reduce(values, group=trainer.mesh.loss_group)
+    return values
