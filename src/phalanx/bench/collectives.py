@@ -187,11 +187,11 @@ def time_case(
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:
-        out, sent = _make_buffers(case, mode, group.rank(), device=device)
+        out, sent = _make_buffers(case, mode, group.rank(), device)
         _fill_test_values(case, group.rank(), sent)
         dist.barrier(group)
         seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong_counts[mode] = _count_wrong(case, call, out, sent=sent, group=group)
+        wrong_counts[mode] = _count_wrong(case, call, out, sent, group)
         if mode == "in_place" and case.kind.operation in UNVERIFIABLE_IN_PLACE:
             wrong_counts[mode] = None
     return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)

@@ -79,13 +79,13 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    fits = [_make_fit("max", (_fit_line(x, t),), x, t=t)]
+    fits = [_make_fit("max", (_fit_line(x, t),), x, t)]
     for split in range(MIN_SIZES_PER_PIECE, len(x) - MIN_SIZES_PER_PIECE + 1):
         if x[split - 1] < x[split]:
             left = _fit_line(x[:split], t[:split])
             right = _fit_line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t=t))
+            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t))
     return min(fits, key=_information_criterion)
 
 

@@ -78,7 +78,7 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
         for name, shape in _matmul_weights(run, tensors, stage):
-            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens=tokens), []).append(_layer_name(name))
+            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens), []).append(_layer_name(name))
         for product, names in stage_layers.items():
             layers, count = layers_by_shape.get(product, ((), 0))
             layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))

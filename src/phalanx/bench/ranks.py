@@ -82,10 +82,10 @@ def run_benchmarks(
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
     benchmarks: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations=iterations)),
-        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations=iterations)),
+        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
+        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
         "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
-        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations=iterations, sweep=sweep),
+        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
     }
     return {
         "run": run.name,
@@ -141,15 +141,15 @@ def benchmark_collectives(
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
         case_results = []
-        for case in benchmark_cases(kind, rows, ranks, sweep=sweep):
-            timings = _time_case_on_all_ranks(case, local_group, device=device, iterations=iterations)
+        for case in benchmark_cases(kind, rows, ranks, sweep):
+            timings = _time_case_on_all_ranks(case, local_group, device, iterations)
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
         environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
         document = nccl_tests_format.to_json_document(
             case_results, iterations, bool(sweep), environment=environment, devices=_device_list(device, groups)
         )
-        results.append(_kind_result(kind, groups, case_results, document=document))
+        results.append(_kind_result(kind, groups, case_results, document))
     return results
 
 
@@ -161,7 +161,7 @@ def _time_case_on_all_ranks(
     local_timing = None
     if local_group:
         call = COLLECTIVE_CALLS[case.kind.operation]
-        local_timing = time_case(case, call, local_group, device=device, iterations=iterations)
+        local_timing = time_case(case, call, local_group, device, iterations)
     return [timing for timing in all_gather_objects(local_timing) if timing is not None]
 
 
@@ -306,11 +306,11 @@ def rank_main(args: argparse.Namespace) -> int:
     try:
         run = load_run(args.run, environment={})
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        results = run_benchmarks(run, device, args.parts, iterations=args.iterations, sweep=args.sweep)
+        results = run_benchmarks(run, device, args.parts, args.iterations, args.sweep)
         if env_rank() == 0:
             args.out.write_text(json.dumps(results, indent=1))
     except Exception as error:
-        write_failure(args.out.parent, env_rank(), 0, error=error)
+        write_failure(args.out.parent, env_rank(), 0, error)
         if LAUNCHER_PID_ENV not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1

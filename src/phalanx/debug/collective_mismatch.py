@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.debug.collective_log import (
-    Calls,
-    Key,
-    call_signature,
-    describe_call,
-    first_difference,
-    minority_ranks,
-)
+from phalanx.debug.collective_log import Calls, Key, call_signature, describe_call, first_difference, minority_ranks
 from phalanx.debug.hang_evidence import Evidence, describe_other_ranks
 from phalanx.debug.hang_messages import Verdict, make_verdict
 from phalanx.runs.hang_dumps import RecordedCollective, format_frame

@@ -108,9 +108,7 @@ MESSAGES: dict[Cause, Message] = {
         fix="check this line: it may be slow, wait for something else, or follow a skipped collective",
     ),
     "crossed": Message(
-        "crossed",
-        "{ranks} did not arrive{missed_collective}{last_calls}{divergence}",
-        fix=MISMATCH_FIXES["operation"],
+        "crossed", "{ranks} did not arrive{missed_collective}{last_calls}{divergence}", fix=MISMATCH_FIXES["operation"]
     ),
     "stuck_collective": Message(
         "lost",

@@ -50,9 +50,9 @@ def advise(
     """
     wants_oom, path = _parse_arguments(first, second)
     if wants_oom:
-        _show_oom_advice(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
+        _show_oom_advice(path, machine, nodes, nproc, overrides=set_ or [], as_json=json_)
     else:
-        _show_rules(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
+        _show_rules(path, machine, nodes, nproc, overrides=set_ or [], as_json=json_)
 
 
 def _show_rules(
@@ -62,7 +62,7 @@ def _show_rules(
     from phalanx.cli.views import advise as views
     from phalanx.plan.advice.compare_rules import advise as advised_for
 
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, overrides)
     advised = advised_for(run, world_size)
     if as_json:
         print(json.dumps(views.advice_to_json(run, advised), indent=2))
@@ -81,7 +81,7 @@ def _show_oom_advice(
     from phalanx.spec.files.load import load_run
 
     require_planned_layout(load_run(path, overrides))
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, overrides)
     run = resolve_recomputation(run, world_size)
     diagnosis = diagnose(run)
     if as_json:

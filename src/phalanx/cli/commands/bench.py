@@ -78,7 +78,7 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measure(run, nproc, max(sizes, default=0), options=options)
+    results = _measure(run, nproc, max(sizes, default=0), options)
     if out is not None:
         write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:

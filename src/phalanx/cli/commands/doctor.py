@@ -24,8 +24,7 @@ def doctor(
         Path | None, typer.Argument(help="A run file: adds checks of its needs.", metavar="RUN.toml")
     ] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
+        int | None, typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute: write less to the disk.")] = False,
     nccl_log: Annotated[
@@ -110,7 +109,7 @@ def doctor(
     elif collectives:
         findings = _check_collectives(run, nproc, set_ or [])
     else:
-        findings = _examine(expected, from_snapshot, save_snapshot, save_report=save_report, topology=topology)
+        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
     _report_findings(findings, out, json_)
 
 

@@ -96,7 +96,7 @@ def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
         )
     fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
     problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem=problem, fix=fix)
+    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
     return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
 
 
@@ -140,7 +140,7 @@ def _read_order(file: Path, loads: Loads) -> Loads:
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         last = len(loads[names[layer]]) - 1
         problem = f"the order of layer {layer}, {order}, does not contain each expert exactly once"
-        require(is_permutation, "--order", str(file), problem=problem, fix=f"list 0 to {last}")
+        require(is_permutation, "--order", str(file), problem, fix=f"list 0 to {last}")
     return {names[layer]: order for layer, order in table.items()}
 
 

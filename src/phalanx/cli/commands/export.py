@@ -44,13 +44,7 @@ def export(
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            trained.run.model,
-            parameters,
-            directory,
-            tokenizer=trained.tokenizer_file,
-            eos_id=end,
-            dtype=dtype,
-            source=source,
+            trained.run.model, parameters, directory, trained.tokenizer_file, eos_id=end, dtype=dtype, source=source
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None

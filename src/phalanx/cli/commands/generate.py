@@ -51,8 +51,8 @@ def generate(
         trained.module,
         start,
         temperature,
-        top_k=top_k,
-        generator=generator,
+        top_k,
+        generator,
         context=trained.run.training.seq_len,
         vocab=tokenizer.vocab,
     )

@@ -37,8 +37,7 @@ STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp6
 
 def info(
     model: Annotated[
-        str | None,
-        typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file."),
+        str | None, typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file.")
     ] = None,
     sequence: Annotated[
         int | None, typer.Option(help="Tokens per sequence; default: the model's context.", min=1)

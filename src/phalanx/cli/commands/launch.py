@@ -38,8 +38,7 @@ def launch(
         ),
     ] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
+        int | None, typer.Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
     set_: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: print.", metavar="FILE")] = None,
@@ -57,8 +56,7 @@ def launch(
     partition: Annotated[str | None, typer.Option(help="Slurm: partition.", metavar="NAME")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: account.", metavar="NAME")] = None,
     image: Annotated[
-        str | None,
-        typer.Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE"),
+        str | None, typer.Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE")
     ] = None,
     volume: Annotated[
         str | None,

@@ -209,7 +209,7 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
-    console.print(_format_summary(run, world_size, ranks_source, rows=rows), highlight=False, soft_wrap=True)
+    console.print(_format_summary(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
     console.print()
     console.print(_table(run, world_size, rows), soft_wrap=True)
     for row in rows:

@@ -55,8 +55,7 @@ def show(
         int | None, typer.Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N"),
+        float | None, typer.Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N")
     ] = None,
     out: Annotated[
         list[Path] | None,
@@ -82,7 +81,7 @@ def show(
         if file.suffix not in OUTPUT_SUFFIXES:
             raise UserError("--out", str(file), "has an unknown suffix", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
     durations = _parse_times(times)
-    _check_options(schedule, stages, microbatches, virtual_stages=virtual_stages, memory=memory)
+    _check_options(schedule, stages, microbatches, virtual_stages, memory)
     built: Schedule | None = None
     if schedule == IDEALIZED:
         timeline = book_overlap(*_require_sizes(stages, microbatches))

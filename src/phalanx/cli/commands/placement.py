@@ -54,8 +54,7 @@ def placement(
         ),
     ] = None,
     topology: Annotated[
-        Path | None,
-        typer.Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE"),
+        Path | None, typer.Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE")
     ] = None,
     pxn: Annotated[
         bool,
@@ -85,16 +84,13 @@ def placement(
     """
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
-    world_size, per_node = _rank_counts(described, ranks, nproc, node=node)
+    world_size, per_node = _rank_counts(described, ranks, nproc, node)
     site = node_layout(described.cluster, per_node, node)
     parts = traffic_matrices(described, world_size, site.ranks_per_island)
     if pxn:
         parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
-    heat = traffic_heatmap(described, world_size, parts, site=site)
-    facts = placement_to_json(described, world_size, parts, site=site, node=node) | {
-        "pxn": pxn,
-        "sent": _heatmap_to_json(heat),
-    }
+    heat = traffic_heatmap(described, world_size, parts, site)
+    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _heatmap_to_json(heat)}
     if out is not None:
         check_replaceable("--out", out)
         save_picture(heat, out)
@@ -146,9 +142,9 @@ def placement_to_json(
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": _min_nic_seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
-        "fabric_loads": fabric_loads(world_size, site, speed, oversubscription=cluster.oversubscription),
+        "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
         "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(world_size, site),
-        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster=cluster)],
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
     }
 
 

@@ -16,16 +16,7 @@ from phalanx.cli.commands.plan_export import export_layout
 from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
-from phalanx.cli.common.options import (
-    AllSchedules,
-    Json,
-    Machine,
-    Nodes,
-    Nproc,
-    Overrides,
-    RunOrConfig,
-    Topology,
-)
+from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
 from phalanx.cli.common.output_file import check_output_file
 
 if TYPE_CHECKING:

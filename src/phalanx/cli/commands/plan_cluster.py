@@ -23,7 +23,7 @@ def rank_layouts(run: RunSpec, world_size: int, num_layouts: int = MIN_SEARCHED,
 
     with search_progress(world_size) as report:
         keep = max(num_layouts, MIN_SEARCHED)
-        return plan_or_raise(run, world_size, keep, report=report, group_schedules=not all_schedules)
+        return plan_or_raise(run, world_size, keep, report, group_schedules=not all_schedules)
 
 
 def run_on_cluster(

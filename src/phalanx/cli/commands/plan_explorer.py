@@ -59,7 +59,7 @@ class PlanArguments:
     def load(self) -> tuple[RunSpec, int]:
         """Return the run and its number of ranks. Raises UserError if it cannot be planned."""
         return run_on_cluster(
-            self.run, self.machine, self.nodes, nproc=self.nproc, overrides=list(self.overrides), topology=self.topology
+            self.run, self.machine, self.nodes, self.nproc, overrides=list(self.overrides), topology=self.topology
         )
 
     def as_json(self) -> dict[str, object]:
@@ -171,7 +171,7 @@ def write_page(arguments: PlanArguments, file: Path) -> None:
 def serve_page(arguments: PlanArguments, port: int) -> None:
     """Serve the explorer to this machine until Ctrl-C."""
     explorer = ExplorerServer(arguments)
-    server = make_http_server("--port", LOCAL_ADDRESS, port, get=explorer.get, post=explorer.post)
+    server = make_http_server("--port", LOCAL_ADDRESS, port, explorer.get, explorer.post)
     with closing(explorer), server:
         if has_screen(sys.platform, os.environ):
             import webbrowser

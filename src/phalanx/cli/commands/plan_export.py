@@ -37,7 +37,7 @@ def export_layout(
     from phalanx.spec.errors import UserError
     from phalanx.spec.formatting import format_gib
 
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, overrides=set_ or [], topology=topology)
     trainer = require_known_trainer(to, "--to")
     check_run(described, trainer)
     with search_progress(world_size) as report:
@@ -54,7 +54,7 @@ def export_layout(
         "not predicted",
         file=sys.stderr,
     )
-    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer=trainer)):
+    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer)):
         print(f"note: {note}", file=sys.stderr)
 
 

@@ -25,8 +25,7 @@ def report(
         typer.Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE"),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json"),
+        Path | None, typer.Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json")
     ] = None,
     machine: Machine = None,
     json_: Json = False,

@@ -45,8 +45,7 @@ def certs(
         list[str] | None, typer.Argument(help="Members that receive a certificate.", metavar="NAME...")
     ] = None,
     host: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST"),
+        list[str] | None, typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST")
     ] = None,
     days: Annotated[int, typer.Option(help="Validity of the certificates in days.", min=1)] = 365,
 ) -> None:
@@ -70,7 +69,7 @@ def certs(
     elif not members:
         raise UserError("NAME", None, "is missing", fix=f"list the members: phalanx swarm certs {folder} ann bob")
     for member in members or []:
-        print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
+        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
 
 
 @app.command()
@@ -138,7 +137,7 @@ def join(
 
     raise typer.Exit(
         take_part(
-            address, certificates, nproc, out=out, overrides=set_ or [], log=lambda message: print(message, flush=True)
+            address, certificates, nproc, out, overrides=set_ or [], log=lambda message: print(message, flush=True)
         )
     )
 
@@ -275,7 +274,7 @@ def _plan_rows(
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
-        exchange = round_bytes(node, method, codec, replication=swarm.replication)
+        exchange = round_bytes(node, method, codec, swarm.replication)
         exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
         sent = RoundBytes(exchange.up * exchanges, exchange.down * exchanges)
         time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)

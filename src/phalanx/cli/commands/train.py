@@ -117,7 +117,7 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
-    described = _load(run, set_ or [], machine, trust=trust)
+    described = _load(run, set_ or [], machine, trust)
     if described.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
         raise UserError(
@@ -150,7 +150,7 @@ def train(
     if has_nodes:
         with _exit_code_of_nodes():
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint=endpoint))
+            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint))
     raise typer.Exit(run_on_one_machine(described, start))
 
 
@@ -214,7 +214,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
 
     ranks = select_nproc(run)
     layout_ranks = run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks
-    run, _ = decide_and_check(run, ranks, start, layout_ranks=layout_ranks)
+    run, _ = decide_and_check(run, ranks, start, layout_ranks)
     with offer_recorded_tokens(run, start.resume):
         check_sources(run.data)
     batch_plan = plan_batch(run, ranks * run.cluster.nodes)

@@ -123,12 +123,10 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
 
         ranks = select_nproc(run)
         run, _ = decide_and_check(run, ranks, start)
-        directory, lock = _set_up(run, ranks, start.resume, plan=plan)
+        directory, lock = _set_up(run, ranks, start.resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
-            return supervise_training(
-                directory, run, ranks, choose_layout=choose_layout, options=start.rank_options, warm_process=warm
-            )
+            return supervise_training(directory, run, ranks, choose_layout, start.rank_options, warm_process=warm)
 
 
 def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tuple[str, int]) -> int:
@@ -161,20 +159,14 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
             last_call_seconds=run.recovery.last_call_timeout_seconds,
         )
         if rendezvous.is_host:  # other nodes find no rendezvous before the run directory exists
-            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan=plan)
+            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan)
         else:
             directory = run_directory(run)
             lock = None
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
             return supervise_training(
-                directory,
-                run,
-                ranks,
-                choose_layout=choose_layout,
-                options=start.rank_options,
-                rendezvous=rendezvous,
-                warm_process=warm,
+                directory, run, ranks, choose_layout, start.rank_options, rendezvous, warm_process=warm
             )
 
 
@@ -187,7 +179,7 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, resume, progress=progress)
+        prepared = check_and_prepare(run, ranks, resume, progress)
     lock = lock_run_directory(run, resume)
     directory = write_run_directory(run, prepared)
     if plan is not None:

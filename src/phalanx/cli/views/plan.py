@@ -61,7 +61,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         tokens: Tokens of a full training; None for those of the run.
     """
     console = plan_console()
-    _print_head(console, run, world_size, plan=plan)
+    _print_head(console, run, world_size, plan)
     table = plan_table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.layouts[:top], 1):
@@ -86,7 +86,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     exposed = "exposed: communication not hidden by compute."
     console.print(f"{exposed} phalanx plan explain RUN.toml K shows the parts of time and memory.", style="dim")
     console.print()
-    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)):
+    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
         _print_line(console, line)
     print_assumptions(console, run, world_size, options=plan.layouts[:top])
 
@@ -102,7 +102,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     """
     console = plan_console()
     option = plan.layouts[index]
-    _print_head(console, run, world_size, plan=plan)
+    _print_head(console, run, world_size, plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     _print_line(
         console,
@@ -118,7 +118,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
     if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation assigns a core to each rank
-        _print_simulated(console, run, world_size, option=option)
+        _print_simulated(console, run, world_size, option)
     console.print()
     _print_memory_parts(console, run.cluster, option)
     if host_need := describe_host_need(run.cluster, option.host_bytes, offloads=option.candidate.offloads):
@@ -199,7 +199,7 @@ def print_comparison(
     (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
     table = plan_table("", *names, f"{slow} - {fast}")
-    for row in _comparison_rows(run.cluster, first, second, sign=sign):
+    for row in _comparison_rows(run.cluster, first, second, sign):
         table.add_row(*row)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
@@ -220,12 +220,12 @@ def _comparison_rows(
 ) -> Iterator[list[str]]:
     """Yield the cells of two layouts and their difference: times, memory, and with offload the CPU memory of a node."""
     for part, label in PART_DESCRIPTIONS.items():
-        yield _comparison_row(label, first.parts[part], second.parts[part], sign=sign, unit="s")
-    yield _comparison_row("step", first.step_seconds, second.step_seconds, sign=sign, unit="s")
-    yield _comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign=sign, unit="GiB")
+        yield _comparison_row(label, first.parts[part], second.parts[part], sign, unit="s")
+    yield _comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s")
+    yield _comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB")
     first_host, second_host = (node_host_bytes(cluster, option.host_bytes) / GIB for option in (first, second))
     if first_host or second_host:
-        yield _comparison_row("CPU memory of a node", first_host, second_host, sign=sign, unit="GiB")
+        yield _comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB")
 
 
 def _comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:

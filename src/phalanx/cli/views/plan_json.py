@@ -46,5 +46,5 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
         "taken": str(plan.best.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)),
+        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens)),
     }

@@ -38,11 +38,7 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
     balanced = ["evenly loaded experts"] if run.model.moe else []
     offloads_activations = any(option.candidate.activation_checkpointing == "offload" for option in options)
     assumptions = describe_assumptions(
-        run.cluster,
-        world_size,
-        offload_targets,
-        precision=run.training.precision,
-        offloads_activations=offloads_activations,
+        run.cluster, world_size, offload_targets, run.training.precision, offloads_activations
     )
     return assumptions + balanced
 

@@ -138,9 +138,7 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         )
         thickness = THICK_BAR if is_main else THIN_BAR
         top += 5
-        yield from _bar(
-            "time", bar, top, thickness=thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time
-        )
+        yield from _bar("time", bar, top, thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time)
         top += thickness
     yield from _axis(longest, top)
     columns = (unit, "share", *(f"more in {position}" for position in breakdown.other_layouts))
@@ -170,19 +168,14 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
     yield from _line(
-        "limit",
-        breakdown.memory_bytes,
-        "of the device for a rank",
-        scale=scale,
-        top=section_top - LINE,
-        bottom=top,
+        "limit", breakdown.memory_bytes, "of the device for a rank", scale, top=section_top - LINE, bottom=top
     )
     yield from _line(
         "counted",
         breakdown.counted_bytes,
         "on the largest rank, counted tensor by tensor",
-        scale=scale,
-        top=section_top,
+        scale,
+        section_top,
         bottom=top,
     )
     for name in names:

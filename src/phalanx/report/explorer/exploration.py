@@ -43,11 +43,7 @@ class Exploration:
 
 
 def explore(
-    run: RunSpec,
-    world_size: int,
-    keep: int,
-    group_schedules: bool = True,
-    report: ProgressCallback = lambda *_: None,
+    run: RunSpec, world_size: int, keep: int, group_schedules: bool = True, report: ProgressCallback = lambda *_: None
 ) -> Exploration:
     """Search for the first choices of the planner, and predict all layouts that the search considered.
 
@@ -61,14 +57,14 @@ def explore(
     Raises:
         UserError: If no layout fits, as in `plan_or_raise`.
     """
-    plan = plan_or_raise(run, world_size, keep, report=report, group_schedules=group_schedules)
+    plan = plan_or_raise(run, world_size, keep, report, group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
     for option in plan.layouts:  # variants with offload that the search made while it counted memory are not in it
         index_of.setdefault(option.candidate, len(index_of))
     layouts = list(index_of)
     predictions = predict_layouts(run, world_size, layouts)
     ranked = {index_of[option.candidate]: option for option in plan.layouts}
-    counted = formula_front(run, world_size, layouts, predictions=predictions, report=report)
+    counted = formula_front(run, world_size, layouts, predictions, report)
     return Exploration(
         run=run,
         world_size=world_size,
