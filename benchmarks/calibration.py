@@ -31,10 +31,10 @@ from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.tables.job_columns import time_constants_for
-from phalanx.report.step_comparison import step_rows
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
+from phalanx.report.step_comparison import step_rows
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import GIB

@@ -107,14 +107,9 @@ def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
 def _make_fit(
     combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers
 ) -> PiecewiseFit:
-    residuals = _evaluate_pieces(combination, pieces, x) / t - 1
-    return PiecewiseFit(pieces, combination, tuple(x.tolist()), residuals=tuple(residuals.tolist()))
-
-
-def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
-    chosen: Numbers = lines.max(axis=0) if combination == "max" else lines.min(axis=0)
-    return chosen
+    residuals = (lines.max(axis=0) if combination == "max" else lines.min(axis=0)) / t - 1
+    return PiecewiseFit(pieces, combination, tuple(x.tolist()), tuple(residuals.tolist()))
 
 
 def _information_criterion(fit: PiecewiseFit) -> float:

@@ -25,11 +25,7 @@ Calls = dict[str, Callable[[], object]]
 def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients.
 
-    Args:
-        run: Run whose model, layout and precision determine the products.
-        world_size: Number of ranks in the layout; only this rank computes here.
-        device: Device that computes.
-        iterations: Number of timed calls per product and pass.
+    Only this rank of the `world_size` ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
@@ -52,11 +48,7 @@ def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device
 def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds of each part of attention, forward and backward, with the model's kernels.
 
-    Args:
-        run: Run whose model, layout and precision determine the shapes.
-        world_size: Number of ranks in the layout; only this rank computes here.
-        device: Device that computes.
-        iterations: Number of timed calls per shape and pass.
+    Only this rank of the `world_size` ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []

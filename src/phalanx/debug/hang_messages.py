@@ -131,12 +131,6 @@ MESSAGES: dict[Cause, Message] = {
 
 
 def make_verdict(cause: Cause, ranks: tuple[int, ...], /, **values: object) -> Verdict:
-    """Return the verdict of a cause.
-
-    Args:
-        cause: The cause, which has a message in `MESSAGES`.
-        ranks: The ranks to look at.
-        **values: The fields of the message's summary.
-    """
+    """Return the verdict of a cause on these ranks; the values fill the fields of its message's summary."""
     message = MESSAGES[cause]
     return Verdict(message.kind, ranks, message.summary.format(**values), fix=message.fix)

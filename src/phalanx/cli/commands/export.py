@@ -31,7 +31,7 @@ def export(
 
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
-    require(to == "hf", "--to", to, problem="is not a known format", fix="use --to hf")
+    require(to == "hf", "--to", to, "is not a known format", fix="use --to hf")
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
