@@ -132,8 +132,11 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     directory = run_directory(run)
     claim_run_directory(directory)
     paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
+    saved_run = None
+    with suppress(UserError):
+        saved_run = load_run(directory / RUN_FILE, environment={}, trust=True)
     try:
-        if not _describes(directory / RUN_FILE, run):
+        if saved_run != run:
             rewrite_run_file(directory, run)
         replace_file(directory / DATA_FILE, json.dumps(paths, indent=1))
         replace_file(directory / TOKENIZER_FILE, Path(prepared.tokenizer).read_text(encoding="utf-8"))
@@ -142,12 +145,6 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     return directory
-
-
-def _describes(file: Path, run: RunSpec) -> bool:
-    with suppress(UserError):
-        return load_run(file, environment={}, trust=True) == run
-    return False
 
 
 def keep_hf_files(run: RunSpec, directory: Path) -> None:
@@ -165,8 +162,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     if not config.is_file():
         fix = "use a directory that save_pretrained has written"
         raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
-    files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
-    for file in files:
+    for file in (file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()):
         target = kept / file.relative_to(config.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
@@ -176,9 +172,8 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
     """Return the error for an output directory that cannot be written."""
-    return UserError(
-        "output_dir", str(directory), f"is not writable: {error.strerror}", fix="set output_dir to another directory"
-    )
+    fix = "set output_dir to another directory"
+    return UserError("output_dir", str(directory), f"is not writable: {error.strerror}", fix=fix)
 
 
 def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
@@ -196,8 +191,7 @@ def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
 def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, PreparedData]:
     """Return the run and the prepared data of a run directory.
 
-    Args:
-        trust: True if the components that it names may be imported.
+    With `trust`, the components that it names may be imported.
 
     Raises:
         UserError: The directory is not a run directory.

@@ -52,12 +52,9 @@ def decoder(json_type: Any) -> Decode[Any]:
 
 
 def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
-    """Return the decoder of objects whose type depends on the text of one field.
+    """Return the decoder of objects whose type depends on the text of the field `key`.
 
-    Args:
-        key: The name of the field.
-        types: The type of an object by this text.
-        other: The type of objects with any other text.
+    `types` has the type by this text; `other` is the type of objects with any other text.
     """
 
     def name(value: Any) -> str:
@@ -78,7 +75,8 @@ def accept_old_keys(decode: Decode[T], new_keys: Mapping[str, str]) -> Decode[T]
 
     def decode_renamed(content: bytes) -> T:
         if first_of_today not in content:
-            for old, new in renamed.items():  # in a text, the quotes around a key are escaped
+            # In a text, the quotes around a key are escaped.
+            for old, new in renamed.items():
                 content = content.replace(old, new, 1)
         return decode(content)
 

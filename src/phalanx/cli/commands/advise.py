@@ -49,45 +49,33 @@ def advise(
         phalanx advise oom run.toml --machine h100 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
     """
     wants_oom, path = _parse_arguments(first, second)
-    if wants_oom:
-        _show_oom_advice(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
-    else:
-        _show_rules(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
-
-
-def _show_rules(
-    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
-) -> None:
     from phalanx.cli.commands.plan_cluster import run_on_cluster
-    from phalanx.cli.views import advise as views
-    from phalanx.plan.advice.compare_rules import advise as advised_for
 
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
-    advised = advised_for(run, world_size)
-    if as_json:
-        print(json.dumps(views.advice_to_json(run, advised), indent=2))
-    else:
-        views.print_advice(run, advised)
+    if not wants_oom:
+        from phalanx.cli.views.advise import advice_to_json, print_advice
+        from phalanx.plan.advice.compare_rules import advise as compare_rules
 
-
-def _show_oom_advice(
-    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
-) -> None:
-    from phalanx.cli.commands.plan_cluster import run_on_cluster
-    from phalanx.cli.views import oom as views
+        run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
+        advice = compare_rules(run, world_size)
+        if json_:
+            print(json.dumps(advice_to_json(run, advice), indent=2))
+        else:
+            print_advice(run, advice)
+        return
+    from phalanx.cli.views.oom import oom_to_json, print_oom_advice
     from phalanx.cost.exact.layout_checks import require_planned_layout
     from phalanx.launch.recomputation import resolve_recomputation
     from phalanx.plan.advice.oom import diagnose
     from phalanx.spec.files.load import load_run
 
-    require_planned_layout(load_run(path, overrides))
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    require_planned_layout(load_run(path, set_ or []))
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
     run = resolve_recomputation(run, world_size)
     diagnosis = diagnose(run)
-    if as_json:
-        print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))
+    if json_:
+        print(json.dumps(oom_to_json(run, diagnosis), indent=2))
     else:
-        views.print_oom_advice(run, diagnosis)
+        print_oom_advice(run, diagnosis)
 
 
 def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:

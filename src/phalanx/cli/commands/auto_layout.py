@@ -45,15 +45,11 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """Return the planner's layout for other ranks than the run file's.
+    """Return the planner's layout for other ranks than the run file's; `nproc` is None if all are on this node.
 
     For a machine without a description the planner uses the run's measurements; before there are any, the layout of
-    the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then hang.
-
-    Args:
-        run: Run to plan.
-        nproc: Ranks per node; None if all are on this node.
-        ranks: Number of ranks.
+    the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then
+    hang.
 
     Raises:
         UserError: No layout fits.
@@ -76,6 +72,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
         check_layout(run, ranks)
         return run.layout
     training = run.training
-    if training.precision not in known_precisions(cluster):  # a precision that the planner knows on any machine
+    if training.precision not in known_precisions(cluster):
+        # The planner knows bf16 on any machine.
         training = training.model_copy(update={"precision": "bf16"})
     return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

@@ -78,7 +78,7 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measure(run, nproc, max(sizes, default=0), options=options)
+    results = _measure(run, nproc, max(sizes, default=0), options)
     if out is not None:
         write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:
@@ -134,48 +134,38 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
     from phalanx.spec.torch_compat import check_torch_supports
 
     if run.cluster.nodes > 1:
-        raise UserError(
-            "cluster.nodes",
-            run.cluster.nodes,
-            "phalanx bench starts the ranks of one node",
-            fix="start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
-        )
+        fix = "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1"
+        raise UserError("cluster.nodes", run.cluster.nodes, "phalanx bench starts the ranks of one node", fix=fix)
     known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
         run, _ = choose_layout_for(run, known_nproc)
     run = assume_no_recomputation(run)
+    # Before the import of torch, which takes a second
     if known_nproc is not None:
-        check_layout(run, known_nproc)  # before the import of torch, which takes a second
+        check_layout(run, known_nproc)
     check_torch_supports(run.layout)
     if run.training.precision == "fp8":
         problem = "is not measured: calibrations do not support it"
         raise UserError("training.precision", "fp8", problem, fix="add --set training.precision=bf16")
+    import torch
+
     from phalanx.bench.ranks import launch_benchmarks
     from phalanx.launch.process import select_device, select_nproc
+    from phalanx.parallel.comm.device_memory import device_memory_bytes
 
     ranks = select_nproc(run, nproc)
     check_layout(run, ranks)
-    _refuse_too_large(largest, ranks, select_device(run))
+    # Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
+    device_type = select_device(run)
+    memory_bytes = device_memory_bytes(torch.device(device_type))
+    needed_bytes = 2 * largest * (1 if device_type == "cuda" else ranks)
+    if needed_bytes > memory_bytes / 2:
+        problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
+        raise UserError("--sweep", f"...:{largest}", problem, fix="use a smaller maximum size")
     results = launch_benchmarks(run, ranks, options)
     if isinstance(results, int):
         raise typer.Exit(results)
     return results
-
-
-def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
-    """Raise UserError if the buffers do not fit in memory.
-
-    Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
-    """
-    import torch
-
-    from phalanx.parallel.comm.device_memory import device_memory_bytes
-
-    memory_bytes = device_memory_bytes(torch.device(device_type))
-    needed_bytes = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
-    if needed_bytes > memory_bytes / 2:
-        problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
-        raise UserError("--sweep", f"...:{size_bytes}", problem, fix="use a smaller maximum size")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

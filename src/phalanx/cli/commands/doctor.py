@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +25,7 @@ def doctor(
         Path | None, typer.Argument(help="A run file: adds checks of its needs.", metavar="RUN.toml")
     ] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
+        int | None, typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute: write less to the disk.")] = False,
     nccl_log: Annotated[
@@ -79,66 +79,58 @@ def doctor(
 
         phalanx doctor --save-snapshot mine; phalanx doctor --from-snapshot mine
     """
-    _check_options(
-        run,
-        {
-            "--from-snapshot": from_snapshot,
-            "--save-snapshot": save_snapshot,
-            "--save-report": save_report,
-            "--topology": topology,
-        },
-        {"--compare-reports": compare_reports, "--collectives": collectives or None},
-    )
-    if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
+    machine_options = {
+        "--from-snapshot": from_snapshot,
+        "--save-snapshot": save_snapshot,
+        "--save-report": save_report,
+        "--topology": topology,
+    }
+    _check_options(run, machine_options, {"--compare-reports": compare_reports, "--collectives": collectives or None})
+    # A disk that does not answer is reported by a check.
+    is_checked = nccl_log is not None and from_snapshot is None
+    if is_checked and run_child(("test", "-e", str(nccl_log)), COMMAND_SECONDS).code == 1:
         raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file that NCCL_DEBUG_FILE names")
-    if (
-        save_snapshot is not None
-        and save_snapshot.exists()
-        and (not save_snapshot.is_dir() or any(save_snapshot.iterdir()))
-    ):
-        raise UserError(
-            "--save-snapshot",
-            str(save_snapshot),
-            "already exists",
-            fix="use a new directory: a snapshot shows one point in time",
-        )
-    expected = replace(
-        _load_expectations(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None
-    )
+    is_empty = save_snapshot is not None and save_snapshot.is_dir() and not any(save_snapshot.iterdir())
+    if save_snapshot is not None and save_snapshot.exists() and not is_empty:
+        fix = "use a new directory: a snapshot shows one point in time"
+        raise UserError("--save-snapshot", str(save_snapshot), "already exists", fix=fix)
+    expected = Expectations(ranks=nproc)
+    if run is not None:
+        from phalanx.doctor.expectations_from_run import expectations_from_run
+        from phalanx.spec.files.load import load_run
+
+        expected = expectations_from_run(load_run(run, set_ or []), nproc)
+    expected = replace(expected, quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if compare_reports is not None:
         findings, out = _compare_reports(compare_reports, expected.nodes or 0), out or compare_reports
     elif collectives:
         findings = _check_collectives(run, nproc, set_ or [])
     else:
-        findings = _examine(expected, from_snapshot, save_snapshot, save_report=save_report, topology=topology)
-    _report_findings(findings, out, json_)
+        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
+    from phalanx.doctor.report import exit_code, sort_by_severity, write_reports
+
+    if out is not None:
+        write_reports(out, findings, "phalanx doctor")
+        print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
+    if json_:
+        rows = [asdict(finding) for finding in sort_by_severity(findings)]
+        print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
+    else:
+        from phalanx.cli.views.doctor import print_findings
+
+        print_findings(findings)
+    raise typer.Exit(exit_code(findings))
 
 
-def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
+def _check_options(
+    run: Path | None, machine_options: Mapping[str, object], exclusive_options: Mapping[str, object]
+) -> None:
     given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
     if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
         raise UserError(" ".join(given), None, "cannot be combined", fix="use one of them")
     if given == ["--collectives"] and run is None:
-        raise UserError(
-            "--collectives",
-            None,
-            "requires a run file, whose layout determines the collectives",
-            fix="add the run file",
-        )
-
-
-def _is_missing(file: Path) -> bool:
-    """Return whether a file is missing; False if its disk does not answer, which a check reports."""
-    return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
-
-
-def _load_expectations(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
-    if run is None:
-        return Expectations(ranks=nproc)
-    from phalanx.doctor.expectations_from_run import expectations_from_run
-    from phalanx.spec.files.load import load_run
-
-    return expectations_from_run(load_run(run, overrides), nproc)
+        fix = "add the run file"
+        raise UserError("--collectives", None, "requires a run file, whose layout determines the collectives", fix=fix)
 
 
 def _examine(
@@ -153,12 +145,8 @@ def _examine(
     from phalanx.doctor.compare_nodes import storage_clock, write_node_report
 
     if from_snapshot is not None and not from_snapshot.is_dir():
-        raise UserError(
-            "--from-snapshot",
-            str(from_snapshot),
-            "is not a directory",
-            fix="give a directory that phalanx doctor --save-snapshot wrote",
-        )
+        fix = "give a directory that phalanx doctor --save-snapshot wrote"
+        raise UserError("--from-snapshot", str(from_snapshot), "is not a directory", fix=fix)
     machine = Machine(from_snapshot, save_snapshot)
     if topology is not None:
         _write_topology(machine, topology)
@@ -194,13 +182,8 @@ def _compare_reports(directory: Path, num_nodes: int) -> list[DoctorFinding]:
     )
 
     nodes = read_node_reports(directory)
-    node_findings = (finding for node in nodes for finding in node.findings)
-    return [
-        *compare_nodes(nodes, num_nodes),
-        *stale_report_findings(directory),
-        *collective_findings(directory),
-        *node_findings,
-    ]
+    findings = [*compare_nodes(nodes, num_nodes), *stale_report_findings(directory), *collective_findings(directory)]
+    return [*findings, *(finding for node in nodes for finding in node.findings)]
 
 
 def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
@@ -211,12 +194,8 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
     assert run is not None
     described = load_run(run, overrides)
     if described.cluster.nodes > 1:
-        raise UserError(
-            "cluster.nodes",
-            described.cluster.nodes,
-            "--collectives starts the ranks of one node",
-            fix="start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
-        )
+        fix = "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1"
+        raise UserError("cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node", fix=fix)
     if described.auto_layout:
         described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
     described = assume_no_recomputation(described)
@@ -228,19 +207,3 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     check_layout(described, ranks)
     return launch_check(described, ranks)
-
-
-def _report_findings(findings: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
-    from phalanx.doctor.report import exit_code, sort_by_severity, write_reports
-
-    if out is not None:
-        write_reports(out, findings, "phalanx doctor")
-        print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
-    if as_json:
-        rows = [asdict(finding) for finding in sort_by_severity(findings)]
-        print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
-    else:
-        from phalanx.cli.views.doctor import print_findings
-
-        print_findings(findings)
-    raise typer.Exit(exit_code(findings))

@@ -31,7 +31,7 @@ def export(
 
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
-    require(to == "hf", "--to", to, problem="is not a known format", fix="use --to hf")
+    require(to == "hf", "--to", to, "is not a known format", fix="use --to hf")
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
@@ -44,13 +44,7 @@ def export(
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            trained.run.model,
-            parameters,
-            directory,
-            tokenizer=trained.tokenizer_file,
-            eos_id=end,
-            dtype=dtype,
-            source=source,
+            trained.run.model, parameters, directory, trained.tokenizer_file, eos_id=end, dtype=dtype, source=source
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None

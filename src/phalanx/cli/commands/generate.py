@@ -47,15 +47,8 @@ def generate(
     tokenizer = load_tokenizer(trained.tokenizer_file)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
-    stream = stream_tokens(
-        trained.module,
-        start,
-        temperature,
-        top_k=top_k,
-        generator=generator,
-        context=trained.run.training.seq_len,
-        vocab=tokenizer.vocab,
-    )
+    context = trained.run.training.seq_len
+    stream = stream_tokens(trained.module, start, temperature, top_k, generator, context, tokenizer.vocab)
     new = islice(stream, tokens)
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
@@ -64,13 +57,9 @@ def generate(
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Yield the text that each new token adds.
+    """Yield the text that each new token adds after the tokens of the prompt, as they are sampled.
 
     A character is complete only with its last byte.
-
-    Args:
-        before: Tokens of the prompt.
-        new: Tokens that follow, as they are sampled.
     """
     shown = tokenizer.decode(before)
     for token in new:

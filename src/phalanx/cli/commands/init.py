@@ -34,15 +34,13 @@ def init(
         raise UserError("PATH", str(path), "exists already", fix="choose another name, or overwrite it with --force")
     schema_file = path.with_name(SCHEMA_FILE.name)
     if schema and not force and schema_file.exists() and schema_file.read_text(encoding="utf-8") != schema_text():
-        raise UserError(
-            "--schema", str(schema_file), "exists already", fix="overwrite it with --force, or remove --schema"
-        )
+        fix = "overwrite it with --force, or remove --schema"
+        raise UserError("--schema", str(schema_file), "exists already", fix=fix)
     try:
         if schema:
             schema_file.write_text(schema_text())
         path.write_text(run_file_template(str(path), f"./{SCHEMA_FILE.name}" if schema else SCHEMA_FILE.as_uri()))
     except OSError as error:
-        raise UserError(
-            "PATH", str(path), f"cannot be written: {error.strerror}", fix="choose another directory"
-        ) from None
+        problem = f"cannot be written: {error.strerror}"
+        raise UserError("PATH", str(path), problem, fix="choose another directory") from None
     print(f"wrote {path}; train it with: phalanx train {path}")

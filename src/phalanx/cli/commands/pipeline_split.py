@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column
 
 from phalanx.cli.common.options import Json, Overrides, RunFile
+from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.files.load import load_run
@@ -38,7 +39,9 @@ def split(
     costs = layer_flops(described.model, described.training.seq_len)
     layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
-    even = _split_evenly(described.model.num_layers, number)
+    # By number of layers alone, with the extra ones in the first stages
+    boundaries = [-(-described.model.num_layers * stage // number) for stage in range(number + 1)]
+    even = [end - start for start, end in pairwise(boundaries)]
     facts = {
         "stages": number,
         "layers": layers,
@@ -52,24 +55,16 @@ def split(
         _explain(facts, costs)
 
 
-def _split_evenly(layers: int, stages: int) -> list[int]:
-    """Divide layers by number alone, with the extra ones in the first stages."""
-    boundaries = [-(-layers * stage // stages) for stage in range(stages + 1)]
-    return [end - start for start, end in pairwise(boundaries)]
-
-
 def _imbalance(costs: Sequence[float]) -> float:
     return max(costs) * len(costs) / sum(costs)
 
 
 def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("stage", "layers", "GFLOP per token", "share of the mean"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
+    numbers = ("GFLOP per token", "share of the mean")
+    table = text_table(Column("stage", justify="right"), "layers", numbers=numbers)
     mean = sum(facts["flops_per_token"]) / facts["stages"]
-    for stage, (layers, cost) in enumerate(
-        zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
-    ):
+    stages = zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
+    for stage, (layers, cost) in enumerate(stages):
         names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
         names = ["embedding", *names] if stage == 0 else names
         names += ["head"] if stage == facts["stages"] - 1 else []
@@ -84,4 +79,4 @@ def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
         f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
     ]
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)

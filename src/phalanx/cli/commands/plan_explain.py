@@ -47,7 +47,7 @@ def explain(
         check_picture_file(picture, "--picture")
         check_output_file("--picture", picture, run)
     _check_number("K", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     ranked = rank_layouts(described, world_size, number, all_schedules=all_)
     _check_number("K", number, ranked.layouts)
     from phalanx.cli.views.plan import print_explanation
@@ -89,7 +89,7 @@ def compare(
     numbers = {text: int(digits) for text in texts if (digits := text.strip().rstrip("*")).isdecimal()}
     for number in numbers.values():
         _check_number("layout", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     from phalanx.cli.views.plan import print_comparison
     from phalanx.plan.search.candidates import describe_other_strategy
     from phalanx.plan.search.evaluate import evaluate_layout_text, parse_layout
@@ -108,7 +108,7 @@ def compare(
             _check_number("layout", number, ranked)
             options[text] = ranked[number - 1]
     first, second = (options[text] for text in texts)
-    print_comparison(described, world_size, first, second=second, names=(names[0], names[1]), notes=notes)
+    print_comparison(described, world_size, first, second, names=(names[0], names[1]), notes=notes)
 
 
 def _check_number(argument: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:

@@ -24,11 +24,9 @@ class PlanProcess:
     """A process that plans once, keeps the plan, and answers for its layouts."""
 
     def __init__(self, arguments: Mapping[str, object], is_limited: bool = True) -> None:
-        """Start the process.
+        """Start the process; `arguments` of the plan are in JSON types.
 
-        Args:
-            arguments: Arguments of the plan, in JSON types.
-            is_limited: True to limit its time and memory; the plan of the command line is not limited.
+        Its time and memory are limited, except for the plan of the command line.
         """
         self.num_users = 0
         """Number of threads that use this plan; it is changed under the lock of its owner."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -45,8 +46,7 @@ def certs(
         list[str] | None, typer.Argument(help="Members that receive a certificate.", metavar="NAME...")
     ] = None,
     host: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST"),
+        list[str] | None, typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST")
     ] = None,
     days: Annotated[int, typer.Option(help="Validity of the certificates in days.", min=1)] = 365,
 ) -> None:
@@ -70,7 +70,7 @@ def certs(
     elif not members:
         raise UserError("NAME", None, "is missing", fix=f"list the members: phalanx swarm certs {folder} ann bob")
     for member in members or []:
-        print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
+        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
 
 
 @app.command()
@@ -107,7 +107,7 @@ def serve(
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(described, listen, certificates, log=lambda message: print(message, flush=True)))
+    raise typer.Exit(serve_swarm(described, listen, certificates, log=partial(print, flush=True)))
 
 
 @app.command()
@@ -136,11 +136,8 @@ def join(
     _check_installed()
     from phalanx.swarm.join import join_swarm as take_part
 
-    raise typer.Exit(
-        take_part(
-            address, certificates, nproc, out=out, overrides=set_ or [], log=lambda message: print(message, flush=True)
-        )
-    )
+    log = partial(print, flush=True)
+    raise typer.Exit(take_part(address, certificates, nproc, out, overrides=set_ or [], log=log))
 
 
 @app.command()
@@ -232,7 +229,15 @@ def plan(
 
     described = load_run(run, set_ or [])
     swarm = _require_swarm(described)
-    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, link=_parse_link(link), step_seconds=step_seconds))
+    up, _, down = link.partition(":")
+    try:
+        speeds = float(up) * MBIT, float(down or up) * MBIT
+    except ValueError:
+        speeds = 0.0, 0.0
+    if not 0 < min(speeds) <= max(speeds) < inf:
+        fix = "write Mbit/s of upload, and of download if different: 20:100"
+        raise UserError("--link", link, "is not a bandwidth", fix=fix)
+    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, speeds, step_seconds))
     if json_:
         print(json.dumps(rows, indent=2))
         return
@@ -247,24 +252,13 @@ def _require_swarm(run: RunSpec) -> SwarmSpec:
     return run.swarm
 
 
-def _parse_link(text: str) -> tuple[float, float]:
-    """Return the upload and download bandwidth in bytes per second."""
-    up, _, down = text.partition(":")
-    try:
-        speeds = float(up) * MBIT, float(down or up) * MBIT
-    except ValueError:
-        speeds = 0.0, 0.0
-    if not 0 < min(speeds) <= max(speeds) < inf:
-        raise UserError(
-            "--link", text, "is not a bandwidth", fix="write Mbit/s of upload, and of download if different: 20:100"
-        )
-    return speeds
-
-
 def _plan_rows(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method and codec, including the run file's own."""
+    """Yield a row for each method and codec, including the run file's own.
+
+    `link` is the upload and download bandwidth in bytes per second.
+    """
     from phalanx.cost.exact.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
     from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 
@@ -275,7 +269,7 @@ def _plan_rows(
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
-        exchange = round_bytes(node, method, codec, replication=swarm.replication)
+        exchange = round_bytes(node, method, codec, swarm.replication)
         exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
         sent = RoundBytes(exchange.up * exchanges, exchange.down * exchanges)
         time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
@@ -293,12 +287,13 @@ def _plan_rows(
 
 
 def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
-    from rich.table import Table
+    from rich.table import Column
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True)
-    for header in ("up", "down", "state held", "on the wire", "of a round", "learning"):
-        table.add_column(header, justify="right", no_wrap=True)
+    from phalanx.cli.common.text import text_table
+
+    numbers = ("up", "down", "state held", "on the wire", "of a round", "learning")
+    columns = [Column(header, justify="right", no_wrap=True) for header in numbers]
+    table = text_table(Column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True), *columns)
     for row in rows:
         byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
         has_times = row["round_seconds"] is not None
@@ -310,10 +305,8 @@ def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Tabl
 
 def _format_status(swarm_status: dict[str, Any]) -> str:
     """Format the status of a swarm in lines."""
-    lines = [
-        f"round {swarm_status['round']} of {swarm_status['rounds']}, "
-        f"{swarm_status['method']} in {swarm_status['codec']}"
-    ]
+    kind = f"{swarm_status['method']} in {swarm_status['codec']}"
+    lines = [f"round {swarm_status['round']} of {swarm_status['rounds']}, {kind}"]
     if swarm_status["text"]:
         lines.append(f"text {swarm_status['text']}")
     if swarm_status["problem"]:

@@ -52,25 +52,19 @@ class Heatmap:
 
 
 def color(number: float, limits: tuple[float, float]) -> str:
-    """Return the color of a number on a logarithmic scale.
+    """Return the color of a number of bytes on a logarithmic scale from the minimum to the maximum.
 
     The traffic of ranks that share products is often a thousand times that of others.
-
-    Args:
-        number: The number of bytes.
-        limits: The minimum and the maximum of the scale.
     """
     low, high = limits
     fraction = log10(number / low) / log10(high / low) if high > low else 1.0
     position = min(max(fraction, 0.0), 1.0) * (len(COLORS) - 1)
     lower = min(int(position), len(COLORS) - 2)
-    lower_channels, upper_channels = (_parse_rgb(COLORS[index]) for index in (lower, lower + 1))
-    mixed = (round(a + (b - a) * (position - lower)) for a, b in zip(lower_channels, upper_channels, strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def _parse_rgb(text: str) -> tuple[int, ...]:
-    return tuple(int(text[start : start + 2], 16) for start in (1, 3, 5))
+    mixed = ""
+    for start in (1, 3, 5):
+        a, b = (int(COLORS[index][start : start + 2], 16) for index in (lower, lower + 1))
+        mixed += f"{round(a + (b - a) * (position - lower)):02x}"
+    return f"#{mixed}"
 
 
 def svg(heat: Heatmap) -> str:
@@ -121,10 +115,7 @@ def _labels(heat: Heatmap) -> Iterator[str]:
 def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
     """Return the rows to number: all, the first of one or several nodes, or round numbers.
 
-    Args:
-        count: Number of rows.
-        node: Rows per node; 0 or 1 if rows are not ranks of nodes.
-        max_ticks: Maximum number of rows to number.
+    `node` is the number of rows per node; 0 or 1 if rows are not ranks of nodes.
     """
     if count <= max_ticks:
         return range(count)

@@ -38,11 +38,6 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     """Return all that the page shows of a layout that was clicked, as plain data.
 
     A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        candidate: Layout to describe.
     """
     option = evaluate(run, world_size, [candidate])[0]
     layout_run = run.model_copy(update={"layout": candidate.layout()})
@@ -51,13 +46,15 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     except UserError as error:
         return _predictions(run, option) | {"problem": str(error)}
     memories = rank_memory(layout_run, world_size)
+    site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
+    matrices = traffic_matrices(layout_run, world_size, site.ranks_per_island)
     option = with_counted_memory(run.cluster, option, list(memories.values()))
     return _predictions(run, option) | {
         "counted_bytes": option.memory_bytes,
         "host_use": describe_host_use(candidate.offloads),
         "fit": describe_fit(option.p_oom),
         "memory": {role: _rank_memory(run.cluster, memory) for role, memory in memories.items()},
-        "traffic": _traffic(layout_run, world_size),
+        "traffic": {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()},
         "timeline": _timeline(run, world_size, candidate),
     }
 
@@ -82,13 +79,6 @@ def _rank_memory(cluster: ClusterSpec, memory: RankMemory) -> Details:
     if cluster.device == "cpu":
         parts["offloaded"] = memory.host
     return {"parts": parts | {"process": process_bytes(cluster, 0)}, "peak_bytes": peak_bytes}
-
-
-def _traffic(run: RunSpec, world_size: int) -> dict[str, dict[str, float]]:
-    """Bytes that all ranks send in a step, by axis and kind of link."""
-    site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
-    matrices = traffic_matrices(run, world_size, site.ranks_per_island)
-    return {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()}
 
 
 def _timeline(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:

@@ -15,9 +15,7 @@ from phalanx.runs.gpu_profile import CollectiveSum, GpuProfile, GroupCommunicati
 def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile | None:
     """Return the figures of a step, or None if the GPU did nothing in it.
 
-    Args:
-        events: Events of one GPU, in the order of their starts.
-        window: Start and end of the step in seconds.
+    Events are those of one GPU, in the order of their starts; the window is start and end of the step in seconds.
     """
     inside = clip_events(events, window)
     if not inside:
@@ -67,13 +65,11 @@ def late_launches(events: Sequence[GpuEvent], window: Interval) -> list[Interval
     """Return the idle times that the host caused, because it had not yet launched the next event.
 
     A gap is idle time between the end of all earlier events, or the start of the window, and the start of an event.
-    Its late part ends when the host's call that launched this event returns, or when the event starts. The rest of a
-    gap is the GPU's: the latency of a launch, and waits for other streams. The idle time after the last event is not a
-    gap.
+    Its late part ends when the host's call that launched this event returns, or when the event starts. The rest of
+    a gap is the GPU's: the latency of a launch, and waits for other streams. The idle time after the last event is
+    not a gap.
 
-    Args:
-        events: Events inside the window, in the order of their starts.
-        window: Start and end of the step in seconds.
+    Events lie inside the window (start and end of the step in seconds), in the order of their starts.
     """
     late = []
     busy_until = window[0]
@@ -100,9 +96,8 @@ def sum_families(events: Iterable[GpuEvent]) -> dict[str, KernelSum]:
 def communication_by_group(nccl: Iterable[GpuEvent], compute: Sequence[Interval]) -> list[GroupCommunication]:
     """Return the communication of each process group, in the order of their first kernels.
 
-    Args:
-        nccl: Kernels of NCCL. They carry the fields of the operator `record_param_comms` that launched them.
-        compute: The merged times of compute kernels.
+    Kernels of NCCL carry the fields of the operator `record_param_comms` that launched them. `compute` has the
+    merged times of compute kernels.
     """
     by_group: dict[str, list[GpuEvent]] = defaultdict(list)
     for event in nccl:
