@@ -19,7 +19,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from phalanx.cost.estimate.constants import TimeConstants, time_constants
-from phalanx.cost.estimate.job_table import JobTable, job_table
+from phalanx.cost.estimate.job_table import JobRow, JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
@@ -39,7 +39,7 @@ from phalanx.plan.calibrate.posterior import (
 )
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.tables.job_columns import JobRow, interval_half_width, time_constants_for
+from phalanx.plan.tables.job_columns import interval_half_width, time_constants_for
 from phalanx.spec.cluster import CalibratedPrecision, CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
@@ -272,7 +272,7 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
         jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:
         raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, fix=error.fix) from None
-    return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
+    return {field.name: getattr(jobs, field.name)[..., 0].tolist() for field in fields(JobTable)}
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

@@ -6,15 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import StageMemory, StageMemoryTable, estimate_memory, oom_probability
+from phalanx.cost.estimate.memory import StageMemory, estimate_memory, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
-from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
+from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
@@ -25,7 +26,7 @@ from phalanx.spec.base import parse_table, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.tables import parse_toml_value
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import CheckpointingName, Layout
 from phalanx.spec.run import RunSpec
 
 
@@ -170,7 +171,7 @@ class LayoutPredictions:
     """Predictions of many layouts at once: a row each, in their order. Memory is a formula's estimate."""
 
     time: StepTime
-    memory: StageMemoryTable
+    memory: StageMemory
     interval_factor: Column
     """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
     p_oom: Column
@@ -220,12 +221,16 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         "p_oom": predictions.p_oom,
     }
     parts = {part: getattr(predictions.time, part) for part in PARTS}
+    memory_parts = ("state", "activations", "logits", "buffers")
     bytes_by_stage = {
-        "first": _columns_by_part(predictions.memory.first),
-        "last": _columns_by_part(predictions.memory.last),
+        stage: {part: getattr(predictions.memory, part)[index] for part in memory_parts}
+        for stage, index in (("first", 0), ("last", 2))
     }
     model_flops = training_flops_per_token(run.model, run.training.seq_len)
-    recomputed_flops = _recomputed_flops_by_method(run)
+    recomputed_flops = {
+        method: recomputed_flops_per_token(run.model, run.training.seq_len, method)
+        for method in get_args(CheckpointingName)
+    }
     options = []
     for index, candidate in enumerate(layouts):
         values = _values_at(columns, index)
@@ -256,15 +261,3 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
 def _values_at(columns: dict[str, Column], index: int) -> dict[str, float]:
     """Return a row's values; a column in which all rows agree may have one element."""
     return {name: float(column[index] if column.size > 1 else column.item()) for name, column in columns.items()}
-
-
-def _columns_by_part(stage: StageMemory) -> dict[str, Column]:
-    return {part: getattr(stage, part) for part in ("state", "activations", "logits", "buffers")}
-
-
-def _recomputed_flops_by_method(run: RunSpec) -> dict[str, float]:
-    """Return the FLOPs to recompute a token's activations for each value of `layout.activation_checkpointing`."""
-    return {
-        name: recomputed_flops_per_token(run.model, run.training.seq_len, kind)
-        for name, kind in PHALANX_CHECKPOINTING.items()
-    }

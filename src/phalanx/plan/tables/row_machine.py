@@ -6,16 +6,11 @@ import re
 
 from phalanx.plan.tables.cells import read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
+from phalanx.plan.tables.machine_columns import GENERATION_DEFAULTS
 from phalanx.spec.base import did_you_mean
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, preset_names
-
-NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
-"""Network bandwidth per device by generation, if neither the row nor the preset states it.
-
-200 or 400 Gb/s, as in DGX A100, H100 and B200.
-"""
 
 
 def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
@@ -33,9 +28,8 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
             changes[field] = read_number(row, column) * 1e9
     if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
-        changes.setdefault(
-            "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
-        )
+        usual = GENERATION_DEFAULTS[cluster.generation].network_bytes_per_second
+        changes.setdefault("network_bytes_per_second", cluster.network_bytes_per_second or usual)
     return cluster.model_copy(update=changes), assumed
 
 
