@@ -64,13 +64,15 @@ def world_size(choices: Choices) -> int:
 
 def run_changes(choices: Choices) -> Table:
     """What choices change in a run file."""
-    is_pipeline, sequences = choices["schedule"] != "none", 8 if choices["batch"] == "even" else 7
+    is_pipeline = choices["schedule"] != "none"
+    even, uneven = (4, 5) if choices["data"] == "none" else (8, 7)
+    sequences = even if choices["batch"] == "even" else uneven
     changes: Table = {
         "model": {**MODELS[choices["model"]], "num_layers": 4 if is_pipeline else 2},
         "training.tokens_per_step": sequences * 32,
         "optimizer.name": choices["optimizer"],
         "layout.data_parallel": "ddp" if choices["data"] == "none" else choices["data"],
-        "layout.micro_batch_size": 1 if is_pipeline or sequences == 7 else 2,
+        "layout.micro_batch_size": 1 if is_pipeline or sequences == uneven else 2,
         "layout.activation_checkpointing": choices["recompute"],
     }
     if choices["data"] == "hsdp":
