@@ -22,7 +22,19 @@ class Rule:
     tests: str
     """The beginning of their ids, below tests/."""
     stands_for_them: str
-    """The id of a test of `make test`; "covering": enough of these that each value of a parameter is in one."""
+    """The id of a test of `make test`; "covering": enough of these that each value of a parameter is in one; "only":
+    those of these whose ids in brackets begin as the words after it, separated by " | "."""
+
+    @property
+    def kept(self) -> list[str]:
+        """The beginnings of the ids that "only" keeps."""
+        word, _, ids = self.stands_for_them.partition(" ")
+        return ids.split(" | ") if word == "only" else []
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether tests of the rule itself stand for the others."""
+        return self.stands_for_them == "covering" or bool(self.kept)
 
 
 def read_rules() -> list[Rule]:
@@ -40,6 +52,9 @@ def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
             features = [list(item_features(item)) for item in matching]
             kept = covering_subset(features, [2 + item_ranks(item) for item in matching])
             thorough |= {item for place, item in enumerate(matching) if place not in kept}
+        elif rule.kept:
+            beginnings = tuple(f"[{each}" for each in rule.kept)
+            thorough |= {item for item in matching if not item_id(item).removeprefix(rule.tests).startswith(beginnings)}
         else:
             thorough |= set(matching)
     return thorough

@@ -16,10 +16,22 @@ from phalanx.parallel.data.offload import CpuOffload
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, MOE, Table, small_run, train_and_evaluate
-from tests.parity.covering_set import FACTORS, FILE, MAX_RANKS, all_pairs, is_valid, pairs, run_changes, world_size
+from tests.parity.covering_set import (
+    FACTORS,
+    FILE,
+    MAX_RANKS,
+    PAIRED,
+    SCHEDULE_KINDS,
+    all_pairs,
+    is_valid,
+    pairs,
+    run_changes,
+    world_size,
+)
 
 LAYOUTS: list[dict[str, str]] = json.loads(FILE.read_text())
-STEPS = 3
+STEPS = 2
+"""The second loss shows the first update, and the held-out loss the second."""
 FOUR_RANKS: dict[str, Table] = {
     "tp": {"layout.tp": 4, "layout.data_parallel": "zero1"},
     "ring": {"layout.cp": 4},
@@ -116,7 +128,7 @@ def test_windows_and_sinks_equal_single_process_training(case: str, documents: P
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:
-    """Train three steps on `ranks` ranks, and compare each of them with one process."""
+    """Train two steps on `ranks` ranks, and compare each of them with one process."""
     changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
     alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = single_process_trajectory(documents, json.dumps(alone, sort_keys=True))
@@ -135,5 +147,7 @@ def test_covering_set_has_each_pair_of_valid_layouts(text: Path) -> None:
             continue
         for _ in range(SAMPLES):
             choices = {factor: dice.choice(values) for factor, values in FACTORS.items()} | dict(pair)
+            if (kind := choices["schedule"]) in PAIRED["schedule"]:
+                choices["schedule"] = dice.choice([name for name, its in SCHEDULE_KINDS.items() if its == kind])
             if world_size(choices) <= MAX_RANKS:
                 assert not is_valid(choices, text), f"{pair} is in no layout: python -m tests.parity.covering_set"

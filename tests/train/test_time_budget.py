@@ -29,7 +29,7 @@ ffn_hidden_size = 64
 [data]
 tokenizer = "bytes"
 [training]
-seconds = 8
+seconds = 5
 seq_len = 32
 tokens_per_step = 256
 precision = "auto"

@@ -131,7 +131,7 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
         (["oom", "RUN"], r"cluster\.memory_bytes: is unknown"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the . ranks"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is chosen by the planner"),
-        (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
+        (["RUN", "--machine", "l4", "--nodes", 1, "--nproc", 4, "--set", "model.preset=llama3-70b"], "advise oom"),
     ],
 )
 def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, message):

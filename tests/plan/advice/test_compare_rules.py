@@ -42,9 +42,11 @@ BASELINE_SITUATION = RunSituation(
 """A model without difficulties, of which rules are tried on changes."""
 
 
-def make_run(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
+def make_run(
+    model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192, nproc: int = 8
+) -> RunSpec:
     training = {"seq_len": sequence, "tokens_per_step": tokens}
-    cluster = {"preset": machine, "nodes": nodes, "nproc_per_node": 8}
+    cluster = {"preset": machine, "nodes": nodes, "nproc_per_node": nproc}
     return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster})
 
 
@@ -293,7 +295,7 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
 
 def test_advise_raises_with_memory_suggestion_when_nothing_fits():
     with pytest.raises(UserError, match="advise oom") as caught:
-        advise(make_run("llama3-405b", "l4"), 8)
+        advise(make_run("llama3-70b", "l4", nproc=4), 4)
     assert "GiB" in caught.value.fix
 
 

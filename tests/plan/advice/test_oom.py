@@ -16,6 +16,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.advice.oom import (
+    Diagnosis,
     RemedyEffect,
     apply_until_fits,
     changed_settings,
@@ -103,9 +104,14 @@ def run(request) -> RunSpec:
     return RUNS[request.param]()
 
 
-def test_diagnose_steps_fit_when_their_settings_are_applied(run, tmp_path):
+@pytest.fixture(scope="module")
+def diagnosis(run) -> Diagnosis:
+    return diagnose(run)
+
+
+def test_diagnose_steps_fit_when_their_settings_are_applied(run, diagnosis, tmp_path):
     assert max_rank_bytes(run) > limit_bytes(run), "the run is of use here only if it does not fit"
-    found = diagnose(run)
+    found = diagnosis
     assert fits_after(found.steps)
     for effect in (*found.steps, *found.needed):
         assert effect.new_footprint
@@ -158,9 +164,9 @@ def test_minimal_subset_has_no_removable_remedy(run):
         assert not fits_after(apply_until_fits(run, [other.remedy for other in needed if other is not effect]))
 
 
-def test_diagnose_ranks_cheapest_sufficient_remedies_first(run):
+def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
     """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
-    found = diagnose(run)
+    found = diagnosis
     assert found.current_footprint.step_seconds
     groups = [0 if fits_after([effect]) else 1 if effect.helps else 2 for effect in found.single_remedies]
     assert groups == sorted(groups)
@@ -180,8 +186,8 @@ def test_diagnose_ranks_cheapest_sufficient_remedies_first(run):
     }
 
 
-def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run):
-    found = diagnose(run)
+def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run, diagnosis):
+    found = diagnosis
     advised = found.needed[-1]
     for effect in found.single_remedies:
         if fits_after([effect]) and not effect.remedy.is_last_resort:
