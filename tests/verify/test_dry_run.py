@@ -187,7 +187,7 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
 
 def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {})
-    broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
+    broken = run.model_copy(update={"model": run.model.model_copy(update={"ffn_hidden_size": -1})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
         next(trace_ranks(broken, 2, [0]))
 
