@@ -25,7 +25,7 @@ for layout in plan.layouts:
 mine = phalanx.predict(run, WORLD_SIZE, "data_parallel=zero3,micro_batch_size=1,activation_checkpointing=full")
 print(f"full sharding with full recomputation: {mine.step_seconds / plan.best.step_seconds:.2f} x the best step")
 
-best = run.model_copy(update={"layout": plan.best.layout})
+best = run.replace(layout=plan.best.layout)
 for role, rank in phalanx.memory(best, WORLD_SIZE).items():
     print(f"{role}: {rank.parameters / GIB:.1f} GiB parameters, {rank.optimizer / GIB:.1f} GiB optimizer state")
 for role, collectives in phalanx.traffic(best, WORLD_SIZE).items():

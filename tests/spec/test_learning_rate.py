@@ -60,15 +60,15 @@ def test_default_learning_rate_survives_toml_and_is_not_written_by_init() -> Non
     assert "\nlearning_rate" not in run_file_template("run.toml", "schema")
 
 
-def copy_with_model(run: RunSpec, model: ModelSpec) -> RunSpec:
-    return run.model_copy(update={"model": model})
-
-
 def replace_model(run: RunSpec, model: ModelSpec) -> RunSpec:
+    return run.replace(model=model)
+
+
+def replace_model_by_table(run: RunSpec, model: ModelSpec) -> RunSpec:
     return run.replace(model=model.model_dump(mode="json"))
 
 
-@pytest.mark.parametrize("change", [copy_with_model, replace_model])
+@pytest.mark.parametrize("change", [replace_model, replace_model_by_table])
 def test_default_learning_rate_follows_the_model_of_a_copy(change: Callable[[RunSpec, ModelSpec], RunSpec]) -> None:
     other = load_model_spec("llama3-8b")
     changed = change(run_of({"preset": "llama3-70b"}), other)
@@ -84,7 +84,7 @@ def test_learning_rate_remains_unset_when_the_steps_of_a_time_budget_are_decided
 
 
 def test_learning_rate_of_another_optimizer_is_that_of_the_model() -> None:
-    run = run_of({"preset": "llama3-8b"}).model_copy(update={"optimizer": OptimizerSpec(name="muon")})
+    run = run_of({"preset": "llama3-8b"}).replace(optimizer=OptimizerSpec(name="muon"))
     assert run.optimizer.learning_rate == 3e-4
 
 

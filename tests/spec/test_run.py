@@ -6,6 +6,7 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.layout import Layout
 
 
 def test_data_accepts_one_source_without_a_list() -> None:
@@ -26,3 +27,24 @@ def test_callbacks_are_kept_by_replace() -> None:
     assert run.callbacks["b"].arguments == {"patience": 3}
     with pytest.raises(UserError, match=r"callbacks\.a\.class = 'module': is not a valid import path"):
         run_from_table({"callbacks": {"a": "module"}})
+
+
+def test_replace_refuses_a_wrong_value_with_its_field_and_fix() -> None:
+    run = run_from_table({})
+    for changes, message in (
+        ({"layout": {"tp": 0}}, r"layout\.tp = 0: must be greater than 0\n  fix: increase tp"),
+        ({"layot": Layout()}, r"layot.*: is not a known field\n  fix: did you mean 'layout'\?"),
+        ({"training": run.training.replace(seq_len=1000)}, r"training\.tokens_per_step = 16384: is not a multiple"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run.replace(**changes)
+
+
+def test_replace_keeps_parts_and_unset_fields_and_accepts_lists() -> None:
+    run = run_from_table({"cluster": {"nodes": 2}})
+    layout = Layout(tp=2)
+    changed = run.replace(layout=layout)
+    assert changed.layout is layout
+    assert changed.cluster.replace(cores=4).model_fields_set == {"nodes", "cores"}
+    assert "learning_rate" not in changed.optimizer.model_fields_set
+    assert layout.replace(pp=2, recomputed_blocks=[1, 2]).recomputed_blocks == (1, 2)

@@ -56,7 +56,7 @@ def plan_run(
         >>> {layout.candidate.tp for layout in plan.layouts}
         {4}
     """
-    placed = place_on_nodes(run, world_size).model_copy(update={"auto_layout": False})
+    placed = place_on_nodes(run, world_size).replace(auto_layout=False)
     return plan_or_raise(placed, world_size, top, report=progress, is_wanted=where)
 
 
@@ -149,7 +149,7 @@ def place_on_nodes(run: RunSpec, world_size: int) -> RunSpec:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
         raise UserError("world_size", world_size, "does not fill its nodes", fix=fix)
     changes = {"nodes": world_size // per_node, "nproc_per_node": per_node}
-    return run.model_copy(update={"cluster": cluster.model_copy(update=changes)})
+    return run.replace(cluster=cluster.replace(**changes))
 
 
 def _ranks_per_node(nodes: int, is_cpu: bool, world_size: int) -> int:

@@ -185,7 +185,7 @@ def on_machine(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> RunS
     """
     cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
     machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
-    return run.model_copy(update={"cluster": run.cluster.model_copy(update=machine)})
+    return run.replace(cluster=run.cluster.replace(**machine))
 
 
 def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
@@ -198,18 +198,19 @@ def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: 
         return _search_fitting_run(run, memory_bytes, device)
     from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, enough_bytes, process_bytes
 
+    # Unchecked, because fields may name layers that the sample does not have.
     model = run.model.model_copy(update={"num_layers": MAX_SEARCHED_LAYERS})
-    sample = run.model_copy(update={"model": model})
+    sample = run.replace(model=model)
     with suppress(UserError):  # for example, a pipeline with more stages than the sample has layers
         fraction = _planned_bytes(sample, device) / planned_bytes
         sharing_ranks = (run.cluster.nproc_per_node or 1) if device == "cpu" else 1
         # The memory of libraries does not shrink with the model.
         library_bytes = process_bytes(run.cluster, 0) / enough_bytes(run.cluster, 1.0, SAFE_OOM_PROBABILITY)
         sample_bytes = fraction * memory_bytes + (1 - fraction) * sharing_ranks * library_bytes
-        cluster = run.cluster.model_copy(update={"memory_bytes": round(sample_bytes)})
-        found = _search_fitting_run(sample.model_copy(update={"cluster": cluster}), fraction * memory_bytes, device)
+        cluster = run.cluster.replace(memory_bytes=round(sample_bytes))
+        found = _search_fitting_run(sample.replace(cluster=cluster), fraction * memory_bytes, device)
         if found is not None:
-            fitting = found.model_copy(update={"model": run.model, "cluster": run.cluster})
+            fitting = found.replace(model=run.model, cluster=run.cluster)
             return fitting if _planned_bytes(fitting, device) <= memory_bytes else None
     return None
 
@@ -240,8 +241,8 @@ def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
     yield run
     seq_len = run.training.seq_len // 2
     while seq_len >= MIN_SEQ_LEN:
-        shorter = run.model_copy(update={"training": run.training.model_copy(update={"seq_len": seq_len})})
         with suppress(UserError):
+            shorter = run.replace(training=run.training.replace(seq_len=seq_len))
             check_layout(shorter, run.cluster.ranks)
             yield shorter
         seq_len //= 2

@@ -32,7 +32,7 @@ def resolve_recomputation(
         return run
     check_inapplicable_options(run.layout)
     nproc = nproc or -(-world_size // run.cluster.nodes)
-    cluster = run.cluster.model_copy(update={"nodes": -(-world_size // nproc)})
+    cluster = run.cluster.replace(nodes=-(-world_size // nproc))
     actual_bytes = machine_memory_bytes() if cluster.uses_cpu else gpu_memory_bytes
     known_bytes = [size for size in (cluster.memory_bytes, actual_bytes) if size is not None]
     if not known_bytes:
@@ -40,7 +40,7 @@ def resolve_recomputation(
         fix = 'set cluster.memory_bytes, or cluster.preset (see `phalanx info --list`), such as "h100"'
         raise UserError("layout.activation_checkpointing", "auto", problem, fix=fix)
     device = "cpu" if cluster.uses_cpu else "cuda"
-    planned = on_machine(run.model_copy(update={"cluster": cluster}), nproc, min(known_bytes), device=device)
+    planned = on_machine(run.replace(cluster=cluster), nproc, min(known_bytes), device=device)
     choice = choose_recomputation(planned, world_size)
     details = [f"{describe_fit(choice.p_oom)} in memory"]
     if choice.step_seconds is not None:
@@ -49,7 +49,7 @@ def resolve_recomputation(
         f"activation checkpointing chosen: {describe_recomputation(choice.layout)} ({', '.join(details)})",
         file=sys.stderr,
     )
-    return run.model_copy(update={"layout": choice.layout})
+    return run.replace(layout=choice.layout)
 
 
 def machine_memory_bytes() -> int:

@@ -80,7 +80,7 @@ def apply_layout(
     """
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
-    layout = layout.model_copy(update={"data_parallel": effective_strategy(layout, mesh.data_dims, precision)})
+    layout = layout.replace(data_parallel=effective_strategy(layout, mesh.data_dims, precision))
     # Steps 1 and 2: the module on the meta device.
     sharded = _build_sharded_module(
         spec, layout, mesh, precision=precision, layers=layers, trained_experts=trained_experts

@@ -49,8 +49,20 @@ class Spec(BaseModel):
     )
 
     def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with some fields changed."""
-        return parse_table(type(self), {**self.model_dump(mode="json"), **changes})
+        """Return a validated copy with some fields changed; unset fields remain unset.
+
+        Values may be tables and lists, as in files. Pydantic's `model_copy(update=...)` checks nothing: it is for the
+        loops of the planner, which compute many values and check layouts themselves.
+
+        Raises:
+            UserErrorGroup: Some fields are wrong.
+        """
+        try:
+            copy = self.model_validate({**self.__dict__, **changes})
+        except ValidationError:
+            return parse_table(type(self), {**self.model_dump(mode="json", exclude_unset=True), **changes})
+        copy.model_fields_set.intersection_update(self.model_fields_set | changes.keys())
+        return copy
 
 
 def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
@@ -66,10 +78,14 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
     """
     try:
         # JSON mode is strict about types but accepts a list for a tuple, which is what TOML provides.
-        return spec_class.model_validate_json(json.dumps(table, default=str))
+        return spec_class.model_validate_json(json.dumps(table, default=_json_value))
     except ValidationError as error:
         items = _of_fitting_types([dict(item) for item in error.errors()])
         raise UserErrorGroup([_validation_error(spec_class, table, path_prefix, item=item) for item in items]) from None
+
+
+def _json_value(value: object) -> object:
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, Spec) else str(value)
 
 
 PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal[", "tuple["

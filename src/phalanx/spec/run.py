@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -271,7 +270,7 @@ class RunSpec(Spec):
 
     def on_device(self, device: str) -> RunSpec:
         """Return this run with `cluster.device` set, because "auto" does not name the device in use."""
-        return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})
+        return self.replace(cluster=self.cluster.replace(device=device))
 
     @property
     def compiles(self) -> bool:
@@ -279,23 +278,12 @@ class RunSpec(Spec):
         by_default = self.cluster.uses_cuda and self.model.implementation is None
         return by_default if self.training.compile is None else self.training.compile
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with some fields changed; a default learning rate follows the model."""
-        copy = super().model_copy(update=update, deep=deep)
-        if update and not update.keys().isdisjoint(("model", "optimizer")):
-            copy._set_learning_rate()
-        return copy
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a validated copy with some fields changed; unset fields of the optimizer remain unset."""
-        return super().replace(**{"optimizer": self.optimizer.model_dump(mode="json", exclude_unset=True), **changes})
-
     def _set_learning_rate(self) -> None:
         """Fill in the default of this model; the field remains unset, so that its origin is known."""
         optimizer = self.optimizer
         if "learning_rate" not in optimizer.model_fields_set:
             learning_rate, _ = default_learning_rate(self.model)
-            optimizer = optimizer.model_copy(update={"learning_rate": learning_rate})
+            optimizer = optimizer.replace(learning_rate=learning_rate)
             optimizer.model_fields_set.discard("learning_rate")
             object.__setattr__(self, "optimizer", optimizer)  # the class is frozen
 

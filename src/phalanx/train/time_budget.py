@@ -58,11 +58,9 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
 def with_decided_steps(run: RunSpec, steps: int) -> RunSpec:
     """Return the run with a number of steps instead of its seconds; it warms up for at most half of them."""
     warmup_steps = min(run.optimizer.warmup_steps, steps // 2)
-    return run.model_copy(
-        update={
-            "training": run.training.replace(steps=steps, seconds=None),
-            "optimizer": run.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
-        }
+    return run.replace(
+        training=run.training.replace(steps=steps, seconds=None),
+        optimizer=run.optimizer.replace(warmup_steps=warmup_steps),
     )
 
 

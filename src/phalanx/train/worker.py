@@ -152,7 +152,7 @@ class RankSession:
         """Return the run with the layout of fewer ranks, if there is one, and record the layout in use."""
         reduced = self.options.reduced
         if reduced is not None:
-            run = run.model_copy(update={"layout": reduced.layout})
+            run = run.replace(layout=reduced.layout)
             check_layout(run, reduced.ranks)
         if is_rank0():
             write_effective_layout(self.directory, reduced.layout if reduced else None)

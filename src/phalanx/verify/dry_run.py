@@ -144,10 +144,10 @@ def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> 
     """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
-    run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
+    run = run.replace(training=run.training.replace(compile=False))
     if run.layout.offload == "nvme":
-        layout = run.layout.model_copy(update={"offload": "cpu", "offload_directory": None})
-        run = run.model_copy(update={"layout": layout})
+        layout = run.layout.replace(offload="cpu", offload_directory=None)
+        run = run.replace(layout=layout)
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

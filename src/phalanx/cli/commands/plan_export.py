@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
 from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def export_layout(
     run: RunOrConfig,
-    to: Annotated[str, typer.Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
+    to: Annotated[str, Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,
@@ -43,7 +43,7 @@ def export_layout(
     with search_progress(world_size) as report:
         option = search_exportable(described, world_size, trainer, keep=MIN_SEARCHED, report=report).best
     try:
-        exported = export(described.model_copy(update={"layout": option.candidate.layout()}), world_size, trainer)
+        exported = export(described.replace(layout=option.candidate.layout()), world_size, trainer)
     except UserError as error:
         problem = f"cannot express any layout of this run that fits; for the fastest, {error.field} {error.problem}"
         raise UserError("--to", trainer, problem, fix=error.fix) from None
@@ -64,7 +64,7 @@ def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trai
     if chosen.candidate == exported.candidate:
         return []
     try:
-        export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)
+        export(run.replace(layout=chosen.candidate.layout()), world_size, trainer)
     except UserError as error:
         reason = f"{error.field} = {error.value} {error.problem}"
         return [f"The best layout for Phalanx is {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]

@@ -74,11 +74,11 @@ def _memory_note(job: ClusterJob, nodes: int) -> str:
 
 def _with_recomputation(job: ClusterJob, nodes: int) -> RunSpec:
     """Return the run on `nodes` nodes, with its recomputation chosen if that is "auto"."""
-    cluster = job.run.cluster.model_copy(update={"nodes": nodes, "nproc_per_node": job.nproc})
-    run = job.run.model_copy(update={"cluster": cluster})
+    cluster = job.run.cluster.replace(nodes=nodes, nproc_per_node=job.nproc)
+    run = job.run.replace(cluster=cluster)
     if not run.layout.auto_checkpointing:
         return run
-    return run.model_copy(update={"layout": choose_recomputation(run, cluster.ranks).layout})
+    return run.replace(layout=choose_recomputation(run, cluster.ranks).layout)
 
 
 def _command(job: ClusterJob, name: str, *options: str) -> str:

@@ -109,4 +109,4 @@ def _suits(run: RunSpec, rank_counts: Iterable[int]) -> bool:
 def _with_value(run: RunSpec, field: str, value: int) -> RunSpec:
     """Return the run with another value of a field of a table."""
     table, _, name = field.partition(".")
-    return run.model_copy(update={table: getattr(run, table).model_copy(update={name: value})})
+    return run.replace(**{table: getattr(run, table).replace(**{name: value})})

@@ -185,7 +185,7 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     training = every.run.training
     cluster = every.run.cluster
     sequences = training.tokens_per_step // training.seq_len
-    plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
+    plain = candidate_from_run(run.replace(layout=Layout(micro_batch_size=1)), 1)
     one = evaluate(run, 1, [plain, plain._replace(activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
     fits_one_device = any(option.p_oom < MAX_OOM_PROBABILITY for option in one)

@@ -89,7 +89,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     _check_same_device(runs, machine)
     precision = _common_precision(runs, sweeps)
     start = _start_of_fit(runs, machine, precision)
-    machine = _with_measured_peak(runs, machine).model_copy(update={"calibration": start})
+    machine = _with_measured_peak(runs, machine).replace(calibration=start)
     jobs = job_table([job_row(run, machine) for run in runs])
     operations = _collect_operations(runs, jobs, sweeps, machine=machine)
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
@@ -105,7 +105,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         "buffer_overhead": memory.buffer_overhead,
     }
     return Calibration(
-        machine=machine.model_copy(update={"calibration": start.model_copy(update=fitted)}),
+        machine=machine.replace(calibration=start.replace(**fitted)),
         before=_predict_steps(prior.start, jobs, len(runs)),
         after=_predict_steps(fit.constants, jobs, len(runs)),
         leave_one_out=truth.step_total * np.exp(fit.leave_one_out_errors),
@@ -175,7 +175,7 @@ def _with_measured_peak(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Cl
     if not (peaks and machine.cores):
         return machine
     peak = statistics.median(peaks)
-    return machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
+    return machine.replace(peak_flops=peak, matmul_flops=peak)
 
 
 def _changed_constants(constants: TimeConstants) -> dict[str, float]:
@@ -235,7 +235,7 @@ def detect_cpu() -> ClusterSpec:
     """Return the CPU of this process: the number of usable cores, and their memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return load_machine("cpu").model_copy(update={"cores": cores, "memory_bytes": memory})
+    return load_machine("cpu").replace(cores=cores, memory_bytes=memory)
 
 
 def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> None:
@@ -258,7 +258,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
 
 def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
     run_cluster = measured.run.cluster
-    return machine.model_copy(update={"nodes": run_cluster.nodes, "nproc_per_node": run_cluster.nproc_per_node})
+    return machine.replace(nodes=run_cluster.nodes, nproc_per_node=run_cluster.nproc_per_node)
 
 
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
@@ -267,7 +267,7 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
     Raises:
         UserError: If the planner does not support the layout.
     """
-    run = measured.run.model_copy(update={"cluster": _with_cluster_size(machine, measured)})
+    run = measured.run.replace(cluster=_with_cluster_size(machine, measured))
     try:
         jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:

@@ -53,4 +53,4 @@ class MeasuredRun:
     @property
     def counted_peak_bytes(self) -> float:
         """Peak of the exact memory, including offloaded bytes on a CPU."""
-        return device_and_host_bytes(self.run.cluster.model_copy(update={"calibration": None}), [self.memory])[0]
+        return device_and_host_bytes(self.run.cluster.replace(calibration=None), [self.memory])[0]

@@ -103,10 +103,10 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
         results = parse_json(file.read_bytes())
         run = run_from_table(parse_toml(results["run_file"]))
         ranks = int(results["world_size"])
-        cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
+        cluster = run.cluster.replace(nproc_per_node=ranks)
         return BenchmarkFile(
             name=file.name,
-            run=run.model_copy(update={"cluster": cluster}),
+            run=run.replace(cluster=cluster),
             ranks=ranks,
             products=_parse_products(results.get("matmul", [])),
             core=_parse_attention(results.get("attention", [])),

@@ -54,7 +54,7 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
 
 def check_run(run: RunSpec, trainer: Trainer) -> None:
     """Raise UserError for options that a trainer cannot express in any layout, not even in the simplest."""
-    export(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1, trainer)
+    export(run.replace(layout=Layout(micro_batch_size=1)), 1, trainer)
 
 
 def search_exportable(

@@ -68,7 +68,7 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
     Raises:
         UserError: If the layout cannot run, or the planner does not support it.
     """
-    layout_run = run.model_copy(update={"layout": layout})
+    layout_run = run.replace(layout=layout)
     check_layout(layout_run, world_size)
     return with_exact_memory(
         run, world_size, evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
@@ -88,7 +88,7 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
-        layout = layout.model_copy(update={"offload_directory": run.layout.offload_directory})
+        layout = layout.replace(offload_directory=run.layout.offload_directory)
     option = evaluate_layout(run, world_size, layout)
     row = normalize_row(text)
     require(

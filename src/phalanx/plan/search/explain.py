@@ -143,14 +143,14 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
 
     def double_field(field: str) -> RunSpec | None:
         value = getattr(cluster, field)
-        return value and run.model_copy(update={"cluster": cluster.model_copy(update={field: 2 * value})})
+        return value and run.replace(cluster=cluster.replace(**{field: 2 * value}))
 
     changes = {
         "twice the memory": double_field("memory_bytes"),
         "fast links twice as fast": double_field("link_bytes_per_second"),
         "a network twice as fast": double_field("network_bytes_per_second"),
-        "twice the tokens per step": run.model_copy(
-            update={"training": training.model_copy(update={"tokens_per_step": 2 * training.tokens_per_step})}
+        "twice the tokens per step": run.replace(
+            training=training.replace(tokens_per_step=2 * training.tokens_per_step)
         ),
     }
     for change, changed in changes.items():

@@ -115,7 +115,7 @@ class Plan:
         >>> plan = phalanx.plan_run(phalanx.load_run("run.toml", machine="h100"), 8, top=3)
         >>> len(plan.layouts), plan.searched >= plan.fitting > 0
         (3, True)
-        >>> run = phalanx.load_run("run.toml").model_copy(update={"layout": plan.best.layout})
+        >>> run = phalanx.load_run("run.toml").replace(layout=plan.best.layout)
         >>> sorted(plan.to_json())
         ['best', 'fitting', 'layouts', 'searched']
     """

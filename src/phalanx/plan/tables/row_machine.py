@@ -36,7 +36,7 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
         changes.setdefault(
             "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
         )
-    return cluster.model_copy(update=changes), assumed
+    return cluster.replace(**changes), assumed
 
 
 def _find_preset(chip: str) -> tuple[str, list[str]]:

@@ -218,7 +218,7 @@ def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
     if not file.exists() and not file.is_symlink():
         return run
     table = read_json(file, "layout of the last start", fix="remove the file to use the layout of run.toml")
-    return run.model_copy(update={"layout": parse_table(Layout, table)})
+    return run.replace(layout=parse_table(Layout, table))
 
 
 def _add_tokenizer(data: Any, model: Any) -> Any:

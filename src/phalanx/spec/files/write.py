@@ -38,7 +38,7 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
         "model": model,
         "layout": run.layout.replace(**files),
     }
-    return run.model_copy(update={"output_dir": absolute_path(run.output_dir), **changes})
+    return run.replace(output_dir=absolute_path(run.output_dir), **changes)
 
 
 def to_toml(run: RunSpec, omitted: Iterable[str] = ()) -> str:

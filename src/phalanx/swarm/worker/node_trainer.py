@@ -22,7 +22,7 @@ def build_node_trainer(exchange: RoundExchange, corpus: TrainingData, device: to
     """
     run = exchange.run
     if exchange.swarm.sends_gradients:  # the coordinator clips the mean gradient
-        run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
+        run = run.replace(optimizer=run.optimizer.replace(max_grad_norm=0.0))
     with TensorFile(exchange.base) as base:
 
         def read_weight(name: str, shape: torch.Size) -> torch.Tensor:
