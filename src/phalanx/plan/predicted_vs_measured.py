@@ -52,10 +52,6 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
     """Compare memory by part and traffic by operation, in bytes, for the fullest rank of each role.
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
-
-    Args:
-        world_size: Number of ranks.
-        measured: Measurements by rank.
     """
     memory = rank_memory(run, world_size)
     shared = uses_model_parallelism(run.layout)
@@ -82,12 +78,7 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
 
 
 def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
-    """Return the ranks in a role of `rank_memory`.
-
-    Args:
-        role: Name of the role.
-        world_size: Number of ranks.
-    """
+    """Return the ranks in a role of `rank_memory`."""
     sizes = parallel_dims(layout, world_size)
     match role:
         case "rank":

@@ -57,10 +57,7 @@ def estimate_training_cost(
 ) -> TrainingCost:
     """Return the cost of training on `tokens`.
 
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout of the run.
-        tokens: Tokens to train on; by default those of the run.
+    By default, the tokens are those of the run.
     """
     cluster = run.cluster
     if tokens is None and run.training.seconds is not None:
@@ -107,10 +104,6 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
     """Return the goodput with the run's own checkpoint interval.
 
     The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
-
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout of the run.
     """
     _, write = _checkpoint_cost(run)
     every = run.checkpoint.every

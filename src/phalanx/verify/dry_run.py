@@ -70,15 +70,8 @@ def trace_ranks(
 ) -> Iterator[Traced]:
     """Yield the traces of these ranks in order, each from a separate process.
 
-    Args:
-        run: Run to trace.
-        world_size: Number of ranks of the run.
-        ranks: Ranks to trace.
-        max_workers: Maximum number of concurrent processes.
-        full: Trace all micro-batches, blocks and chunks, also equal ones (`verify.repetition`).
-
-    Raises:
-        UserError: the run cannot be traced; then no process is started.
+    With `full`, all micro-batches, blocks and chunks are traced, also equal ones (`verify.repetition`). Raises
+    UserError if the run cannot be traced; then no process is started.
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")
@@ -136,11 +129,7 @@ def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Tra
 def trace_rank(run: RunSpec, world_size: int, rank: int, full: bool = False) -> Traced:
     """Trace a step of one rank in this process, which must not have a process group.
 
-    Args:
-        run: Run to trace.
-        world_size: Number of ranks of the run.
-        rank: Rank to trace.
-        full: Trace all micro-batches, blocks and chunks, also equal ones.
+    With `full`, all micro-batches, blocks and chunks are traced, also equal ones.
     """
     started_at = time.perf_counter()
     torch.set_num_threads(1)
@@ -213,11 +202,7 @@ def run_step(
 ) -> None:
     """Run a step like `Trainer.train_step`, without reading its results.
 
-    Args:
-        learner: Learner of the step.
-        recorders: Recorders of the step; None if it is not recorded.
-        repeated: Blocks of the learner; None to run all blocks and micro-batches, also equal ones.
-        max_micro_batches: Maximum number of micro-batches; None: those of the run.
+    Without `recorders` it is not recorded. Without `repeated`, all blocks and micro-batches are run, also equal ones.
     """
     micros = _make_micro_batches(learner)[:max_micro_batches] if learner.strategy.runs_model else []
     if repeated is None:

@@ -18,11 +18,6 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
 
     Workers send each server its gradients, and all sums; the server broadcasts its weights to them. The first server
     also broadcasts the result of the step. Servers sum the gradient's norm among themselves.
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        rank: Rank whose traffic is planned.
     """
     servers = parallel_dims(run.layout, world_size).servers
     element_bytes = STATE_BYTES[run.training.precision]

@@ -51,13 +51,7 @@ class PlanCheck:
 
 
 def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """Return the checks of one traced rank (`verify.dry_run`).
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        traced: Trace of the rank.
-    """
+    """Return the checks of one traced rank (`verify.dry_run`)."""
     return [
         *_compare_collectives(run, world_size, traced),
         *_compare_memory(run, world_size, traced),
@@ -117,13 +111,7 @@ def _check_collective(run: RunSpec, key: tuple[str, Group], planned: list[Traffi
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
-    """Return the planned traffic of a rank by operation and ranks of the group.
-
-    Args:
-        run: Run of the plan.
-        world_size: Number of ranks.
-        rank: Rank whose traffic is planned.
-    """
+    """Return the planned traffic of a rank by operation and ranks of the group."""
     sizes = parallel_dims(run.layout, world_size)
     rows_by_group = defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:

@@ -187,13 +187,7 @@ class _Recording:
     def __init__(
         self, blocks: RepeatedBlocks, outside: dict[str, ref[torch.UntypedStorage]], is_own: Callable[[int], bool]
     ) -> None:
-        """Start it.
-
-        Args:
-            blocks: Blocks with the recorders.
-            outside: Tensors outside the block that are alive, some of which it may release.
-            is_own: Returns whether an earlier tensor is the block's own, by its number (`MemoryMeter.numbers`).
-        """
+        """Start it."""
         self.meter = blocks.meter
         self.work = blocks.work
         self.mark = self.work.mark()

@@ -49,11 +49,7 @@ def few_chunks() -> Iterator[None]:
 
 
 def phases(kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on.
-
-    Args:
-        kinds: Kinds of passes, in their order.
-    """
+    """Return the phase of each of a step's passes, such that passes of one phase are equal from the third on."""
     bounds = sorted([MAX_BF16_SUMS, MAX_BF16_SUMS + 1, len(kinds) - 1])
     return [(kind, bisect_right(bounds, position)) for position, kind in enumerate(kinds)]
 
@@ -74,9 +70,6 @@ def traced_actions(actions: Sequence[Action]) -> dict[Action, Action]:
 
     All actions of a stage and micro-batch are traced, or none. Backward passes of weights change the sums of gradients,
     alone or as part of a full backward pass; forward passes and those of inputs are equal independently.
-
-    Args:
-        actions: Actions of a step, in their order.
     """
     sequences = defaultdict[tuple[int, str], list[Action]](list)
     for action in actions:
@@ -108,10 +101,7 @@ def num_traced_micro_batches(learner: Learner, count: int) -> int:
 def forward_backward_once(learner: Learner, micros: Sequence[MicroBatch], recorders: StepRecorders | None) -> StepSums:
     """Compute gradients like `Learner.forward_backward`, and run equal micro-batches once.
 
-    Args:
-        learner: Learner of the step.
-        micros: Micro-batches of this rank.
-        recorders: Recorders of the step, which count all micro-batches; None if it is not recorded.
+    The recorders, if any, count all micro-batches.
     """
     strategy = learner.strategy
     if isinstance(strategy, PipelineStrategy):
@@ -170,13 +160,7 @@ class RepeatedPasses(StagePasses):
     tensors are numbers."""
 
     def __init__(self, passes: StagePasses, actions: Sequence[Action], recorders: StepRecorders | None) -> None:
-        """Create the passes.
-
-        Args:
-            passes: Passes that are traced.
-            actions: Actions of this rank in the step.
-            recorders: Recorders of the step; None if it is not recorded.
-        """
+        """Create the passes."""
         super().__init__(passes.data_parallel, passes.stages, passes.forward_context)
         self._traced_action = traced_actions(actions)
         self._meter = None if recorders is None else recorders.memory

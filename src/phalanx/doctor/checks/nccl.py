@@ -37,15 +37,12 @@ def check_variables(machine: Machine, expected: Expectations) -> Iterator[Doctor
     external = [name for name in selected.get(NCCL_VARIABLE, []) if not name.startswith(LOCAL_PREFIXES)]
     yield _check_route(machine, external)
     yield from _check_cards(machine)
-    forced = {name: machine.environment.get(name, "") for name in RULES["nccl.left_over"].inputs}
-    yield from RULES["nccl.left_over"].report(
-        (
-            (name, value)
-            for name, value in forced.items()
-            if (value == "0" if name.endswith("ENABLE") else value not in ("", "0"))
-        ),
-        ok="none",
+    rule = RULES["nccl.left_over"]
+    forced = ((name, machine.environment.get(name, "")) for name in rule.inputs)
+    set_variables = (
+        (name, value) for name, value in forced if (value == "0" if name.endswith("ENABLE") else value not in ("", "0"))
     )
+    yield from rule.report(set_variables, ok="none")
 
 
 def named_interfaces(machine: Machine) -> list[str]:
@@ -80,7 +77,9 @@ def _check_interfaces(
         ids = ("nccl.interface", "nccl.gloo_interface", "nccl.interface_local", "nccl.interface_up")
         yield from skip_rules("no variable names an interface", *ids)
         return
-    states = {name: _interface_state(machine, name) for name in _list_interfaces(machine)}
+    operstates = {name: machine.read(f"/sys/class/net/{name}/operstate") for name in _list_interfaces(machine)}
+    # Virtual interfaces have the state "unknown", which counts as up.
+    states = {name: "up" if state in (None, "", "unknown") else str(state) for name, state in operstates.items()}
     available = f"of {', '.join(states)}"
     if NCCL_VARIABLE not in selected:
         yield exists.skip(f"{NCCL_VARIABLE} is not set")
@@ -101,12 +100,9 @@ def _check_interfaces(
         yield RULES["nccl.interface_local"].skip("the run has one node")
     else:
         yield from RULES["nccl.interface_local"].check(local)
+    others = [variable for variable, listed in local.items() if not listed]
     yield from RULES["nccl.interface_up"].check(
-        {
-            variable: " ".join(states[name] for name in selected[variable])
-            for variable, listed in local.items()
-            if not listed
-        }
+        {variable: " ".join(states[name] for name in selected[variable]) for variable in others}
     )
 
 
@@ -129,12 +125,6 @@ def matches_interface_filter(value: str, interface: str) -> bool:
     exact = "=" in value[:2]
     matches = any(interface == name if exact else interface.startswith(name) for name in names)
     return matches != value.startswith("^")
-
-
-def _interface_state(machine: Machine, interface: str) -> str:
-    """Return the state of an interface; "unknown", which virtual interfaces have, counts as up."""
-    state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
-    return "up" if state == "unknown" else state
 
 
 def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:

@@ -37,7 +37,10 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
         named = machine.environment.get("NCCL_IB_HCA")
         reason = "not named by NCCL_IB_HCA" if named else "slower than other kinds of card"
         yield RULES["rdma.state"].skip(f"{', '.join(excluded)}: {reason}")
-    states = {name: _port_state(machine, port) for name, port in ports.items()}
+    states = {
+        name: ", ".join(machine.read(f"{port.path}/{state}") or "unknown" for state in ("state", "phys_state"))
+        for name, port in ports.items()
+    }
     yield from RULES["rdma.state"].check(states)
     rates = {name: rdma.rate_gbps(machine, port) for name, port in ports.items() if states[name].startswith("4:")}
     required_gbps = 8e-9 * _required_bytes_per_second(expected) / max(1, len(ports))
@@ -53,10 +56,6 @@ def check_rdma_ports(machine: Machine, expected: Expectations) -> Iterator[Docto
     kinds = {port.device: rdma.card_kind(machine, port) for port in ports.values()}
     usual = {kind: most_common(versions[each] for each in versions if kinds[each] == kind) for kind in kinds.values()}
     yield from RULES["rdma.firmware"].check(versions, limit={device: usual[kinds[device]] for device in versions})
-
-
-def _port_state(machine: Machine, port: rdma.Port) -> str:
-    return ", ".join(machine.read(f"{port.path}/{name}") or "unknown" for name in ("state", "phys_state"))
 
 
 def _required_bytes_per_second(expected: Expectations) -> float:

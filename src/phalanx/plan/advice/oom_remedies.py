@@ -8,6 +8,7 @@ precision, another optimizer) or of the price are tried after all remedies that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -67,7 +68,7 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
 
 def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
     now = plan_batch(run, run.cluster.ranks).micro_batch_size
-    yield from (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
+    return (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
 
 
 def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
@@ -102,10 +103,10 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
     """Return a function that yields larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        ranks = run.cluster.ranks
         now = getattr(run.layout, axis)
-        max_degree = run.cluster.fast_link_domain_size if within_domain else ranks
-        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= max_degree)
+        max_degree = run.cluster.fast_link_domain_size if within_domain else run.cluster.ranks
+        larger = (degree for degree in divisors(run.cluster.ranks) if now < degree <= max_degree)
+        return (with_layout(run, **{axis: degree}) for degree in larger)
 
     return changes
 
@@ -113,13 +114,10 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
 def increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Yield larger pipelines, with the rank order that the planner chooses."""
     for changed in _increase_degree("pp")(run):
-        tp = changed.layout.tp
-        pp = changed.layout.pp
-        cp = changed.layout.cp
+        tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(
-            changed, rank_order=choose_rank_order(dp=dp, tp=tp, pp=pp, cp=cp, domain=run.cluster.fast_link_domain_size)
-        )
+        order = choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size)
+        yield with_layout(changed, rank_order=order)
 
 
 def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
@@ -130,16 +128,12 @@ def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
     usual = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _increase_degree("cp")(run):
-        variants = [with_layout(changed, cp_method=method) for method in kinds]
-        yield next((method for method in variants if _is_divisible(method)), variants[-1])
-
-
-def _is_divisible(run: RunSpec) -> bool:
-    try:
-        check_divisibility(run, run.cluster.ranks)
-    except UserError:
-        return False
-    return True
+        for method in kinds:
+            variant = with_layout(changed, cp_method=method)
+            with suppress(UserError):
+                check_divisibility(variant, run.cluster.ranks)
+                break
+        yield variant
 
 
 def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:

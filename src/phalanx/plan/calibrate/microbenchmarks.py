@@ -51,9 +51,7 @@ class OperationTimings:
     def errors(self, c: TimeConstants, points: int = 1) -> Array:
         """Return the errors of the logarithms of times, in standard deviations: [points, operation].
 
-        Args:
-            c: Constants, equal for all, or for all points and operations in this order.
-            points: Number of points.
+        The constants are equal for all, or those of all points and operations, in this order.
         """
         run_indices = np.tile(np.arange(len(self.seconds)), points)
         log_errors = np.log(self.predicted(c, run_indices)).reshape(points, -1) - np.log(self.seconds)
@@ -96,8 +94,7 @@ class BenchmarkFile:
 def read_benchmark_file(file: Path) -> BenchmarkFile:
     """Return the contents of a file that `phalanx bench --out` wrote.
 
-    Raises:
-        UserError: If the file has another format.
+    Raises UserError if the file has another format.
     """
     try:
         results = parse_json(file.read_bytes())
@@ -224,13 +221,7 @@ def collective_timings(
     """Return the timings of collectives and messages that the model can predict.
 
     Parameter servers are excluded. All operations have equal weight: small ones determine latencies, large ones
-    bandwidths.
-
-    Args:
-        source: Name of the run or file.
-        exchanges: Timings of collectives and messages.
-        jobs: Columns of the run.
-        run: Index of the run; None if timed outside of runs.
+    bandwidths. `jobs` is the row of the run, whose index is `run`; None if they were timed outside of runs.
     """
     known = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
     ranks, stride, size = (

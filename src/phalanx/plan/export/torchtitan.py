@@ -7,6 +7,7 @@ which no longer reads TOML.
 from __future__ import annotations
 
 import ast
+from functools import partial
 from textwrap import indent
 
 from phalanx.plan.export.common import (
@@ -24,6 +25,7 @@ from phalanx.plan.export.torchtitan_model import PythonSource, model_family, mod
 from phalanx.schedule.registry import representative_schedule
 
 SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
+unsupported = partial(unsupported_error, "torchtitan")
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("zero1",), 'use "zero2"'),
     UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), SCHEDULE_FILE_FIX),
@@ -67,8 +69,7 @@ from torchtitan.trainer import Trainer
 def torchtitan(job: ExportJob) -> ExportedConfig:
     """Return the torchtitan module of a run.
 
-    Raises:
-        UserError: If torchtitan cannot express the run.
+    Raises UserError if torchtitan cannot express the run.
     """
     check_export_supported(job, "torchtitan", GAPS)
     check_kv_heads(job, "torchtitan")
@@ -104,25 +105,21 @@ def _check(job: ExportJob) -> None:
     if training.seq_len % multiple:
         fix = f"use a multiple of {multiple}"
         reason = f"with layout.tp = {sizes.tp} and layout.cp = {sizes.cp}"
-        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix=fix, reason=reason)
+        raise unsupported("training.seq_len", training.seq_len, fix, reason)
     sharing_ranks = sizes.dp_shard * sizes.cp * sizes.tp
     if sharing_ranks % sizes.ep:
         reason = f"experts are distributed over the {sharing_ranks} ranks that shard the other parameters"
-        raise unsupported_error(
-            "torchtitan", "layout.ep", sizes.ep, fix='use layout.data_parallel = "zero3", or a divisor', reason=reason
-        )
+        raise unsupported("layout.ep", sizes.ep, 'use layout.data_parallel = "zero3", or a divisor', reason)
     if sizes.pp > 1 and job.run.model.tie_embeddings:
         reason = "its pipelines do not support tied embeddings"
-        raise unsupported_error("torchtitan", "model.tie_embeddings", True, fix="set it to false", reason=reason)
+        raise unsupported("model.tie_embeddings", True, "set it to false", reason)
     if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
         reason = "its models with experts or query/key norms do not support it"
-        raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", fix="use another model", reason=reason)
+        raise unsupported("model.rope.scaling", "llama3", "use another model", reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it accepts only schedules with stage s on rank s mod pp"
-        raise unsupported_error(
-            "torchtitan", "layout.schedule_file", layout.schedule_file, fix='use "zb-v" or "dualpipe-v"', reason=reason
-        )
+        raise unsupported("layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason)
 
 
 def _trainer_config(job: ExportJob) -> PythonSource:

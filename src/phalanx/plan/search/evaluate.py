@@ -33,8 +33,7 @@ from phalanx.spec.run import RunSpec
 def parse_layout(text: str) -> Layout:
     """Return the layout in a user's text: "tp=4, pp=8, data_parallel=zero1", or a row of the plan's table.
 
-    Raises:
-        UserError: If a key is not a field of `Layout`.
+    Raises UserError if a key is not a field of `Layout`.
     """
     if (layout := layout_of_row(text)) is not None:
         return layout
@@ -62,30 +61,20 @@ def layout_to_text(layout: Layout) -> str:
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
     """Return the predicted cost of a given layout.
 
-    Args:
-        world_size: Number of ranks.
-        layout: Layout to evaluate instead of the run's.
-
-    Raises:
-        UserError: If the layout cannot run, or the planner does not support it.
+    Raises UserError if the layout cannot run, or the planner does not support it.
     """
     layout_run = run.model_copy(update={"layout": layout})
     check_layout(layout_run, world_size)
-    return with_exact_memory(
-        run, world_size, evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
-    )
+    option = evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
+    return with_exact_memory(run, world_size, option)
 
 
 def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """Return the predicted cost of the layout in a user's text (`parse_layout`).
 
-    Args:
-        run: The run; its offload directory is that of a text without one.
-        world_size: Number of ranks.
-        text: Fields of a layout, or a row of the table of a plan with the same ranks and batch.
-
-    Raises:
-        UserError: If the layout cannot run, the planner does not support it, or the row is of other ranks or batches.
+    The offload directory is that of the run if the text has none. A row must be of a plan with the same ranks and
+    batch. Raises UserError if the layout cannot run, the planner does not support it, or the row is of other ranks or
+    batches.
     """
     layout = parse_layout(text)
     if layout.offload == "nvme" and layout.offload_directory is None:
@@ -103,24 +92,14 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
 
 
 def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
-    """Return the estimated probability that memory is insufficient, per layout.
-
-    Args:
-        world_size: Number of ranks.
-        layouts: Candidate layouts.
-    """
+    """Return the estimated probability that memory is insufficient, per layout."""
     jobs = candidate_jobs(run, world_size, layouts)
     constants = memory_constants_for(run.cluster)
     return np.broadcast_to(oom_probability(constants, jobs, estimate_memory(constants, jobs)), len(layouts))
 
 
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
-    """Return whether Phalanx can train a layout.
-
-    Args:
-        world_size: Number of ranks.
-        candidate: Candidate layout.
-    """
+    """Return whether Phalanx can train a layout."""
     try:
         check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
     except UserError:
@@ -132,10 +111,6 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
 
     The exact count can exceed the estimate, which is for any trainer.
-
-    Args:
-        world_size: Number of ranks.
-        option: Evaluated layout.
     """
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
     return with_counted_memory(run.cluster, option, list(rank_memory(layout_run, world_size).values()))
@@ -144,12 +119,7 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
 def with_counted_memory(
     cluster: ClusterSpec, option: EvaluatedLayout, memories: Sequence[RankMemory]
 ) -> EvaluatedLayout:
-    """Return an option with exact memory.
-
-    Args:
-        option: Evaluated layout.
-        memories: Memory of the option's ranks, counted by `rank_memory`.
-    """
+    """Return an option with exact memory."""
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     first_bytes, _ = device_and_host_bytes(cluster, memories[:1])
     last_bytes, _ = device_and_host_bytes(cluster, memories[-1:])
@@ -184,10 +154,7 @@ class LayoutPredictions:
 def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
     """Predict time and memory of some layouts, in columns that broadcast to their number.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to predict; at least one.
+    There must be at least one layout.
     """
     jobs = candidate_jobs(run, world_size, layouts)
     constants = memory_constants_for(run.cluster)
@@ -203,16 +170,11 @@ def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout
 
 
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
-    """Return the predicted cost of each layout, in their order.
-
-    Args:
-        world_size: Number of ranks.
-        layouts: Candidate layouts.
-    """
+    """Return the predicted cost of each layout, in their order."""
     if not layouts:
         return []
     predictions = predict_layouts(run, world_size, layouts)
-    columns = {  # some are sums over all layouts
+    columns = {
         "seconds": predictions.time.total,
         "interval_factor": predictions.interval_factor,
         "recomputed_fraction": predictions.recomputed_fraction,

@@ -33,14 +33,8 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
 
     A choice fits if its P(OOM), by the exact memory, is below `SAFE_OOM_PROBABILITY`. Candidates are no recomputation,
     and each method with the fewest blocks per pipeline rank that fit. If none fits, all blocks are recomputed in full.
-    If step times are unknown, the choice recomputes the fewest FLOPs.
-
-    Args:
-        run: Run on a cluster of known memory.
-        world_size: Number of ranks.
-
-    Raises:
-        UserError: The layout cannot run.
+    If step times are unknown, the choice recomputes the fewest FLOPs. The memory of the cluster must be known. Raises
+    UserError if the layout cannot run.
     """
     blocks = [len(layers) for layers in layers_per_rank(run)]
     plain = with_recomputation(run, "none", blocks)
@@ -63,12 +57,7 @@ def choose_recomputation(run: RunSpec, world_size: int) -> RecomputationChoice:
 
 
 def with_recomputation(run: RunSpec, method: CheckpointingName, counts: Sequence[int]) -> RunSpec:
-    """Return the run with a method of recomputation in the first blocks of each pipeline rank.
-
-    Args:
-        method: Method of the recomputed blocks.
-        counts: Number of recomputed blocks per pipeline rank.
-    """
+    """Return the run with a method of recomputation in the first blocks of each pipeline rank."""
     blocks = [len(layers) for layers in layers_per_rank(run)]
     method = method if any(counts) else "none"
     recomputed: int | tuple[int, ...] | None = tuple(counts)

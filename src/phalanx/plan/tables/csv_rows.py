@@ -39,8 +39,7 @@ OPTIONAL_COLUMNS = (
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file by column.
 
-    Raises:
-        UserError: If the file cannot be read, or lacks required columns.
+    Raises UserError if the file cannot be read, or lacks required columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
