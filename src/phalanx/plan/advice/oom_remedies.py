@@ -114,9 +114,9 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
 def increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Yield larger pipelines, with the rank order that the planner chooses."""
     for changed in _increase_degree("pp")(run):
-        tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
-        dp = run.cluster.ranks // (tp * pp * cp)
-        order = choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size)
+        layout = changed.layout
+        dp = run.cluster.ranks // (layout.tp * layout.pp * layout.cp)
+        order = choose_rank_order(dp, layout.tp, layout.pp, layout.cp, run.cluster.fast_link_domain_size)
         yield with_layout(changed, rank_order=order)
 
 

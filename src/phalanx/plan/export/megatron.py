@@ -167,13 +167,13 @@ def _experts(job: ExportJob, moe: MoESpec) -> Flags:
     balancing = "none"
     if moe.balance_loss_coef:
         balancing = "seq_aux_loss" if moe.balance_loss_scope == "sequence" else "aux_loss"
-    dense, routed = moe.num_leading_dense_layers, spec.num_layers - moe.num_leading_dense_layers
+    dense = moe.num_leading_dense_layers
     return {
         "num-experts": moe.num_experts,
         "moe-router-topk": moe.top_k,
         "moe-ffn-hidden-size": moe.expert_ffn_size,
         "moe-shared-expert-intermediate-size": moe.expert_ffn_size * moe.num_shared_experts or None,
-        "moe-layer-freq": f"([0]*{dense}+[1]*{routed})" if dense else None,
+        "moe-layer-freq": f"([0]*{dense}+[1]*{spec.num_layers - dense})" if dense else None,
         "moe-router-score-function": moe.router_score,
         "moe-router-pre-softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
         "moe-router-load-balancing-type": balancing,

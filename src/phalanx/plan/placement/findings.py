@@ -120,7 +120,9 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     """
     first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
     by = np.array([first[rail] for rail in site.rail])
-    ranks, source, target = matrix.ranks, matrix.source, matrix.target
+    ranks = matrix.ranks
+    source = matrix.source
+    target = matrix.target
     neighbor = source // site.nproc * site.nproc + by[target % site.nproc]
     is_relayed = (site.links(source, target) == 3) & (neighbor < ranks)
     is_relayed &= site.domain_of(source) == site.domain_of(neighbor)

@@ -155,6 +155,8 @@ def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
     available_bytes = float(cluster.rank_memory_bytes or 1)
     kind = "device"
     if option.host_bytes / host_memory(cluster) > used_bytes / available_bytes:
-        kind, used_bytes, available_bytes = "CPU", option.host_bytes, host_memory(cluster)
+        kind = "CPU"
+        used_bytes = option.host_bytes
+        available_bytes = host_memory(cluster)
     used = f"{used_bytes / GIB:.1f} GiB of {available_bytes / GIB:.1f}"
     return f"{used} of {kind} memory (P(OOM) {option.p_oom:.0%})"

@@ -38,7 +38,7 @@ GENERATION_DEFAULTS = (
     # B200: PCIe Gen5, DDR5-5600.
     GenerationDefaults(0.775, 63e9, 89.6e9, 50e9),
 )
-"""As in DGX A100, H100 and B200."""
+"""Values of DGX A100, H100 and B200, by generation."""
 DISK_BYTES_PER_SECOND = 5e9
 """Bandwidth of an NVMe drive that is read and written.
 
