@@ -64,7 +64,7 @@ def estimate_training_cost(
         tokens = run.training.seconds * option.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate = failure_rate(run)
-    (saved, write) = _checkpoint_cost(run)
+    saved, write = _checkpoint_cost(run)
     availability = reliability(rate, world_size, write, restart_seconds=cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
     hours = 24 * days

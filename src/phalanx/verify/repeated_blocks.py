@@ -158,7 +158,8 @@ class RepeatedBlocks:
         parts = kind.backward
         if not parts:
             assert self.meter is None, "only the first step, which is not recorded, has unknown parts"
-            if isinstance(self.learner.strategy, DDP):  # which makes its buckets in the order of these gradients
+            # DDP makes its buckets in the order of these gradients.
+            if isinstance(self.learner.strategy, DDP):
                 return forward(x, *args)
             trained = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
             parts = [_Part(results=[_Shape.of(parameters[index])], parameter=index) for index in trained]
@@ -172,7 +173,8 @@ class RepeatedBlocks:
             del repeated.outside["input"]
         buffers = list(block.buffers())
         for index in kind.forward.buffers:
-            buffers[index].view_as(buffers[index])  # the meter counts the result of any operation
+            # The meter counts the result of any operation.
+            buffers[index].view_as(buffers[index])
         token = x
         for index in reversed(range(len(parts))):
             parameter = parts[index].parameter
@@ -206,7 +208,12 @@ class _Recording:
         net = self.change.net
         moves = [moved for number, moved in self.change.moves if number < self.first_number and not self.is_own(number)]
         result_bytes = [self._bytes_by_part(result.untyped_storage()) for result in results]
-        written = [index for index, buffer in enumerate(buffers) if self._is_new(buffer.untyped_storage())]
+        numbers = self.meter.numbers if self.meter is not None else {}
+        written = [
+            index
+            for index, buffer in enumerate(buffers)
+            if numbers.get(buffer.untyped_storage()._cdata, -1) >= self.first_number
+        ]
         for by_part in (*moves, *result_bytes, *(self._bytes_by_part(buffers[i].untyped_storage()) for i in written)):
             net.subtract(by_part)
         released = [name for name, storage in self.outside.items() if storage() is None]
@@ -227,9 +234,6 @@ class _Recording:
             moves_others=bool(moves),
             buffers=written,
         )
-
-    def _is_new(self, storage: torch.UntypedStorage) -> bool:
-        return self.meter is not None and self.meter.numbers.get(storage._cdata, -1) >= self.first_number
 
     def _bytes_by_part(self, storage: torch.UntypedStorage | None) -> Counter[str]:
         key = None if storage is None else storage._cdata
@@ -336,10 +340,12 @@ class _RepeatedBackward:
         """Return the result of a part."""
         part = self.parts[index]
         if part.work is not None:
-            part = self.kind.backward[index]  # of the same micro-batch
+            # The part of the same micro-batch.
+            part = self.kind.backward[index]
             assert part.parameter == self.parts[index].parameter
         self.count(part)
-        if part.parameter is None:  # the last part
+        is_last_part = part.parameter is None
+        if is_last_part:
             for name in OUTPUT_GRADIENTS:
                 self.outside.pop(name, None)
         return part.results[0].empty(self.blocks.meter)

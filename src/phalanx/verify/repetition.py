@@ -176,13 +176,14 @@ class RepeatedPasses(StagePasses):
 
     def execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Run or repeat an action, and return its output for another stage, if any."""
-        if self._last_backward is not None:  # only now the caller has dropped the gradient that it received
+        # Only now the caller has dropped the gradient that it received.
+        if self._last_backward is not None:
             self._kept[self._last_backward] = self._alive(self._last_backward).keys() & KEPT_FOR_WEIGHTS
             self._last_backward = None
         traced_action = self._traced_action[action]
         if traced_action == action:
             return self._trace(action, received, state)
-        return self._repeat(action, traced_action, received, state=state)
+        return self._repeat(action, traced_action, received, state)
 
     def _trace(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         key = action.stage, action.micro
@@ -197,9 +198,7 @@ class RepeatedPasses(StagePasses):
         self._name(key, "losses", losses)
         change.net.update(messages)
         change.net.subtract(self._message_bytes(key))
-        self._traced[action] = _TracedPass(
-            work=self._work.since(mark), memory=change, output=_empty_like(output), losses=_empty_like(losses)
-        )
+        self._traced[action] = _TracedPass(self._work.since(mark), change, _empty_like(output), _empty_like(losses))
         if action.kind == "I":
             self._last_backward = key
         return output
@@ -221,7 +220,8 @@ class RepeatedPasses(StagePasses):
         kept = self._kept.get((traced_action.stage, traced_action.micro), frozenset()) if action.kind == "I" else set()
         for name in messages.keys() - kept:
             del messages[name]
-        if "input" in kept:  # whose attribute `grad` is the output
+        # The attribute `grad` of the input is the output.
+        if "input" in kept:
             messages["input gradient"] = output
         return output
 

@@ -109,9 +109,15 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             core=_parse_attention(results.get("attention", [])),
             passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
             exchanges=tuple(
-                exchange
-                for group_result in results.get("collectives", [])
-                for exchange in _parse_collective(group_result)
+                CollectiveTiming(
+                    operation=result["operation"],
+                    ranks=len(result["groups"][0]),
+                    stride=result["groups"][0][1] - result["groups"][0][0],
+                    size_bytes=row["size_bytes"],
+                    seconds=row["seconds"],
+                )
+                for result in results.get("collectives", [])
+                for row in result["sizes"]
             ),
         )
     except OSError as error:
@@ -147,26 +153,18 @@ def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
     return np.array(total) / layers if rows else np.zeros(0)
 
 
-def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
-    group = group_result["groups"][0]
-    return [
-        CollectiveTiming(
-            operation=group_result["operation"],
-            ranks=len(group),
-            stride=group[1] - group[0],
-            size_bytes=size_result["size_bytes"],
-            seconds=size_result["seconds"],
-        )
-        for size_result in group_result["sizes"]
-    ]
-
-
 # -- Predictions of the model ------------------------------------------------------------------------------------------
 
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
     """Return the timings of a benchmark file; `jobs` has the columns of its run on that machine (one job)."""
     timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
+
+    def add(kind: str, seconds: Array, shares: Array, predicted: Callable[..., Column]) -> None:
+        timings.append(
+            OperationTimings(source=sweep.name, kind=kind, seconds=seconds, shares=shares, predicted=predicted)
+        )
+
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
@@ -174,44 +172,20 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
             columns = (column[which] for column in (m, n, k, batch))
             return matmul_seconds(c, _repeat_job(jobs, which), *columns)
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="matrix products",
-                seconds=seconds,
-                shares=seconds * times / (seconds @ times),
-                predicted=predict_products,
-            )
-        )
+        add("matrix products", seconds, seconds * times / (seconds @ times), predict_products)
     if len(sweep.core):
 
         def predict_attention(c: TimeConstants, which: OperationIndices) -> Column:
             return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="attention",
-                seconds=sweep.core,
-                shares=np.full(2, 0.5),
-                predicted=predict_attention,
-            )
-        )
+        add("attention", sweep.core, np.full(2, 0.5), predict_attention)
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
         def predict_memory_passes(c: TimeConstants, which: OperationIndices) -> Column:
             return memory_pass_seconds(c, _repeat_job(jobs, which), moved[which])
 
-        timings.append(
-            OperationTimings(
-                source=sweep.name,
-                kind="memory",
-                seconds=pass_seconds,
-                shares=_equal_shares(len(moved)),
-                predicted=predict_memory_passes,
-            )
-        )
+        add("memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
     return [columns for columns in timings if len(columns.seconds)]
 
 
@@ -232,14 +206,14 @@ def collective_timings(
 
     def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
         rows = _repeat_job(jobs, which)
-        n = ranks[which]
-        strides = stride[which]
         sent = size[which]
-        summed = ring_seconds(c, rows, sent, ranks=n, stride=strides, reduces=True)
+        group = ranks[which], stride[which]
+        reduced = ring_seconds(c, rows, sent, *group, reduces=True)
+        exchanged = all_to_all_seconds(c, rows, sent, *group)
         return np.select(
             [reduces[which], sends[which], all_to_alls[which]],
-            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent, ranks=n, stride=strides)],
-            ring_seconds(c, rows, sent, ranks=n, stride=strides),
+            [reduced, p2p_seconds(c, rows, sent), exchanged],
+            ring_seconds(c, rows, sent, *group),
         )
 
     seconds = np.array([exchange.seconds for exchange in known], float)

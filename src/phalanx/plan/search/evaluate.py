@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.cost.estimate.memory import StageMemory, estimate_memory, oom_probability
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.estimate.memory import StageMemory, estimate_memory, memory_utilization, oom_probability
 from phalanx.cost.estimate.step_time import PARTS, StepTime, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
@@ -91,13 +93,6 @@ def evaluate_layout_text(run: RunSpec, world_size: int, text: str) -> EvaluatedL
     return option
 
 
-def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
-    """Return the estimated probability that memory is insufficient, per layout."""
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    return np.broadcast_to(oom_probability(constants, jobs, estimate_memory(constants, jobs)), len(layouts))
-
-
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
     """Return whether Phalanx can train a layout."""
     try:
@@ -136,37 +131,69 @@ def with_counted_memory(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayoutPredictions:
-    """Predictions of many layouts at once: a row each, in their order. Memory is a formula's estimate."""
+    """Predictions of many layouts, computed on demand: columns with a value per layout, or one where all agree."""
 
-    time: StepTime
-    memory: StageMemory
-    interval_factor: Column
-    """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
-    p_oom: Column
-    recomputed_fraction: Column
-    """Fraction of the blocks that recompute activations, if any do."""
-    peak_flops: float
-    """Peak FLOP/s of one rank's device."""
+    cluster: ClusterSpec
+    jobs: JobTable
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step by part."""
+        return step_seconds(time_constants_for(self.cluster), self.jobs)
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        """A formula's estimate of memory."""
+        return estimate_memory(memory_constants_for(self.cluster), self.jobs)
+
+    @cached_property
+    def interval_factor(self) -> Column:
+        """80 of 100 steps take between the predicted seconds divided by this factor, and multiplied by it."""
+        return np.exp(interval_half_width(self.cluster, self.jobs))
+
+    @cached_property
+    def p_oom(self) -> Column:
+        """Probability that memory is insufficient, one value per layout."""
+        return self._per_layout(oom_probability(memory_constants_for(self.cluster), self.jobs, self.memory))
+
+    @property
+    def seconds(self) -> Column:
+        """Seconds of a step, one value per layout."""
+        return self._per_layout(self.time.total)
+
+    @property
+    def memory_bytes(self) -> Column:
+        """Device memory of the fullest rank, one value per layout."""
+        return self._per_layout(self.memory.allocated)
+
+    @property
+    def memory_utilization(self) -> Column:
+        """Used / available memory of the fuller one of device and CPU, one value per layout."""
+        return self._per_layout(memory_utilization(memory_constants_for(self.cluster), self.jobs, self.memory))
+
+    @property
+    def recomputed_fraction(self) -> Column:
+        """Fraction of the blocks that recompute activations, if any do."""
+        return self.jobs.mean_recomputed
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of one rank's device."""
+        return float(self.jobs.peak_flops[0])
+
+    def select(self, indices: NDArray[np.int64]) -> LayoutPredictions:
+        """Return the predictions of some layouts."""
+        return LayoutPredictions(self.cluster, self.jobs.select(indices))
+
+    def _per_layout(self, column: Column) -> Column:
+        return np.broadcast_to(column, self.jobs.count)
 
 
 def predict_layouts(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> LayoutPredictions:
-    """Predict time and memory of some layouts, in columns that broadcast to their number.
-
-    There must be at least one layout.
-    """
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    memory = estimate_memory(constants, jobs)
-    return LayoutPredictions(
-        time=step_seconds(time_constants_for(run.cluster), jobs),
-        memory=memory,
-        interval_factor=np.exp(interval_half_width(run.cluster, jobs)),
-        p_oom=oom_probability(constants, jobs, memory),
-        recomputed_fraction=jobs.mean_recomputed,
-        peak_flops=float(jobs.peak_flops[0]),
-    )
+    """Predict time and memory of some layouts; at least one."""
+    return LayoutPredictions(run.cluster, candidate_jobs(run, world_size, layouts))
 
 
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:

@@ -7,14 +7,12 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, reserved_bytes
-from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.cost.estimate.memory import reserved_bytes
 from phalanx.plan.search.candidates import CandidateLayout
-from phalanx.plan.search.evaluate import can_run, evaluate, evaluate_layout, with_exact_memory
+from phalanx.plan.search.evaluate import can_run, evaluate, evaluate_layout, predict_layouts, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, enough_bytes, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout, Plan
-from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
+from phalanx.plan.tables.job_columns import memory_constants_for
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
@@ -49,15 +47,11 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
     """
     if plan.fastest is None:
         return None
-    jobs = candidate_jobs(run, world_size, plan.candidates)
-    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs).total, len(plan.candidates))
-    faster = np.flatnonzero(seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
+    predictions = predict_layouts(run, world_size, plan.candidates)
+    faster = np.flatnonzero(predictions.seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
     if not len(faster):
         return None
-    c = memory_constants_for(run.cluster)
-    faster_jobs = jobs.select(faster)
-    utilization = memory_utilization(c, faster_jobs, estimate_memory(c, faster_jobs))
-    smallest_first = faster[np.argsort(np.broadcast_to(utilization, len(faster)), kind="stable")]
+    smallest_first = faster[np.argsort(predictions.select(faster).memory_utilization, kind="stable")]
     runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
     found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
     too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
@@ -77,11 +71,10 @@ def _count_shortage(
 ) -> FasterLayout:
     """Return a layout with the memory that it lacks: the maximum of the estimate and the exact count."""
     cluster = run.cluster
-    c = memory_constants_for(cluster)
     by_formula = evaluate(run, world_size, [candidate])[0]
     counted = with_exact_memory(run, world_size, by_formula)
-    jobs = candidate_jobs(run, world_size, [candidate])
-    reserved = float(np.max(reserved_bytes(c, estimate_memory(c, jobs))))
+    memory = predict_layouts(run, world_size, [candidate]).memory
+    reserved = float(np.max(reserved_bytes(memory_constants_for(cluster), memory)))
     used = counted.memory_bytes if cluster.calibration else process_bytes(cluster, counted.memory_bytes)
     host_bytes = max(by_formula.host_bytes, counted.host_bytes)
     enough_device_bytes = enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)

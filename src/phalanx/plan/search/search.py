@@ -9,15 +9,11 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import estimate_memory, memory_utilization, oom_probability
-from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.enumerate_layouts import enumerate_layouts, smaller_variants
-from phalanx.plan.search.evaluate import can_run, evaluate, oom_probabilities, with_exact_memory
+from phalanx.plan.search.evaluate import can_run, evaluate, predict_layouts, with_exact_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order
-from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -160,7 +156,7 @@ def with_smaller_variants(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
     """Return all layouts plus smaller variants of those unlikely to fit, and the fitting ones in order."""
-    risk = oom_probabilities(run, world_size, layouts)
+    risk = predict_layouts(run, world_size, layouts).p_oom
     unlikely = (layouts[index] for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY))
     more = [variant for candidate in unlikely for variant in smaller_variants(run, candidate)]
     fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
@@ -204,22 +200,16 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
     """Return the layouts that are likely to fit, in order of preference; some may not run."""
     if not layouts:
         return []
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    stage_memory = estimate_memory(constants, jobs)
-    memory = np.broadcast_to(stage_memory.allocated, len(layouts))
-    risk = np.broadcast_to(oom_probability(constants, jobs, stage_memory), len(layouts))
-    fitting = np.flatnonzero(risk < MAX_OOM_PROBABILITY)
+    predictions = predict_layouts(run, world_size, layouts)
+    fitting = np.flatnonzero(predictions.p_oom < MAX_OOM_PROBABILITY)
     if not len(fitting):
         return []
-    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs.select(fitting)).total, len(fitting))
+    seconds = predictions.select(fitting).seconds
     axes = np.array([layouts[index].num_parallel_axes for index in fitting])
-    return [layouts[index] for index in fitting[preference_order(seconds, axes, memory[fitting])]]
+    order = preference_order(seconds, axes, predictions.memory_bytes[fitting])
+    return [layouts[index] for index in fitting[order]]
 
 
 def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
     """Return the layout that fills the memory of device and CPU least, and so most likely fits."""
-    jobs = candidate_jobs(run, world_size, layouts)
-    constants = memory_constants_for(run.cluster)
-    utilization = memory_utilization(constants, jobs, estimate_memory(constants, jobs))
-    return layouts[int(np.argmin(np.broadcast_to(utilization, len(layouts))))]
+    return layouts[int(np.argmin(predict_layouts(run, world_size, layouts).memory_utilization))]
