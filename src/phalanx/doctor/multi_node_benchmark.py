@@ -162,6 +162,12 @@ def _measure_exchanges(
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     speeds: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def exchange(partner: int) -> None:
+        operations = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
     for matched in round_robin_pairs(len(names)) if len(names) > 1 else []:
         dist.barrier()
         local_result = None
@@ -169,20 +175,13 @@ def _measure_exchanges(
             partners = dict(zip(ranks[names[a]], ranks[names[b]], strict=False))
             partners |= {other: one for one, other in partners.items()}
             if dist.get_rank() in partners:
-                call = partial(_exchange, sent, received, partners[dist.get_rank()])
+                call = partial(exchange, partners[dist.get_rank()])
                 local_result = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))
         results = [result for result in all_gather_objects(local_result) if result is not None]
         for pair in {result[0] for result in results}:
             seconds = [result[1] for result in results if result[0] == pair]
             speeds[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
     return speeds
-
-
-def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
-    send = dist.P2POp(dist.isend, sent, partner)
-    receive = dist.P2POp(dist.irecv, received, partner)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
 
 
 def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:

@@ -79,7 +79,8 @@ def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str
     """
     directory.mkdir(parents=True, exist_ok=True)
     others = [name for name in ("findings.md", FAILING_NODES_FILE) if (directory / name).exists()]
-    if others and not (directory / "findings.json").exists():  # the doctor writes it first
+    # The doctor writes findings.json first.
+    if others and not (directory / "findings.json").exists():
         problem = f"contains a {others[0]} that phalanx did not write"
         raise UserError("directory", str(directory), problem, fix="give another directory, or move the file")
     listed = [asdict(finding) for finding in sort_by_severity(findings)]

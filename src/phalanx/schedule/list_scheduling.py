@@ -33,7 +33,7 @@ def list_schedule(
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
     def is_ready(action: Action, now: Time) -> bool:
-        ready_at = ready_time(action, rank_of, end_times, times=times)
+        ready_at = ready_time(action, rank_of, end_times, times)
         return ready_at is not None and ready_at <= now
 
     def has_room(stage: int, rank: int) -> bool:

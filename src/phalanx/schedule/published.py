@@ -174,7 +174,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             yield next_action(up, "F")
         for i in range(m - 2 * p + rank + 1):
             pair = OverlappedPair(next_action(down, "F"), next_action(up, "B"))
-            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # without overlap, the last rank is faster
+            # Without overlap, the last rank is faster.
+            yield from actions(pair) if i == 0 and rank == p - 1 else [pair]
             yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
         for _ in range(num_later_ranks):
             yield next_action(up, "B")

@@ -51,7 +51,7 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
                 f"--microbatches {micro_batches}",
             )
         return schedule
-    return build_schedule(layout.schedule, layout.pp, micro_batches, v=layout.virtual_stages)
+    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
 
 
 def representative_schedule(layout: Layout) -> Schedule:

@@ -146,7 +146,8 @@ def in_flight_by_step(schedule: Schedule, rank: int) -> list[int]:
     counts = []
     for step in schedule.orders[rank]:
         num_in_flight += sum(action.kind == "F" for action in actions(step))
-        counts.append(num_in_flight)  # before this step's backward pass frees its activations
+        # This is before the step's backward pass frees its activations.
+        counts.append(num_in_flight)
         num_in_flight -= sum(action.kind in "BW" for action in actions(step))
     return counts
 

@@ -77,21 +77,15 @@ def trace_ranks(
     context = multiprocessing.get_context("forkserver")
     # What takes seconds is imported once.
     context.set_forkserver_preload([__name__, "torch._dynamo"])
-    _start_fork_server()
+    # The process from which workers fork is `python -c`, which would import modules of the working directory by name.
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+        forkserver.ensure_running()
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
     with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
             yield from pool.map(partial(_trace_or_raise, run, world_size, full=full), ranks)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _start_fork_server() -> None:
-    """Start the process from which workers fork. It must not import modules of the working directory by name.
-
-    It is `python -c`, which would look there first."""
-    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-        forkserver.ensure_running()
 
 
 def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
@@ -113,7 +107,7 @@ class TraceError(RuntimeError):
 
 def _trace_or_raise(run: RunSpec, world_size: int, rank: int, full: bool) -> Traced:
     try:
-        return trace_rank(run, world_size, rank, full=full)
+        return trace_rank(run, world_size, rank, full)
     except UserError:
         raise
     except Exception:

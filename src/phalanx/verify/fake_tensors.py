@@ -80,7 +80,8 @@ class ShapeOnlyMode(FakeTensorMode):
 
 
 def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if any(isinstance(argument, FakeTensor) for argument in args):  # as a rule; the leaves take longer
+    # This is so for most operations; the leaves take longer.
+    if any(isinstance(argument, FakeTensor) for argument in args):
         return False
     tensors = []
     for leaf in tree_iter((args, kwargs)):

@@ -272,7 +272,8 @@ class _BackwardRecorder:
             self.outside[name] = ref(gradient.untyped_storage())
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
-                node = get_gradient_edge(parameter).node  # of DDP's hooks too, which were there before
+                # DDP's hooks, which were registered before, are on the same node.
+                node = get_gradient_edge(parameter).node
                 self.hooks.callback(node.register_prehook(partial(self._end_part, index)).remove)
                 self.hooks.callback(node.register_hook(self._begin_part).remove)
         self._begin_part()
@@ -289,7 +290,8 @@ class _BackwardRecorder:
         self.own.append(range(self.recording.first_number, self.blocks.num_created))
         self.recording = None
         storage = gradients[0].untyped_storage()
-        self.outside["parameter gradient"] = ref(storage)  # autograd may drop it in the next part
+        # Autograd may drop the gradient in the next part.
+        self.outside["parameter gradient"] = ref(storage)
         if self.blocks.meter is not None:
             self.results.add(self.blocks.meter.numbers.get(storage._cdata, -1))
 
@@ -357,7 +359,8 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, callback: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.callback = callback
-        return tuple(tensor.detach() for tensor in tensors)  # views would make FSDP2 warn
+        # Views would make FSDP2 warn.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -438,7 +441,8 @@ def _describe(value: object, depth: int = MAX_DEPTH) -> object:
     parts: Sequence[object] = ()
     if isinstance(value, tuple | list):
         parts = value
-    elif isinstance(value, Mapping):  # of hooks, whose keys differ
+    elif isinstance(value, Mapping):
+        # Keys of hooks differ.
         parts = list(value.values())
     elif isinstance(value, partial):
         parts = value.func, value.args, value.keywords

@@ -147,8 +147,12 @@ def check_roce(machine: Machine, expected: Expectations) -> Iterator[DoctorFindi
     usable = {name: config for name, config in configs.items() if config.trust == "dscp" and len(config.lossless) == 1}
     lossless = {name: config.lossless[0] for name, config in usable.items()}
     yield from _check_traffic_class(machine, interfaces, usable)
-    ecn = {name: _ecn_flags(machine, name, priority) for name, priority in lossless.items()}
-    yield from RULES["roce.ecn"].check({name: flags for name, flags in ecn.items() if flags})
+    # MLNX_OFED's driver shows the ECN flags of a priority.
+    ecn = {
+        name: [machine.read(f"/sys/class/net/{name}/ecn/{role}/enable/{priority}") for role in ("roce_np", "roce_rp")]
+        for name, priority in lossless.items()
+    }
+    yield from RULES["roce.ecn"].check({name: ", ".join(map(str, flags)) for name, flags in ecn.items() if all(flags)})
     cnp = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") or "" for name in lossless}
     yield from RULES["roce.cnp"].check(
         {name: int(priority) for name, priority in cnp.items() if priority.isdecimal()}, limit=lossless
@@ -179,13 +183,6 @@ def _check_traffic_class(
     return violations or [rule.ok_range(descriptions.values())]
 
 
-def _ecn_flags(machine: Machine, interface: str, priority: int) -> str:
-    """Return the ECN flags of a priority, or nothing if the driver does not show them (MLNX_OFED's does)."""
-    directory = f"/sys/class/net/{interface}/ecn"
-    flags = [machine.read(f"{directory}/{role}/enable/{priority}") or "" for role in ("roce_np", "roce_rp")]
-    return ", ".join(flags) if all(flags) else ""
-
-
 def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:
     """Check the interfaces that NCCL or gloo variables select, else that of the default route.
 
@@ -193,7 +190,11 @@ def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[D
     """
     if expected.nodes == 1:
         raise CheckSkipped("the run has one node")
-    names = named_interfaces(machine) or _default_route_interfaces(machine)
+    names = named_interfaces(machine)
+    if not names:
+        # The destination of the default route in /proc/net/route is all zeros.
+        rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
+        names = [row[0] for row in rows if row[1:2] == ["00000000"]][:1]
     if not names:
         raise CheckSkipped("no variable names an interface, and no default route exists")
     all_speeds = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed")) or 0.0 for name in names}
@@ -203,9 +204,3 @@ def check_socket_network(machine: Machine, expected: Expectations) -> Iterator[D
     yield from RULES["network.speed"].check(speeds, limit=max(RULES["network.speed"].limit, required_mbps))
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
     yield from RULES["network.duplex"].check(duplex)
-
-
-def _default_route_interfaces(machine: Machine) -> list[str]:
-    """Return the interface of the default route, whose destination in /proc/net/route is all zeros."""
-    rows = [line.split() for line in (machine.read("/proc/net/route") or "").splitlines()]
-    return [row[0] for row in rows if row[1:2] == ["00000000"]][:1]

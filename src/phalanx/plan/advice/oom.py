@@ -202,7 +202,7 @@ def cheapest_sequence(
         has_last_resort = any(effect.remedy.is_last_resort for effect in needed)
         return not fits, needed_bytes, has_last_resort, relative_slowdown(needed[-1], now) if needed else 0
 
-    return min(((made, minimal_subset(run, made)) for made in sequences), key=key)
+    return min(((sequence, minimal_subset(run, sequence)) for sequence in sequences), key=key)
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
@@ -226,22 +226,24 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
     return effects
 
 
-def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]:
+def minimal_subset(run: RunSpec, sequence: list[RemedyEffect]) -> list[RemedyEffect]:
     """Return the required remedies of a sequence that makes a run fit; the slowest are removed first."""
-    if not fits_after(made):
-        return made
-    footprints = [run_footprint(run), *(effect.new_footprint for effect in made if effect.new_footprint)]
+    if not fits_after(sequence):
+        return sequence
+    footprints = [run_footprint(run), *(effect.new_footprint for effect in sequence if effect.new_footprint)]
     added = [(after.step_seconds or 0.0) - (before.step_seconds or 0.0) for before, after in pairwise(footprints)]
-    for _, dropped in sorted(zip(added, (effect.remedy for effect in made), strict=True), key=lambda item: -item[0]):
-        fewer = apply_until_fits(run, [effect.remedy for effect in made if effect.remedy is not dropped])
+    for _, dropped in sorted(
+        zip(added, (effect.remedy for effect in sequence), strict=True), key=lambda item: -item[0]
+    ):
+        fewer = apply_until_fits(run, [effect.remedy for effect in sequence if effect.remedy is not dropped])
         if fits_after(fewer):
-            made = fewer
-    return made
+            sequence = fewer
+    return sequence
 
 
-def fits_after(made: list[RemedyEffect]) -> bool:
+def fits_after(sequence: list[RemedyEffect]) -> bool:
     """Return whether a run fits after these remedies."""
-    return bool(made) and made[-1].new_footprint is not None and made[-1].new_footprint.fits
+    return bool(sequence) and sequence[-1].new_footprint is not None and sequence[-1].new_footprint.fits
 
 
 def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: RunFootprint) -> RemedyEffect:

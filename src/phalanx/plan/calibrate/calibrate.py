@@ -185,8 +185,8 @@ def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTar
     alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
-    there = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
-    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(there, waiting, nan))
+    waits = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
+    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(waits, waiting, nan))
 
 
 def detect_cpu() -> ClusterSpec:

@@ -69,8 +69,8 @@ def search_exportable(
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report=report, is_wanted=is_exportable, prefer_simple=True)
-    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report=report)
+    plan = search_layouts(run, world_size, keep, report, is_wanted=is_exportable, prefer_simple=True)
+    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report)
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:
@@ -105,4 +105,4 @@ def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
             "or another layout.micro_batch_size",
         )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages=stages)
+    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages)

@@ -165,6 +165,19 @@ def _parallelism(job: ExportJob) -> PythonSource:
     layout = job.run.layout
     sizes = job.sizes
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
+    pipeline: dict[str, object] = {}
+    if sizes.pp > 1:
+        # The modules of every stage, by the names of torchtitan's models.
+        parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
+        parts[0].insert(0, "tok_embeddings")
+        parts[-1] += ["norm", "lm_head"]
+        file = layout.schedule_file
+        pipeline = {
+            "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
+            **({"pipeline_parallel_schedule_csv": file} if file else {}),
+            "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
+            "module_fqns_per_model_part": parts,
+        }
     return python_call(
         "ParallelismConfig",
         data_parallel_replicate_degree=sizes.dp_replicate,
@@ -175,23 +188,8 @@ def _parallelism(job: ExportJob) -> PythonSource:
         context_parallel_degree=sizes.cp,
         expert_parallel_degree=sizes.ep,
         pipeline_parallel_degree=sizes.pp,
-        **(_pipeline(job) if sizes.pp > 1 else {}),
+        **pipeline,
     )
-
-
-def _pipeline(job: ExportJob) -> dict[str, object]:
-    """Return the schedule, and the modules of every stage by the names of torchtitan's models."""
-    layout = job.run.layout
-    parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "lm_head"]
-    file = layout.schedule_file
-    return {
-        "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
-        **({"pipeline_parallel_schedule_csv": file} if file else {}),
-        "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
-        "module_fqns_per_model_part": parts,
-    }
 
 
 def _optimizer(job: ExportJob) -> PythonSource:

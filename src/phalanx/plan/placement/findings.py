@@ -201,20 +201,22 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({plural(domain, 'device')})"
     advice = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
-    for axis, found, fix in (
+    for axis, groups, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
         ("ep", expert_parallel_groups(sizes), f"make layout.ep a divisor of {domain}{advice}"),
     ):
-        if not found or len(found[0]) == 1:
+        if not groups or len(groups[0]) == 1:
             continue
-        domains = site.domain_of(np.array(found))
+        domains = site.domain_of(np.array(groups))
         leaving = np.flatnonzero((domains != domains[:, :1]).any(1))
         if len(leaving):
-            more = " ..." if len(found[0]) > MAX_SHOWN_RANKS else ""
-            first = " ".join(map(str, found[leaving[0]][:MAX_SHOWN_RANKS])) + more
-            message = f"{len(leaving)} of {len(found)} {axis} groups extend beyond {where}; the first has ranks {first}"
-            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix=fix)
+            more = " ..." if len(groups[0]) > MAX_SHOWN_RANKS else ""
+            first = " ".join(map(str, groups[leaving[0]][:MAX_SHOWN_RANKS])) + more
+            message = (
+                f"{len(leaving)} of {len(groups)} {axis} groups extend beyond {where}; the first has ranks {first}"
+            )
+            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 

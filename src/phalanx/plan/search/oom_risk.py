@@ -42,8 +42,8 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
 def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: float) -> float:
     """Return the probability that memory is insufficient for a rank."""
     used = np.array([process_bytes(cluster, held_bytes), max(host_bytes, 1)])
-    there = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
-    return float(exceedance_probability(memory_constants_for(cluster), used, there).max())
+    available = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
+    return float(exceedance_probability(memory_constants_for(cluster), used, available).max())
 
 
 def ranks_oom_probability(cluster: ClusterSpec, memories: Collection[RankMemory]) -> float:
@@ -116,8 +116,9 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float, *, offloads
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
     """Return the memory of a rank's process, including memory that does not depend on its tensors."""
     if cluster.calibration is None:
+        # The exact count of a rank on CUDA includes NCCL.
         context = CONTEXT_BYTES if cluster.uses_cuda else memory_constants_for(cluster).context_gib * GIB
-        return held_bytes + context  # the exact count of a rank on CUDA includes NCCL
+        return held_bytes + context
     return bytes_per_counted_byte(cluster) * held_bytes + cluster.calibration.baseline_process_bytes
 
 

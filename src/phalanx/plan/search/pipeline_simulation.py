@@ -44,7 +44,7 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
 
 
 def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
-    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, v=candidate.virtual_stages)
+    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
 
 
 def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
