@@ -73,7 +73,15 @@ def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorF
     if not ports:
         raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX_VARIABLE, "-1")
-    kinds = {name: _gid_kinds(machine, port) for name, port in ports.items()}
+    kinds: dict[str, dict[str, str]] = {name: {} for name in ports}
+    for name, port in ports.items():
+        for path in machine.glob(f"{port.path}/gids/*"):
+            gid = machine.read(path) or ""
+            if gid.replace(":", "").strip("0"):
+                gid_index = path.rpartition("/")[2]
+                kind = machine.read(f"{port.path}/gid_attrs/types/{gid_index}") or "unknown"
+                is_link_local = kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX)
+                kinds[name][gid_index] = LINK_LOCAL_ROCE_V2 if is_link_local else kind
     # On a flat network, the user may name a link-local GID.
     accepted = (ROCE_V2,) if index == "-1" else (ROCE_V2, LINK_LOCAL_ROCE_V2)
     counts = {name: sum(kind in accepted for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()}
@@ -82,18 +90,6 @@ def check_roce_gid(machine: Machine, expected: Expectations) -> Iterator[DoctorF
         yield RULES["roce.gid_index"].skip(f"{INDEX_VARIABLE} is not set")
     else:
         yield from RULES["roce.gid_index"].check({name: gids.get(index, "none") for name, gids in kinds.items()})
-
-
-def _gid_kinds(machine: Machine, port: rdma.Port) -> dict[str, str]:
-    """Return the kind of each non-zero GID by index."""
-    kinds = {}
-    for path in machine.glob(f"{port.path}/gids/*"):
-        index = path.rpartition("/")[2]
-        gid = machine.read(path) or ""
-        if gid.replace(":", "").strip("0"):
-            kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
-            kinds[index] = LINK_LOCAL_ROCE_V2 if kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX) else kind
-    return kinds
 
 
 def check_mtu(machine: Machine, expected: Expectations) -> Iterator[DoctorFinding]:

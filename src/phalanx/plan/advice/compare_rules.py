@@ -185,6 +185,12 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
             block_parameters[name.split(".")[1]] += num_elements(shape)
     bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, run.training.precision).total
     block_state_bytes = bytes_per_parameter * max(block_parameters.values())
+    # Whether the fastest fitting 1F1B pipeline still fits with ZB-H2.
+    fits_with_zb_h2 = False
+    if not fits_one_device and (fastest := every.best(lambda c: c.pp > 1 and c.schedule == "1f1b")):
+        zb_h2 = fastest.candidate._replace(schedule="zb-h2")
+        fits_with_zb_h2 = can_run(run, every.ranks, zb_h2)
+        fits_with_zb_h2 = fits_with_zb_h2 and evaluate(run, every.ranks, [zb_h2])[0].p_oom < MAX_OOM_PROBABILITY
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
@@ -198,20 +204,10 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
         recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
         layer_bytes=block_state_bytes + resident_bytes["activations"] / model.num_layers,
         fits_one_device=fits_one_device,
-        fits_with_zb_h2=not fits_one_device and _fits_with_zb_h2(every),
+        fits_with_zb_h2=fits_with_zb_h2,
     )
 
 
 def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
     """Return the bytes by part of the fullest stage."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
-
-
-def _fits_with_zb_h2(every: EvaluatedLayouts) -> bool:
-    """Return whether the fastest fitting 1F1B pipeline still fits with ZB-H2."""
-    fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
-    if fastest is None:
-        return False
-    other = fastest.candidate._replace(schedule="zb-h2")
-    runs = can_run(every.run, every.ranks, other)
-    return runs and evaluate(every.run, every.ranks, [other])[0].p_oom < MAX_OOM_PROBABILITY

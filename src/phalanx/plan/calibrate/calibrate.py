@@ -25,7 +25,6 @@ from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.memory_fit import fit_memory
 from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
-    OperationTimings,
     benchmark_timings,
     collective_timings,
 )
@@ -94,7 +93,13 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     )
     machine = _with_measured_peak(runs, machine).model_copy(update={"calibration": start})
     jobs = job_table([job_row(run, machine) for run in runs])
-    operations = _collect_operations(runs, jobs, sweeps, machine)
+    # Operations that were timed outside of steps.
+    operations = [
+        timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
+    ]
+    for index, run in enumerate(runs):
+        timings = collective_timings(run.name, run.exchanges, jobs.select(np.array([index])), run=index)
+        operations += [timings] if len(timings.seconds) else []
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
     z = map_estimate(prior, jobs, truth)
@@ -160,19 +165,6 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
             name = f" ({machine.preset})" if machine.preset else ""
             problem = f'ran on device "{run.device}", but the machine{name} has device "{machine.device}"'
             raise UserError("RUN_DIR", run.name, problem, fix="use the machine on which the runs were made")
-
-
-def _collect_operations(
-    runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
-) -> list[OperationTimings]:
-    """Return the operations that were timed outside of steps; `jobs` are the columns of the runs."""
-    benchmarked = [
-        timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
-    ]
-    seen = [
-        collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), run=at) for at, run in enumerate(runs)
-    ]
-    return [*benchmarked, *(timing for timing in seen if len(timing.seconds))]
 
 
 def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:

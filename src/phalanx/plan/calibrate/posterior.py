@@ -95,8 +95,15 @@ class Prior:
         points = np.atleast_2d(z)
         repeated = jobs.select(np.tile(np.arange(count), len(points)))
         time = step_seconds(self._constants_per_prediction(points, count), repeated)
+
+        def log_ratio(predicted: Array, measured: Array) -> Array:
+            """Return the difference of the logarithms; 0 if either is unknown, or the prediction is zero."""
+            predicted = np.broadcast_to(predicted, count * len(points)).reshape(len(points), count)
+            known = (predicted > 0) & ~np.isnan(measured)
+            return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
+
         errors = [
-            _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
+            log_ratio(seconds, measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.step_total, NOISE),
                 (time.compute, truth.computing, COMPUTING_NOISE),
@@ -119,12 +126,6 @@ class Prior:
         """Return the derivative of errors with respect to the constants, [error, constant]."""
         moved = self.residuals(jobs, truth, z + step * np.eye(len(z)))
         return ((moved - self.residuals(jobs, truth, z)) / step).T
-
-
-def _log_ratio(predicted: Array, measured: Array) -> Array:
-    """Return the difference of the logarithms; 0 if either is unknown, or the prediction is zero."""
-    known = (predicted > 0) & ~np.isnan(measured)
-    return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
 
 
 def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:

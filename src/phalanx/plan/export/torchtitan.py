@@ -124,40 +124,43 @@ def _check(job: ExportJob) -> None:
 
 def _trainer_config(job: ExportJob) -> PythonSource:
     run = job.run
+    batch = job.batch_plan
+    optimizer = run.optimizer
+    runs_pipeline = job.sizes.pp > 1
     vocabulary = python_call("CrossEntropyLoss.Config", global_vocab_size=run.model.vocab_size)
-    full = run.layout.activation_checkpointing == "full"
+    training = python_call(
+        "TrainingConfig",
+        local_batch_size=batch.micro_batch_size * (batch.gradient_accumulation_steps if runs_pipeline else 1),
+        global_batch_size=batch.global_batch_size,
+        seq_len=run.training.seq_len,
+        steps=run.training.steps,
+        max_norm=optimizer.max_grad_norm or PythonSource('float("inf")'),
+        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[run.training.precision],
+        mixed_precision_reduce="float32",
+        enable_cpu_offload=run.layout.offload == "cpu",
+        # torchtitan rejects CUDA graphs with these two, but enables them by default.
+        disable_cuda_graphs=runs_pipeline or job.sizes.ep > 1,
+    )
+    lr_scheduler = python_call(
+        "LRSchedulersContainer.Config",
+        warmup_steps=job.warmup_steps,
+        decay_ratio=job.decay_steps / run.training.steps if optimizer.lr_schedule == "wsd" else None,
+        decay_type="cosine" if optimizer.lr_schedule == "cosine" else "linear",
+        min_lr_factor=1.0 if optimizer.lr_schedule == "none" else optimizer.min_lr_ratio,
+    )
+    recomputes_blocks = run.layout.activation_checkpointing == "full"
     return python_call(
         "Trainer.Config",
         model_spec=PythonSource("spec"),
         loss=python_call("ChunkedLossWrapper.Config", loss_fn=vocabulary),
         dataloader=python_call("HuggingFaceTextDataLoader.Config"),
-        training=_training(job),
+        training=training,
         parallelism=_parallelism(job),
-        activation_checkpoint=python_call("FullAC.Config") if full else None,
+        activation_checkpoint=python_call("FullAC.Config") if recomputes_blocks else None,
         compile=python_call("CompileConfig", enable=run.compiles),
         optimizer=_optimizer(job),
-        lr_scheduler=_lr_scheduler(job),
+        lr_scheduler=lr_scheduler,
         debug=python_call("DebugConfig", seed=run.training.seed),
-    )
-
-
-def _training(job: ExportJob) -> PythonSource:
-    training = job.run.training
-    batch = job.batch_plan
-    sizes = job.sizes
-    max_norm = job.run.optimizer.max_grad_norm
-    return python_call(
-        "TrainingConfig",
-        local_batch_size=batch.micro_batch_size * (batch.gradient_accumulation_steps if sizes.pp > 1 else 1),
-        global_batch_size=batch.global_batch_size,
-        seq_len=training.seq_len,
-        steps=training.steps,
-        max_norm=max_norm or PythonSource('float("inf")'),
-        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[training.precision],
-        mixed_precision_reduce="float32",
-        enable_cpu_offload=job.run.layout.offload == "cpu",
-        # torchtitan rejects CUDA graphs with these two, but enables them by default.
-        disable_cuda_graphs=sizes.pp > 1 or sizes.ep > 1,
     )
 
 
@@ -201,17 +204,6 @@ def _optimizer(job: ExportJob) -> PythonSource:
         return python_call("ParamGroupConfig", pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=numbers)
 
     return python_call("OptimizersContainer.Config", param_groups=[group("norm", 0.0), group(".*", spec.weight_decay)])
-
-
-def _lr_scheduler(job: ExportJob) -> PythonSource:
-    spec = job.run.optimizer
-    return python_call(
-        "LRSchedulersContainer.Config",
-        warmup_steps=job.warmup_steps,
-        decay_ratio=job.decay_steps / job.run.training.steps if spec.lr_schedule == "wsd" else None,
-        decay_type="cosine" if spec.lr_schedule == "cosine" else "linear",
-        min_lr_factor=1.0 if spec.lr_schedule == "none" else spec.min_lr_ratio,
-    )
 
 
 def _notes(job: ExportJob) -> list[str]:
