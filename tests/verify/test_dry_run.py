@@ -130,7 +130,9 @@ def _total_traffic(measured: list[Table]) -> dict[tuple[str, int], tuple[int, in
 @pytest.fixture(scope="module")
 def traced_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Traced]:
     """A run of two tensor-parallel ranks, and its first."""
-    run = small_run(text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
+    run = small_run(
+        text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1]
+    )
     return run, next(trace_ranks(run, 4, [0]))
 
 
