@@ -1,4 +1,4 @@
-"""The examples run, and the notebook shows what it computed."""
+"""The examples run, and the notebook contains its computed outputs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_LINES = 40
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Examples write where they run."""
+    """Change to an empty directory, because examples write into the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run_example(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what an example prints, run in this process without arguments."""
+    """Run an example in this process without arguments, and return its output."""
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FIRST_WORDS = {"Of", "What", "Who", "Whether", "Those", "As", "Around", "It", "They", "Whom", "Whose"}
-"""Words that do not begin a docstring under src/: it says what a function does, or names a thing."""
+"""Words that no docstring under src/ starts with: a docstring says what a function does, or names a thing."""
 DIALECT = re.compile(
     r"\b(told|anew|mend(ed|s)?|whom|beside|leaves? word|stood still|stands still|so many|as many as there are|"
     r"held against|gone on from|goes on|passed over|set aside|begun|over against|(?<!there )is no)\b"
@@ -27,7 +27,7 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 Finding = tuple[str, int, str]
-"""A rule, the line, and the text that breaks it."""
+"""Rule, line, and the text that breaks the rule."""
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -53,7 +53,7 @@ def is_unrelated_assignment(node: ast.AST) -> bool:
 
 
 def findings(path: Path, is_source: bool = True) -> Iterator[Finding]:
-    """Yield what breaks a rule in a file; the first words of docstrings and assignments count in src/ only."""
+    """Yield the violations of a file. Rules of first words and assignments apply to src/ only."""
     tree = ast.parse(path.read_text())
     prose = list(docstrings(tree))
     for node in prose:

@@ -1,4 +1,4 @@
-"""What `make test` leaves out has something that stands for it."""
+"""Every test that `make test` leaves out has a test that stands for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RULES = read_rules()
 
 
 def defined_tests(place: str) -> list[str]:
-    """The tests of a file, or those whose names begin as the id says."""
+    """Return the tests of a file, or those whose names start as in the id."""
     file, _, name = place.partition("::")
     lines = (TESTS / file).read_text().splitlines()
     return [line for line in lines if line.startswith(f"def {name.partition('[')[0] or 'test_'}")]
@@ -30,7 +30,7 @@ def test_rule_names_tests_and_what_stands_for_them(rule: Rule) -> None:
 
 
 def test_what_stands_for_left_out_tests_is_collected(request: pytest.FixtureRequest) -> None:
-    """In a session of all tests."""
+    """The collection includes all tests."""
     if request.config.args not in (["tests"], [str(TESTS)]):
         pytest.skip("only a session of all tests collects them all")
     collected = [item_id(item) for item in request.session.items]

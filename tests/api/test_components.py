@@ -1,4 +1,4 @@
-"""Own components passed from Python: import paths, tables and objects, in one run from the example's directory."""
+"""Custom components passed from Python as import paths, tables and objects, in one run of the example."""
 
 from __future__ import annotations
 

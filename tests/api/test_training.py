@@ -1,4 +1,4 @@
-"""Train from Python: the launcher in a process of its own, its errors and its interrupts."""
+"""Training from Python: the launcher in its own process, its errors and its interrupts."""
 
 from __future__ import annotations
 

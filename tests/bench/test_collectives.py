@@ -1,4 +1,4 @@
-"""What is exchanged: the sizes that a run sends, and whether what arrives is right."""
+"""Benchmarked collectives: their sizes equal those of the run, and their results are checked."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_run(folder: Path, changes: dict[str, Any]) -> RunSpec:
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
 def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Of one role; of several, at least what each of them sends."""
+    """The cases send exactly the bytes of a single role. With several roles they send at least the maximum of them."""
     run = make_run(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
     for way, roles in collective_kinds_of_run(run, traffic).items():
@@ -132,11 +132,11 @@ def count_wrong_of_correct_call(operation: Operation) -> dict[str, int | None]:
 
 
 def no_op_call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """A call that does not happen."""
+    """No-op: a collective that leaves its output unchanged."""
 
 
 def count_wrong_of_corrupted_call(operation: Operation) -> dict[str, int | None]:
-    """One number in the wrong place."""
+    """Return the wrong elements that are counted when rank 0 receives one wrong number."""
 
     def call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
         COLLECTIVE_CALLS[operation](out, sent, group)
@@ -174,6 +174,7 @@ def record_benchmark_calls(operation: Operation) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_collective_benchmark_calls_have_operation_and_size_of_case(operation: Operation) -> None:
-    """As training's own calls are recorded: warm-up, two iterations and the check, out of place and in place."""
+    """Timed calls are recorded as in training: warm-up, two iterations
+    and the check, each out of place and in place."""
     for calls in rank_pool(2).run(record_benchmark_calls, operation):
         assert [call for call in calls if call[0] == operation] == [(operation, 6000)] * 8

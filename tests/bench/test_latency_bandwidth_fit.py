@@ -1,4 +1,4 @@
-"""Pieces of latency and bandwidth: recovered from exact times, and those published for real sweeps."""
+"""Fits of piecewise latency and bandwidth: to exact times, and to published sweeps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_fit_latency_bandwidth_recovers_single_line(latency: float, slope: float
 def test_fit_latency_bandwidth_recovers_two_pieces(
     latency: float, slope: float, slope_ratio: float, crossing_index: int, combination: str
 ) -> None:
-    """They meet between two sizes, with more sizes than a line needs on either side."""
+    """The pieces meet between two sizes. Each of them has more sizes than a line needs."""
     where, steep = 1.4 * SIZES[crossing_index], slope * slope_ratio
     gentle, steeper = LinearPiece(latency + (steep - slope) * where, slope), LinearPiece(latency, steep)
     first, second = (gentle, steeper) if combination == "max" else (steeper, gentle)
@@ -60,7 +60,7 @@ def test_fit_latency_bandwidth_recovers_two_pieces(
 
 
 def test_fit_latency_bandwidth_uses_min_of_pieces_for_published_all_reduce() -> None:
-    """A library that changes its algorithm: no longer-of-two fits these times, the shorter one does, within 8 %."""
+    """The library changes its algorithm with the size: only the minimum of two pieces fits these times within 8 %."""
     found = fit_latency_bandwidth(SWEEP_SIZES, [us / 1e6 for us in ALL_REDUCE_US])
     assert found is not None
     assert found.combination == "min"

@@ -1,4 +1,4 @@
-"""The products and the attention that are measured are all that a rank's step computes, at its shapes."""
+"""The measured matrix products and attention are those of a rank's step, with its shapes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def layout_id(changes: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_id(changes) for _, changes in LAYOUTS])
 def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
-    place that computes most."""
+    """Counts the forward pass and twice as much for the backward pass, without recomputation. With a pipeline, the
+    sum is at least that of the stage with the most FLOPs."""
     without = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
     run = small_run(TEXT, tmp_path, changes | without)
     forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())

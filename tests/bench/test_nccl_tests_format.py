@@ -1,4 +1,4 @@
-"""Text that tools for nccl-tests read, and its JSON: against rows that nccl-tests wrote, and by their own patterns."""
+"""The table and the JSON of nccl-tests, compared with published output and read with the patterns of other tools."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REFERENCE_ROWS = [
 def test_nccl_tests_table_row_matches_published_output(
     operation: Operation, ranks: int, checked: bool, reference_row: str
 ) -> None:
-    """The same bytes and times give the same count, kind, algbw and busbw, to the digits of the time."""
+    """Equal bytes and times give equal count, type, algbw and busbw, to the digits of the published time."""
     size, _, _, _, _, out_us, *_ = words = reference_row.split()
     found = make_case_result(operation, int(size), float(out_us), float(words[9]), ranks, checked)
     text = format_table(to_json_document([found], 20, False, RUN_METADATA, DEVICES))

@@ -1,4 +1,4 @@
-"""What the ranks of a run measure: over the groups that the run's own plan has, in the sizes that it sends."""
+"""Collectives are measured over the groups of the run, with the sizes that the run sends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Groups = dict[tuple[str, str], tuple[int, ...]]
 
 
 def groups_of_this_rank(run: RunSpec) -> Groups:
-    """Of every way, the ranks of this rank's group."""
+    """Return the ranks of this rank's group for each kind of collective."""
     world_size = dist.get_world_size()
     mesh = build_mesh(run.layout, world_size, "cpu")
     found = {}
@@ -77,7 +77,7 @@ def benchmark_rank(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str
 
 
 def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -> None:
-    """Two copies of two tensor-parallel ranks: both groups of a kind are measured at the same time."""
+    """With two copies of two tensor-parallel ranks, both groups of a kind are measured at the same time."""
     run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(4, FEW_HEADS, tp=2)[1])
     (found, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
     ways = {(way["operation"], way["among"]): way for way in found["collectives"]}

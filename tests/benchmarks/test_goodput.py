@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark of goodput; no run is killed here."""
+"""The arithmetic of the goodput benchmark, without killing a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OBSERVED_STEPS = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (
 
 
 def test_goodput_benchmark_times_failures_from_kill() -> None:
-    """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
-    leaves that other without a return, and loses nothing more."""
+    """A second kill during recovery is not a separate failure. A kill before the first step after another kill
+    leaves the first failure without a resume time, and loses no further steps."""
     watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
     assert failures_of(watched, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
@@ -39,7 +39,7 @@ def test_goodput_benchmark_predicts_goodput_from_measured_times() -> None:
 
 
 def test_goodput_benchmark_measures_slowdown_of_steps_after_checkpoint() -> None:
-    """The first of them takes 0.2 s longer; a start that fails soon after a save says nothing."""
+    """The first step after a checkpoint takes 0.2 s longer. A start that fails soon after a save is not evaluated."""
     save, step, slow = (
         {"pause": "checkpoint"},
         {"seconds": {"passes": 0.09, "reduce": 0.01}},

@@ -1,4 +1,4 @@
-"""What of the GPU parts needs no GPU: their command, their tables, and how differences are judged."""
+"""The parts of the GPU benchmarks that need no GPU: their command, their tables, and the judgment of differences."""
 
 from __future__ import annotations
 

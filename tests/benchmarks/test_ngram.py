@@ -1,4 +1,4 @@
-"""The vectorised n-gram model against the definition, counted in dictionaries."""
+"""The vectorized n-gram model, compared with the definition counted in dictionaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the comparison with other trainers; the trainers themselves are not run here."""
+"""The arithmetic of the comparison with other trainers, without running the trainers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.spec.batch import plan_batch
 
 
 def make_round(fast: float, slow: float, loss: float = 1.0) -> Round:
-    """Two ranks that wait for each other: a step takes as long on both, the work is not the same."""
+    """Return a round of two ranks that wait for each other: equal step times, different amounts of work."""
     return [Block([slow] * 3, [fast] * 3, [loss] * 3, 10), Block([slow] * 3, [slow] * 3, [loss] * 3, 20)]
 
 
@@ -22,7 +22,7 @@ def test_overhead_benchmark_speed_equals_that_of_slowest_rank() -> None:
 
 
 def test_overhead_benchmark_ratio_pairs_adjacent_rounds() -> None:
-    """When the machine gets slower for both, the ratio stays."""
+    """The ratio stays constant when the machine slows down for both trainers."""
     ours, theirs = [make_round(1, 2), make_round(1, 20)], [make_round(1, 4), make_round(1, 40)]
     assert ratio(ours, theirs).wall == 2
 

@@ -1,4 +1,4 @@
-"""The accuracy report, on a table whose truth is known."""
+"""The accuracy report of a table whose true errors are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def sweep_rows() -> list[dict[str, str]]:
-    """Layouts of one model on 16 devices, under the name of a source of sweeps."""
+    """Return layouts of one model on 16 devices, with the name of a source of sweeps."""
     layouts = [("8", "2", "1"), ("8", "1", "2"), ("4", "4", "1"), ("4", "2", "2"), ("2", "8", "1"), ("8", "1", "4")]
     common = {**MEGATRON_22B_ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
     return [
@@ -50,7 +50,7 @@ def predict_all(rows: list[dict[str, str]]) -> list[Prediction]:
 
 @pytest.fixture
 def known_runs(tmp_path: Path) -> list[Known]:
-    """Runs that took a tenth longer than predicted."""
+    """Return runs that took 10 % longer than predicted."""
     rows = sweep_rows()
     for row, prediction in zip(rows, predict_all(rows), strict=True):
         row["step_time_s"], row["memory_gib"] = str(1.1 * prediction.step_time_s), str(prediction.memory_gib)

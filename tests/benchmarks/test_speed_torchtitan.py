@@ -1,8 +1,7 @@
-"""What of torchtitan's rows needs no GPU: its inputs, and how its logs are read.
+"""The parts of the torchtitan benchmark that need no GPU: its inputs, and the parsing of its logs.
 
-The logs are of torchtitan 0.3.0 on the GPU that computes nothing: `steps` of a whole run on PyTorch 2.14, `failed_step`
-of one on PyTorch 2.13, `import_error` of one without Triton.
-"""
+The logs were written by torchtitan 0.3.0 on the null GPU: `steps` by a complete run on PyTorch 2.14, `failed_step`
+by a run on PyTorch 2.13, `import_error` by a run without Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Commands of README.md, guides and course run, in the order of the page, with the `phalanx` of this checkout.
 
-Training commands are short: few steps of little text in fp32 (`SHORT_RUN`), unless the command itself has other values.
-Pages whose commands take long are for `make test-all` (tests/thorough.tsv). `pytest -s` prints how many commands
-of each page ran, and why others did not."""
+Training commands use few steps of little text in fp32 (`SHORT_RUN`), unless the command sets other values. Pages
+with long commands run in `make test-all` only (tests/thorough.tsv). `pytest -s` prints the number of commands of
+each page, and the reasons for those that are left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT_RUN = {
     "PHALANX_EVALUATION__TOKENS": "512",
     "PHALANX_DATA__TRAIN": json.dumps([str(Path(json.__file__).parent)]),
 }
-"""Values of the run file of commands that train: the environment is stronger than the file, and weaker than --set."""
+"""Values of the run file for commands that train. The environment is stronger than the file, and weaker than --set."""
 TRAINS = re.compile(r"phalanx (train|bench) (?!.*--print-config)")
 PROGRAM = re.compile(r"(\$ )?(phalanx|make|torchrun|python -m|pip|kubectl|sbatch|srun|sky) ")
 
@@ -43,7 +43,7 @@ def page_id(page: Path) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment whose `phalanx` and `python` are those of this checkout, with a home of its own."""
+    """Return an environment with the `phalanx` and `python` of this checkout, and with its own home directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, words in (("phalanx", "-m phalanx"), ("python", "")):

@@ -1,4 +1,4 @@
-"""Several nodes: facts in which one differs, clocks, error counters around a benchmark, collectives and pairs."""
+"""Comparison of several nodes: differing facts, clocks, error counters around a benchmark, collectives and pairs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_compare_nodes_reports_missing_node_report(nodes: list[NodeReport]) -> N
 
 
 def test_compare_nodes_names_slurm_nodes_without_report(tmp_path: Path) -> None:
-    """By Slurm, whichever nodes did; srun --exclude takes their names."""
+    """srun --exclude takes the node names of Slurm."""
     h100_snapshot.write_h100_snapshot(tmp_path)
     set_variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
     create_file("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
@@ -145,7 +145,7 @@ def test_stale_node_report_fails(nodes: list[NodeReport], tmp_path: Path) -> Non
 
 
 def test_storage_clock_offset_is_zero_on_local_disk(tmp_path: Path) -> None:
-    """Files here are stamped by this kernel, which may round to its ticks."""
+    """The kernel of this machine sets the timestamps of local files, and may round them to its ticks."""
     assert abs(compare_nodes.storage_clock(tmp_path)) < 1
     assert not list(tmp_path.iterdir())
 
@@ -364,8 +364,8 @@ PUBLISHED_BUSBW = {
     "reduce_scatter": (450e9, 289e9, 342e9, 346e9),
     "all_to_all": (450e9, 269e9, 333e9, 338e9),
 }
-"""What links carry, and bus bandwidth at 64 MiB, 1 GiB and 8 GiB, as published of nodes of 8 GPUs (nccl-tests, by the
-fits of stas00/ml-engineering's and SimuMax's sweeps)."""
+"""Link bandwidth, and published bus bandwidth at 64 MiB, 1 GiB and 8 GiB on nodes of 8 GPUs (nccl-tests, from the
+fits of sweeps by stas00/ml-engineering and SimuMax)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BUSBW)
@@ -429,7 +429,7 @@ RANK_FAILURES: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, 
         [("", "rank 0", "layout.tp = 3 does not divide")],
     ),
 }
-"""Host, reason and code of each rank's last word; host, device and reason of what is found."""
+"""Host, reason and code of each rank's failure record, and host, device and reason of the expected finding."""
 
 
 @pytest.mark.parametrize("name", RANK_FAILURES)

@@ -1,4 +1,4 @@
-"""What checks ask of a machine: in time, recorded and played back, and whatever it says."""
+"""The interface of checks to a machine: commands with time limits, recorded and replayed machines, invalid content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU_SNAPSHOT = Path(__file__).parent / "cpu_snapshot"
 
 
 def process_exits(pid: int) -> bool:
-    """Whether a process ended, within 10 s."""
+    """Return whether a process exits within 10 s."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -46,7 +46,7 @@ def process_exits(pid: int) -> bool:
 
 
 def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None:
-    """It ignores SIGTERM, and its child holds its stdout."""
+    """The program ignores SIGTERM, and its child keeps its stdout open."""
     pids = tmp_path / "pids"
     program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo started; wait"
     begun = time.monotonic()
@@ -57,8 +57,8 @@ def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None
 
 
 def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this machine, for real: an nvidia-smi that never answers, a check that hangs by itself, in a file that never
-    ends; and faults of the environment."""
+    """Runs on this machine: an nvidia-smi that never returns, a check that hangs on
+    an endless file, and faults of the environment."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nsleep 1000\n")
     program.chmod(0o755)
@@ -84,13 +84,13 @@ def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypa
 
 
 def test_check_process_imports_neither_pydantic_nor_torch() -> None:
-    """Twenty of them start at once: half a second of imports in each made them late on a busy machine."""
+    """Twenty checks start at once. Half a second of imports in each exceeded the time limit on a busy machine."""
     code = "import sys; import phalanx.doctor.run_checks; print({'pydantic', 'torch'} & set(sys.modules))"
     assert run_command([sys.executable, "-c", code], 60) == CommandOutput("set()\n")
 
 
 def test_run_command_needs_no_temporary_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full, or read-only, is for a check to find."""
+    """The disk may be full or read-only, which a check should report."""
 
     def full(*_: object, **__: object) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
@@ -117,7 +117,7 @@ def test_doctor_reports_checks_that_cannot_be_started(monkeypatch: pytest.Monkey
 
 
 def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a network's file system does whose server is gone: whoever looks at it there sleeps."""
+    """Simulates a network file system whose server is gone: every access to it blocks."""
     program = "import os, time\nisdir = os.path.isdir\n"
     program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
     (tmp_path / "sitecustomize.py").write_text(program)
@@ -130,7 +130,7 @@ def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, mo
 
 
 def test_doctor_torch_probe_reports_cuda_initialization_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """As with error 802, or a driver too old: devices are counted without CUDA, which raises at its first use."""
+    """With error 802 or an old driver, devices are counted without CUDA, which raises at its first use."""
 
     class Tensor:
         def cuda(self) -> None:
@@ -157,7 +157,7 @@ def test_machine_run_parses_exit_status_of_snapshot_commands(tmp_path: Path) -> 
 
 
 def test_machine_snapshot_reproduces_node_report(tmp_path: Path) -> None:
-    """This one: its record says of it what it itself says."""
+    """The report of this machine's snapshot equals the report of this machine."""
     here = run_checks.examine_node(
         Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path))
     )
@@ -198,7 +198,7 @@ def test_machine_snapshot_replays_failed_and_hung_commands(tmp_path: Path) -> No
 
 
 def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
-    """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
+    """The node has two cores, no GPU and no RDMA. Checks without meaning there are skipped with a reason."""
     found = run_checks.run_all_checks(
         Machine(CPU_SNAPSHOT), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
     )
@@ -259,7 +259,8 @@ def test_doctor_fails_gpu_run_on_cpu_node() -> None:
 
 @pytest.mark.parametrize("corruption", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
 def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path: Path) -> None:
-    """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
+    """Each file of the snapshot is empty, random text or truncated.
+    Checks report a finding, skip or ignore the file."""
     h100_snapshot.write_h100_snapshot(tmp_path)
     expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
     others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
@@ -279,7 +280,7 @@ def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path
 
 
 def _run_check_unguarded(check: run_checks.Check, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """As `run_checks.run_check` without its last resort."""
+    """Run a check as `run_checks.run_check` does, without its handler of unexpected exceptions."""
     with suppress(CheckSkipped):
         return list(check(machine, expected))
     return []
@@ -298,7 +299,8 @@ def test_run_check_reports_exception_as_unreadable(tmp_path: Path, monkeypatch: 
 def test_disk_write_probe_finishes_in_time_on_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""
+    """The disk writes 10 MB/s on a simulated clock that advances at
+    fsync. 256 MiB would exceed the probe's time limit."""
     passed = [0.0]
     monkeypatch.setattr(
         os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.BLOCKS_PER_SYNC * 2**20 / 10e6)

@@ -1,4 +1,4 @@
-"""The nodes of a run, checked by its ranks: on real ranks, and on real hosts of which one has a slow link."""
+"""Ranks check the nodes of a run: on real ranks, and on network namespaces of which one has a slow link."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUN = {
     "cluster": {"device": "cpu"},
 }
 SLOW_LINK_MBITS, FAST_LINK_MBITS = 100.0, 1000.0
-"""Mbit/s of hosts' links."""
+"""Mbit/s of the links of hosts."""
 
 
 def collective_kind(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def collective_kind(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
 
 
 def test_expected_bus_bandwidth_matches_hand_computed_limits() -> None:
-    """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
+    """The run has 2 nodes of 4 GPUs, 400 GB/s inside a node, and a NIC of 50 GB/s per GPU."""
     cluster, hosts = ClusterSpec(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
     for asked, expected in (
         (collective_kind("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
@@ -93,7 +93,7 @@ def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
 
 
 def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -> None:
-    """One that fails now must not be taken for one that went well."""
+    """Old results of a rank must not hide that it fails now."""
     (tmp_path / COLLECTIVES_FILE).write_text("[]")
     for rank in (0, 7):
         hang_dumps.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
@@ -109,7 +109,7 @@ def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -
 
 
 def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
-    """Three hosts of their own names and networks, one of them on a link of a tenth."""
+    """Three hosts have their own names and networks. The link of one has a tenth of the bandwidth."""
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
     try:

@@ -1,4 +1,4 @@
-"""The rules of `phalanx doctor` are valid rows, and are evaluated as their rows say."""
+"""The rules of `phalanx doctor` are valid rows, and are evaluated as the rows define."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_rule_check_compares_each_device_with_its_limit() -> None:
 
 
 def test_rule_check_raises_when_row_has_no_comparison() -> None:
-    """Without the error, a row that lacks violated_if would be OK for any value."""
+    """Without the error, a row without `violated_if` would accept any value."""
     row = {key: value for key, value in ROW.items() if key != "violated_if"}
     with pytest.raises(ValueError, match=r"gpu\.busy of rules\.toml has no violated_if"):
         read_rules(to_section(row))["gpus"].rules[0].check(4096)

@@ -1,5 +1,5 @@
-"""Faults planted in a record of a machine: each is found, alone, with the right device and a remedy; a machine without
-any has no finding."""
+"""Faults planted in a snapshot of a machine. Each is the only finding, with the right device
+and a remedy; a healthy machine has no findings."""
 
 from __future__ import annotations
 
@@ -703,7 +703,7 @@ FAULTS: dict[str, tuple[SnapshotEdit, str, str, str]] = {
         "nvme0n1p2",
     ),
 }
-"""How each is planted, and the one finding that it makes: id, severity, device."""
+"""Edits of the snapshot, and the single finding that they cause: id, severity, device."""
 ALL_NIC_FAULTS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "an MTU of 1500": (
         edit_all_nics(lambda card: overwrite_file(f"sys/class/net/ens{card}np0/mtu", "1500")),
@@ -719,11 +719,11 @@ ALL_NIC_FAULTS: dict[str, tuple[SnapshotEdit, str, str]] = {
     ),
     "a wrong GID index": (set_variable("NCCL_IB_GID_INDEX", "7"), "roce.gid_index", "FAIL"),
 }
-"""Faults of all eight cards."""
+"""Faults of all eight NICs."""
 
 
 def _remove_nvlinks(root: Path, gpu: int) -> None:
-    """No NVLink from one GPU to the others."""
+    """Remove all NVLinks from one GPU to the others."""
     path = root / "commands/smi_topology.txt"
     lines = [line.split("\t") for line in path.read_text().splitlines()]
     for i in range(8):

@@ -1,4 +1,4 @@
-"""Usual states of healthy machines are not findings; what cannot be read is reported as not checked."""
+"""Common states of healthy machines cause no findings, and unreadable facts are reported as not checked."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPU_QUERIES = ("identity", "state", "ecc", "remapped", "names")
 
 
 def limit_visible_gpus(count: int) -> SnapshotEdit:
-    """The machine as a process with this many of its GPUs sees it."""
+    """Return the machine as a process sees it that uses this many of its GPUs."""
     return combine_edits(
         *(limit_gpu_rows(query, count) for query in GPU_QUERIES),
         replace_text("commands/torch.txt", '"gpus": 8', f'"gpus": {count}'),
@@ -281,7 +281,7 @@ SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
     "the network of a run on one node": (set_variable("GLOO_SOCKET_IFNAME", "lo"), "network", "one node"),
     "a name that has no address": (set_variable("MASTER_ADDR", "node1"), "nccl.route", "node1"),
 }
-"""How it is planted; of which check or rule it is said, and a word of what is said."""
+"""Edits of the snapshot, the check or rule that is skipped, and a word of the reason."""
 
 
 def problem_summaries(root: Path, expected: Expectations = RUN_EXPECTATIONS) -> list[tuple[str, str, str]]:
@@ -308,7 +308,8 @@ def test_doctor_skips_check_with_reason_when_data_is_unavailable(name: str, h100
 
 
 def test_doctor_disk_check_subtracts_existing_checkpoints(h100: Path) -> None:
-    """614 GB are free: enough for two more of 250 GB, not for four; one that is half written is none."""
+    """614 GB are free: enough for two more checkpoints of 250 GB, not for
+    four. An incomplete checkpoint does not count."""
     replace_text("commands/df_runs.txt", "6000898765", "600089876")(h100)
     for name in ("step-00000010", "step-00000020", "step-00000030.tmp"):
         (h100 / "runs/checkpoints" / name).mkdir(parents=True)
@@ -327,7 +328,7 @@ def test_doctor_ignores_failing_nvidia_smi_unless_run_needs_gpus(tmp_path: Path)
 
 
 def test_doctor_reports_lost_gpu_when_gpu_count_is_not_specified(h100: Path) -> None:
-    """Its device file stays; of one that no driver took there is none."""
+    """The device file of a lost GPU remains. A GPU that no driver has claimed has no device file."""
     remove_gpu(5)(h100)
     assert problem_summaries(h100, replace(RUN_EXPECTATIONS, gpus=None)) == [("gpu.count", "", "7")]
     delete_paths("sys/bus/pci/devices/0000:c3:00.0/driver")(h100)
@@ -359,7 +360,7 @@ def test_doctor_reports_only_nccl_hca_when_no_hca_matches(h100: Path) -> None:
 
 
 class CommandRecordingMachine(Machine):
-    """Remembers what was asked: `ip route get` of a record answers whatever follows."""
+    """Machine that records commands. It answers `ip route get` with the recorded output for any address."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -371,7 +372,7 @@ class CommandRecordingMachine(Machine):
 
 
 def test_doctor_resolves_master_addr_before_route_lookup(h100: Path) -> None:
-    """`ip` takes no names, and launchers give them."""
+    """`ip` accepts addresses only, but launchers may set a host name."""
     set_variable("MASTER_ADDR", "node1")(h100)
     create_file("commands/master.txt", "10.0.0.2        STREAM node1\n10.0.0.2        DGRAM")(h100)
     machine = CommandRecordingMachine(h100)

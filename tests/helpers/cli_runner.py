@@ -1,4 +1,4 @@
-"""Commands, run for tests."""
+"""Run commands for tests."""
 
 import json
 import subprocess
@@ -11,12 +11,12 @@ from phalanx.cli.main import app
 
 
 def command_output(*words: object, width: int = 120, exit_code: int = 0) -> str:
-    """What a command prints, run in this process; its UserError is raised."""
+    """Return the stdout of a command that runs in this process; its UserError is raised."""
     return _invoke(words, width, exit_code).stdout
 
 
 def command_stderr(*words: object) -> str:
-    """Its output on stderr."""
+    """Return the stderr of a command."""
     return _invoke(words, 120, 0).stderr
 
 
@@ -28,12 +28,12 @@ def _invoke(words: tuple[object, ...], width: int, exit_code: int) -> Any:
 
 
 def command_json(*words: object, exit_code: int = 0) -> Any:
-    """What it prints as JSON."""
+    """Return the JSON that a command prints."""
     return json.loads(command_output(*words, "--json", exit_code=exit_code))
 
 
 def imported_packages(*words: object) -> set[str]:
-    """What a command imports of the packages that take long, run in a process of its own."""
+    """Return the slow packages that a command imports in its own process."""
     program = (
         "import sys; from phalanx.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
         "print(*({'numpy', 'pydantic', 'torch'} & set(sys.modules)), file=sys.stderr)"

@@ -1,4 +1,4 @@
-"""Damage of files, as disks, editors and other people's programs leave it: drawn by a seed, structured or random."""
+"""Damage of files, as disks, editors and other programs cause it: drawn by a seed, structured or random."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RAW_VALUES = (
     '{"a":' * BRACKETS + "1" + "}" * BRACKETS,
     "[" * 150 + "]" * 150,
 )
-"""Values in JSON for any other value."""
+"""JSON values that replace any other value."""
 TOML_VALUES = (
     "true",
     "-1",
@@ -70,7 +70,7 @@ _MARK = "\u2603"
 
 
 def damage(file: Path, random: Random) -> str:
-    """Damage a file, and return what was done to it."""
+    """Damage a file, and return a description of the damage."""
     kinds: list[Callable[[Path, Random], str]] = [_flip, _flip, _random_bytes, _cut, _splice, _replace_entry]
     structured = _structured_damage(file)
     if structured is not None and random.random() < 0.6:
@@ -90,7 +90,7 @@ def _structured_damage(file: Path) -> Callable[[Path, Random], str] | None:
 
 
 def _damage_json(file: Path, random: Random) -> str:
-    """Replace or remove one value of one of the file's JSON values."""
+    """Replace or remove one value in one of the file's JSON values."""
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     is_lines = file.suffix in (".jsonl", ".calls")
     lines = content.decode().splitlines() if is_lines else [content.decode()]
@@ -199,7 +199,7 @@ def _splice(file: Path, random: Random) -> str:
 
 
 def _replace_entry(file: Path, random: Random) -> str:
-    """Put something else in the place of the file."""
+    """Replace the file by something else."""
     how = random.choice(("nothing", "a dangling link", "a link to itself", "a directory", "a pipe", "a folder's link"))
     file.unlink()
     match how:
@@ -217,7 +217,7 @@ def _replace_entry(file: Path, random: Random) -> str:
 
 
 def remove_entry(path: Path) -> None:
-    """Remove what is at a path, of any kind."""
+    """Remove a path of any kind."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -78,7 +78,7 @@ GPU_PROFILE: dict[str, Any] = {
 
 
 def finished_run(folder: Path) -> Path:
-    """A finished run with profiled steps, whose ranks also have the records of GPUs."""
+    """Return a finished run with profiled steps, whose ranks also have GPU records."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "finished"))
     for rank in range(4):
         file = directory / "trace" / f"rank-{rank:05d}.jsonl"
@@ -95,7 +95,7 @@ def finished_run(folder: Path) -> Path:
 
 
 def hung_run(folder: Path) -> Path:
-    """A run whose ranks hung in collectives, after earlier failures."""
+    """Return a run whose ranks hung in collectives, after earlier failures."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "hung"))
     sizes = ParallelDims(dp_shard=2, pp=2)
     (directory / "hangs").mkdir()
@@ -148,7 +148,7 @@ def write_failure_folder(directory: Path, record: dict[str, Any]) -> None:
 
 
 def swarm_node(folder: Path) -> Path:
-    """A node of a swarm."""
+    """Return the directory of a swarm node."""
     directory = Path(shutil.copytree(hybrid_run(), folder / "node"))
     (directory / "run.toml").write_text(to_toml(tiny_swarm_run(folder).model_copy(update={"name": "node"})))
     rounds = [
@@ -176,7 +176,7 @@ def swarm_node(folder: Path) -> Path:
 
 
 def swarm_coordinator(folder: Path) -> Path:
-    """The directory of a swarm's coordinator."""
+    """Return the directory of a swarm's coordinator."""
     run = tiny_swarm_run(folder).model_copy(update={"name": "lead"})
     directory = folder / "lead"
     directory.mkdir()
@@ -218,7 +218,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 
 
 def _invoke(*words: object, exit_codes: tuple[int, ...] = (0,)) -> str:
-    """Run a command in this process, and return what it prints."""
+    """Run a command in this process, and return its output."""
     result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False, env={"COLUMNS": "200"})
     assert result.exit_code in exit_codes, result.output
     return result.output
@@ -244,7 +244,7 @@ def _read_by_trace(directory: Path) -> str:
 
 
 def _read_by_live_view(directory: Path) -> str:
-    """Render what `phalanx watch` shows in a terminal, and the page of --web."""
+    """Render the terminal view of `phalanx watch`, and the page of --web."""
     facts = report_facts(read_run(directory))
     screen = StringIO()
     Terminal(file=screen, width=120).print(render_live(facts))
@@ -271,7 +271,7 @@ def _read_by_calibration(directory: Path) -> str:
 
 
 def _read_by_resume(directory: Path) -> str:
-    """Read what the launcher reads before it continues a run."""
+    """Read the files that the launcher reads before it continues a run."""
     run, _ = read_run_directory(directory)
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     if saved:
@@ -318,14 +318,14 @@ READERS: dict[str, Callable[[Path], str]] = {
     "model": _read_by_model,
     "serve": _read_by_coordinator,
 }
-"""Programs that read a run directory, and what they print."""
+"""Programs that read a run directory, and their output."""
 NOT_FOR = {
     "lead": ("report --trace", "experts", "calibrate", "resume"),
     "node": ("experts", "resume", "model", "serve"),
     "finished": ("serve",),
     "hung": ("serve",),
 }
-"""Programs by the kind of directory that they do not read."""
+"""Kinds of directories, and the programs that do not read them."""
 
 
 def readers_of(kind: str) -> list[str]:

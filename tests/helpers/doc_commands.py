@@ -1,9 +1,9 @@
 """Read the commands of a Markdown page.
 
-A fenced block of `console` has commands: lines that start with `$ `, lines after a line that ends with a backslash, and
-here-documents. Other lines are output. Blocks may be indented, as those of a note. A fenced block with a `title="FILE"`
-is a file that the commands after it read. A line `<!-- not run: REASON -->` right before a block of commands says why
-the test of the page leaves the block out."""
+A fenced block of `console` has commands: lines that start with `$ `, lines after a line that ends with a backslash,
+and here-documents. Other lines are output. Blocks may be indented, as those of a note. A fenced block with a
+`title="FILE"` is a file that the commands after it read. A line `<!-- not run: REASON -->` right before a block of
+commands says why the test of the page leaves the block out."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class FencedBlock:
     """A fenced block of a page."""
 
     line: int
-    """Number of its first line, the fence."""
+    """Number of the first line, which is the fence."""
     language: str
     title: str
-    """The name of the file that the block is; "" if none."""
+    """Name of the file with the content of the block; "" if the block is no file."""
     not_run: str
-    """The reason why its commands are not run; "" if they are."""
+    """Reason why the commands are not run; "" if they are."""
     body: tuple[str, ...]
 
     @property
     def commands(self) -> list[str]:
-        """Commands of a console block, each with its continuation lines."""
+        """Return the commands of a console block, each with its continuation lines."""
         commands: list[str] = []
         continued, here_document_end = False, ""
         for line in self.body if self.language == "console" else ():

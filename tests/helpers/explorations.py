@@ -1,4 +1,4 @@
-"""Plans with all their layouts, and what a browser does with packed columns, in numpy."""
+"""Plans with all their layouts, and the unpacking of columns that a browser does, in numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_FIRST_CHOICES = 5
 
 @cache
 def small_exploration() -> Exploration:
-    """Llama 3 8B on two nodes with a small batch: 3,000 layouts, some of them pipelines."""
+    """Return a plan of Llama 3 8B on two nodes with a small batch: 3,000 layouts, some of them pipelines."""
     run = make_run(sequences=16, cluster={"nodes": 2})
     return explore(run, run.cluster.ranks, NUM_FIRST_CHOICES)
 

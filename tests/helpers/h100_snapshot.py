@@ -1,8 +1,8 @@
-"""A record of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, 8 cards of 400 Gb/s each below
-the PCIe switch of a GPU, one more interface for the host.
+"""Snapshot of a machine like a DGX H100 with a RoCE network: 8 GPUs behind NVSwitches, each with a NIC of 400 Gb/s on
+its PCIe switch, and one more interface for the host.
 
-It was written, not captured: from documented formats (nvidia-smi's and mlnx_qos' manuals, Linux's sysfs ABI, NCCL's
-log), with the matrix of `nvidia-smi topo -m` of a DGX H100 (NVIDIA DGX H100 User Guide)."""
+It is written by hand from documented formats (manuals of nvidia-smi and mlnx_qos, Linux's sysfs ABI, NCCL's log).
+The matrix of `nvidia-smi topo -m` is that of the NVIDIA DGX H100 User Guide."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ COMMON_FILES = {
 
 
 def write_h100_snapshot(root: Path) -> None:
-    """The whole record."""
+    """Write all files of the snapshot."""
     files = {**COMMON_FILES, **_pci_files(), **_nvidia_smi_outputs(), **_torch_output()}
     for card, address in enumerate(NICS):
         files |= _nic_files(card, address)

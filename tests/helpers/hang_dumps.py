@@ -1,4 +1,4 @@
-"""What the ranks of a hung run tell: made by hand, or by programs of collectives that are simulated."""
+"""Hang dumps of ranks: hand-written, or from simulated programs of collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY = ("/x/mine/model.py", 7, "forward")
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a program: a collective of a group."""
+    """Line of a program: a collective of a group."""
 
     group: str
     operation: str
@@ -30,7 +30,7 @@ Program = list[Op]
 
 
 def program_groups(sizes: ParallelDims) -> dict[str, list[tuple[int, ...]]]:
-    """The groups that a program names, each of which is several groups of ranks."""
+    """Return the ranks of each group that a program names; each name stands for several groups."""
     every = tuple(range(sizes.world_size))
     return {"all": [every], "tp": process_groups(sizes, "tp"), "dp": process_groups(sizes, "dp_replicate", "dp_shard")}
 
@@ -40,7 +40,8 @@ def group_of_rank(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
 
 
 def simulate_hang(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | None:
-    """What ranks that block in every collective tell when none of them can go on; None if they come to the end."""
+    """Return the hang dumps of ranks that block in every collective
+    when none can continue; None if all ranks finish."""
     done = [0] * len(programs)
     count: list[dict[str, int]] = [{} for _ in programs]
     calls: list[list[dict[str, Any]]] = [[] for _ in programs]

@@ -1,4 +1,4 @@
-"""How dashboards and health checks read what nccl-tests prints."""
+"""Patterns with which dashboards and health checks parse the output of nccl-tests."""
 
 from __future__ import annotations
 

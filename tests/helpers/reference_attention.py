@@ -1,4 +1,4 @@
-"""Causal attention from all scores in fp64, with documents, windows and sinks; the cases to compare with it."""
+"""Causal attention from all scores in fp64, with documents, windows and sinks, and cases for comparisons with it."""
 
 from __future__ import annotations
 

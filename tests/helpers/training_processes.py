@@ -1,4 +1,4 @@
-"""Training in processes of its own, and what it has recorded."""
+"""Training in separate processes, and its records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = {"training.steps": 100_000, "checkpoint.every": 5}
 def training_run(
     text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run under way, in folder/parity. None of its processes is left."""
+    """Yield a running run in folder/parity; kill all its processes at the end."""
     folder.mkdir(exist_ok=True)
     file = folder / "run.toml"
     file.write_text(to_toml(small_run(text, folder, changes)))
@@ -51,7 +51,7 @@ def recorded_losses(directory: Path) -> list[tuple[float, float]]:
 
 
 def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
-    """Losses and gradient norms of the first steps of a run on one rank that never fails, to compare others with."""
+    """Return losses and gradient norms of the first steps on one rank without failures, as a reference."""
     trainer = make_trainer(small_run(Path(json.__file__).parent, folder / "one", changes))
     return [pytest.approx(step, rel=1e-10) for step in train_until(trainer, count)]
 

@@ -17,7 +17,7 @@ WEB_OPTIONS = ("--web", "--port", "0", "--every", "0.2")
 
 @contextmanager
 def serving(*words: object) -> Iterator[str]:
-    """The address of what a command serves; it ends on Ctrl-C, with nothing said, and opens no browser."""
+    """Yield the address that a command serves; the command opens no browser, and exits on Ctrl-C without output."""
     command = [sys.executable, "-m", "phalanx", *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
@@ -38,6 +38,6 @@ def serving(*words: object) -> Iterator[str]:
 
 @contextmanager
 def watch_server(run, *options: str) -> Iterator[str]:
-    """The address of what `phalanx watch` serves, by default its page."""
+    """Yield an address of `phalanx watch`, by default that of its page."""
     with serving("watch", run, *(options or WEB_OPTIONS)) as address:
         yield address

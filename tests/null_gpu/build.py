@@ -1,9 +1,9 @@
-"""Build the GPU that computes nothing: a library that is preloaded in place of CUDA, cuBLAS and NCCL.
+"""Build the null GPU: a library that is preloaded in place of CUDA, cuBLAS and NCCL.
 
     python -m tests.null_gpu.build OUT
 
-The Python must have PyTorch's CUDA build. What of the libraries' functions native/ does not have does nothing and
-returns 0."""
+The Python must have PyTorch's CUDA build. Functions of the libraries that
+are missing in native/ do nothing and return 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def called_functions() -> set[str]:
 
 
 def build(out: Path) -> Path:
-    """Build the library in `out`; returns the folder for LD_LIBRARY_PATH, where it is also the driver, libcuda.so.1."""
+    """Build the library in `out`; return the folder for LD_LIBRARY_PATH,
+    in which it is also the driver, libcuda.so.1."""
     (out / "lib").mkdir(parents=True, exist_ok=True)
     sources = sorted(NATIVE.glob("*.c"))
     written = "".join(source.read_text() for source in sources)

@@ -1,4 +1,4 @@
-"""Compiled layouts on the null GPU: whole graphs, and no later ones for other documents. Nothing is computed."""
+"""Compiled layouts on the null GPU: blocks are whole graphs, and other documents cause no recompilation."""
 
 from __future__ import annotations
 

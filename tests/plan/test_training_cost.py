@@ -1,4 +1,4 @@
-"""A whole training: Llama 3's failures, and that parts agree with each other."""
+"""The cost of a whole training: Llama 3's failures, and the agreement of its parts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers.planned_runs import make_run
 
 
 def test_training_cost_uses_llama3_failure_rate_by_default():
-    """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
+    """Llama 3 had a failure every 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
     described = make_run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
     best = evaluate_layout(described, 16384, parse_layout("data_parallel=zero1,tp=8,pp=16"))
     found = estimate_training_cost(described, 16384, best, 15.6e12)
@@ -70,7 +70,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
 
 
 def test_configured_goodput_never_exceeds_optimal_interval_goodput():
-    """It keeps as much where it is the best, and less where it is shorter or longer."""
+    """Goodput is equal at the optimal interval, and lower at shorter and longer ones."""
     cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
     described = make_run(cluster=cluster)
     (option,) = search_layouts(described, 8, keep=1).layouts

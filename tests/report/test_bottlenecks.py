@@ -1,4 +1,4 @@
-"""Verdicts on records made with a label: each has one thing wrong with it, and the ranks wait as ranks do."""
+"""Verdicts on simulated records, each with one known fault. Ranks wait for each other as real ranks do."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ def build_run_spec(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is made wrong, from a step on."""
+    """Fault of a run, from a step on."""
 
     first_step: int = 1
     slowdown_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks that take this many times as long."""
+    """Factor of the compute time, by rank."""
     slowdown_by_stage: dict[int, float] = field(default_factory=dict)
-    """Stages that take this many times as long, on all ranks."""
+    """Factor of the compute time on all ranks of a stage."""
     data_wait_by_rank: dict[int, float] = field(default_factory=dict)
     """Seconds in which ranks wait for tokens."""
     transfer_seconds: float = 0.02
-    """Seconds of transfers that nothing hides."""
+    """Seconds of exposed transfers."""
     expert_rows_factor_by_rank: dict[int, float] = field(default_factory=dict)
-    """Ranks whose experts receive this many times as many rows, and that compute longer by this factor."""
+    """Factor of the rows that a rank's experts receive, and of its compute time."""
     optimizer_seconds: float = 0.01
 
 
 def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunData:
-    """A run in which that is wrong."""
+    """Return a run with this fault."""
     lines: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(ranks)}
     chance = np.random.default_rng(seed)
     for step in range(1, STEPS + 1):
@@ -91,7 +91,8 @@ def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunD
 
 
 def simulate_step_records(run: RunSpec, ranks: int, wrong: Fault, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
-    """What each rank notes: all wait for the last in the collective at the end, and in a pipeline for each other."""
+    """Return the record of each rank: all wait for the last rank in the last
+    collective, and in a pipeline for each other."""
     slower = {
         rank: noise[rank] * wrong.slowdown_by_rank.get(rank, 1.0) * wrong.expert_rows_factor_by_rank.get(rank, 1.0)
         for rank in range(ranks)
@@ -126,14 +127,14 @@ def simulate_step_records(run: RunSpec, ranks: int, wrong: Fault, noise: dict[in
 def simulate_passes_without_pipeline(
     run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]
 ) -> tuple[Any, Any, Any]:
-    """Ranks without a pipeline."""
+    """Return the passes of ranks without a pipeline."""
     passes = {rank: COMPUTE_SECONDS * slower[rank] for rank in range(ranks)}
     stages = {rank: {"0": {"F": passes[rank] / 3, "B": 2 * passes[rank] / 3}} for rank in range(ranks)}
     return passes, stages, dict.fromkeys(range(ranks), 0.0)
 
 
 def simulate_pipeline_passes(run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]) -> tuple[Any, Any, Any]:
-    """Ranks of a pipeline, and of copies of it."""
+    """Return the passes of ranks of a pipeline and its replicas."""
     sizes, micro_batches = parallel_dims(run.layout, ranks), plan_batch(run, ranks).gradient_accumulation_steps
     schedule = layout_schedule(run.layout, micro_batches)
     passes, stages, waits = {}, {}, {}
@@ -161,7 +162,7 @@ def simulate_pipeline_passes(run: RunSpec, ranks: int, wrong: Fault, slower: dic
 
 
 def pipeline_replica_index(run: RunSpec, ranks: int, rank: int) -> int:
-    """Which copy of the pipeline a rank is in."""
+    """Return the index of a rank's pipeline replica."""
     place = parallel_dims(run.layout, ranks).coordinates(rank)
     return place["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + place["dp_shard"]
 
@@ -289,7 +290,7 @@ def test_step_times_components_sum_to_step_duration() -> None:
 
 
 def test_step_times_bubble_matches_simulated_schedule() -> None:
-    """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
+    """A rank's wait in collectives after its last pass is also idle time."""
     found = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
     schedule = layout_schedule(PIPELINE.layout, plan_batch(PIPELINE, 4).gradient_accumulation_steps)
     assert isinstance(found, StepTimes)

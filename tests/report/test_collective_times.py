@@ -1,4 +1,4 @@
-"""Collectives of steps that were looked at closely: how long each took the rank that came last."""
+"""Collectives of profiled steps: the time on the rank that arrives last."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.helpers import trained_runs
 
 
 def collective_call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
-    """`exposed` is a share of the time."""
+    """Return the record of a call; `exposed` is a share of the time."""
     spent = exposed * ((ended or began) - began)
     return {
         "operation": "all_gather",
@@ -29,7 +29,7 @@ def collective_call(began: float, ended: float | None, exposed: float = 1.0, **m
 
 
 def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
-    """Collectives of each rank in each step."""
+    """Return a run with the collectives of each rank in each step."""
     lines = {
         rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
         for rank in steps[0]
@@ -51,7 +51,7 @@ def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunD
 
 
 def test_collective_times_use_last_arriving_rank():
-    """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
+    """For two calls of a size per step, the result is the median over the shorter times of both ranks."""
     one = {1: [collective_call(0, 5), collective_call(6, 9)], 3: [collective_call(4, 5), collective_call(6, 7)]}
     two = {1: [collective_call(0, 3), collective_call(6, 9)], 3: [collective_call(0, 4), collective_call(6, 7)]}
     assert collective_times(build_run_data(one, two)) == (

@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Comparison of runs in a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibration reads of a run's directory."""
+"""Measurements that calibration reads from a run directory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, mess
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_measured_run_is_planned_for_device_that_ranks_recorded(device, tmp_path, monkeypatch):
-    """With `cluster.device = "auto"`, the default, a run on GPUs was compared with a plan for CPUs."""
+    """With the default `cluster.device = "auto"`, a run on GPUs was once compared with a plan for CPUs."""
     directory = write_run_directory(tmp_path / "run", [1.0] * 8)
     run_data = read_run(directory)
     records = {

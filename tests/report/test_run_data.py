@@ -1,4 +1,5 @@
-"""Run directories as they are found: each is read, reported in the terminal and on a page, and says what is missing."""
+"""Run directories in any state: each is readable, is reported in the
+terminal and on a page, and missing data is named."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def _truncate_file(file: Path, share: float = 0.6) -> None:
 
 
 def _keep_first_step_only(run: Path) -> None:
-    """As it was after the first step, the second being written."""
+    """Truncate the records after the first step, during the write of the second."""
     for file in [run / "metrics.jsonl", *(run / "trace").glob("*")]:
         lines = file.read_text().splitlines(keepends=True)
         first = 1 if file.name == "metrics.jsonl" else 2
@@ -166,7 +167,7 @@ def _rewrite_lines(file: Path, change: Callable[[dict], dict]) -> None:
     ("every", "last_step", "is_reported"), [(1, 0, True), (1, 8, False), (3, 6, False), (3, 3, True), (9, 0, False)]
 )
 def test_report_expects_only_steps_that_metrics_every_writes(every, last_step, is_reported, tmp_path):
-    """A run of 20 steps that a signal stopped after step 8."""
+    """A signal stopped a run of 20 steps after step 8."""
     directory = copy_run(two_rank_run(), tmp_path)
     table = tomllib.loads((directory / "run.toml").read_text())
     table["training"]["steps"] = 20
@@ -229,7 +230,7 @@ def run_watch(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
-    """The others lost it, and wrote so before anybody wrote of it."""
+    """Ranks that lost their connection to the killed rank wrote failure records before the launcher did."""
     directory = copy_run(two_rank_run(), tmp_path)
     (directory / "failures").mkdir()
     lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}

@@ -1,4 +1,4 @@
-"""A swarm's rounds in the report: the records of a real swarm's nodes and coordinator, compared with formulas."""
+"""Swarm rounds in the report: records of the nodes and the coordinator of a real swarm, compared with formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_json_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def swarm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]:
-    """The directories of two nodes and of their coordinator."""
+    """Return the directories of two nodes and their coordinator."""
     folder = tmp_path_factory.mktemp("swarm")
     run = tiny_swarm_run(folder)
     _, members = train_local_swarm(run, folder, ("ann", "bob"))
@@ -55,7 +55,7 @@ def swarm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]:
 
 @pytest.fixture
 def node_directory(swarm_run: tuple[RunSpec, Path], tmp_path: Path) -> Path:
-    """A node's directory, to damage."""
+    """Return a copy of a node's directory."""
     return copy_run(swarm_run[1] / "ann", tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_swarm_node_state_bytes_equal_formula(tmp_path: Path, method: Method, ch
 
 
 def test_swarm_round_phase_seconds_fit_round_and_give_utilization(swarm_run):
-    """Without delay nothing overlaps training."""
+    """Without delay, no communication overlaps training."""
     _, folder = swarm_run
     found = report_facts(read_run(folder / "bob"))
     own = found["swarm"]["rounds"]
@@ -125,7 +125,7 @@ def test_swarm_round_phase_seconds_fit_round_and_give_utilization(swarm_run):
 
 
 def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
-    """A link of 1 kB/s up and 2 kB/s down, steps of a second; nobody waits."""
+    """The link has 1 kB/s up and 2 kB/s down, steps take a second, and no node waits."""
     run, _ = swarm_run
     sent = round_bytes(node_share(run.model, "spes+", 2), "spes+", "int8")
     up, down = round(sent.up), round(sent.down)

@@ -1,4 +1,4 @@
-"""The schedules against their published makespans, bubbles, windows and peaks."""
+"""Schedules, compared with their published makespans, bubbles, windows and peaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def peak_activations_per_rank(schedule: Schedule) -> list[Frac]:
 
 
 def bubble_size(schedule: Schedule, times: ActionTimes) -> Frac:
-    """The longest window beyond a rank's computing: what the zero bubble paper calls the size of the bubble."""
+    """Return the longest window minus a rank's compute time: the size of the bubble in the zero bubble paper."""
     timeline = simulate(schedule, times)
     return max(Frac(timeline.rank_span(rank)) - Frac(timeline.busy(rank)) for rank in range(schedule.ranks))
 
@@ -150,7 +150,8 @@ def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 0)])
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_dualpipe_v_makespan_and_memory_match_published_formulas(p: int, times: tuple[int, int, int]) -> None:
-    """The repository's formula, PP being its number of stages, two to a rank: (PP/2 - 1)(F&B + B - 3W), F = its I."""
+    """The repository's formula is (PP/2 - 1)(F&B + B - 3W). PP is the
+    number of stages, with two per rank, and F = its I."""
     forward, input, weight = (Frac(time) for time in times)
     for m in (2 * p, 2 * p + 3, 5 * p):
         for overlapped in (forward + input + weight, (forward + input + weight) * Frac(4, 5)):

@@ -1,4 +1,4 @@
-"""Schedules that PyTorch's pipelining makes and reads, compared with ours."""
+"""Schedules that PyTorch's pipelining creates and reads, compared with those of Phalanx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.schedule.validate import violations
 
 
 def pytorch_orders(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, list[Any]]:
-    """The order of every rank that a schedule class of PyTorch works out."""
+    """Return the order of every rank that a schedule class of PyTorch computes."""
     asked = SimpleNamespace(
         pp_group_size=p,
         n_local_stages=stages_per_rank,

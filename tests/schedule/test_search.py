@@ -1,4 +1,4 @@
-"""Searched schedules: valid, within memory, never worse than the published ones, and better where those idle."""
+"""Searched schedules are valid, within memory, never worse than the published ones, and better where those idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError
 
 WITH_HEAD = [0.5] * 7 + [0.9]
-"""Times of eight stages of which the last has the head."""
+"""Times of eight stages, of which the last has the head."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Wrong schedules are refused by what is wrong about them; valid ones keep what every schedule must."""
+"""Invalid schedules are rejected with their error, and valid ones satisfy the rules of every schedule."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ F0 - - - - - - B0
 
 
 def parse_drawing(picture: str) -> list[list[ScheduleStep | None]]:
-    """A picture's rows as a file would have them: one stage to a rank."""
+    """Return the rows of a picture as a file contains them, with one stage per rank."""
     rows = [row.split() for row in picture.strip().splitlines()]
     cells = [["" if cell == "-" else f"{rank}{cell}" for cell in row] for rank, row in enumerate(rows)]
     return read_csv("\n".join(",".join(row) for row in cells))
 
 
 def schedule_to_grid(schedule: Schedule, times: ActionTimes) -> Grid:
-    """A schedule on a grid of ticks."""
+    """Draw a schedule on a grid of ticks."""
     grid: list[list[ScheduleStep | None]] = []
     for spans in simulate(schedule, times).spans:
         row: list[ScheduleStep | None] = [None] * int(spans[-1].end)

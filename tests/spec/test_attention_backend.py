@@ -1,4 +1,4 @@
-"""The choice of attention's kernel, and its description."""
+"""The choice of the attention kernel, and its description."""
 
 from __future__ import annotations
 

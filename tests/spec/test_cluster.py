@@ -1,4 +1,4 @@
-"""The device that a cluster is planned for."""
+"""The device for which a cluster is planned."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Planning needs no PyTorch; whatever else is missing is named with the command that installs it."""
+"""Planning needs no PyTorch, and errors about other missing packages contain the command that installs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISTRIBUTIONS = {
     "opentelemetry": "opentelemetry-sdk",
     "pynvml": "nvidia-ml-py",
 }
-"""Where the package that is imported has another name than what is installed."""
+"""Distributions whose name differs from that of the imported package."""
 
 
 @pytest.mark.parametrize("package", sorted(EXTRA_OF_PACKAGE))

@@ -1,4 +1,4 @@
-"""The learning rate that a run has if its file sets none: that of published runs, or of published fine-tuning."""
+"""The default learning rate: that of published runs, or of published fine-tuning."""
 
 import tomllib
 from collections.abc import Callable

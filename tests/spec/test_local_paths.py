@@ -1,4 +1,4 @@
-"""No field of a run file takes a URL for a local path."""
+"""No field of a run file accepts a URL instead of a local path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.spec.run import RunSpec
 
 URL = "s3://bucket/path"
 FREE_TEXTS = {"data.text_key", "evaluation.prompt", "metrics.wandb", "cluster.calibration.identified_constants"}
-"""Fields with text that names no file: of a record, of a project, or for a model to continue."""
+"""Text fields that name no file: of a record, of a project, or for a model to continue."""
 
 
 def _text_fields(spec_class: type[Spec], path: str = "") -> Iterator[tuple[str, Any]]:

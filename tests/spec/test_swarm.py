@@ -1,4 +1,4 @@
-"""What a swarm may be described as, and what is refused by name."""
+"""Valid descriptions of a swarm, and errors that name the invalid field."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_swarm_spec_methods_default_to_published_settings():
 
 
 def test_balance_spec_ratio_rises_linearly_to_one():
-    """SPES's decayed auxiliary loss: from 0.7 to 1 in the first 20 % of 1000 steps."""
+    """SPES decays its auxiliary loss: the ratio rises from 0.7 to 1 in the first 20 % of 1000 steps."""
     balance = swarm_run({"balance": {"local_expert_weight": 0.7}}).swarm.balance
     found = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
     assert found == pytest.approx([0.7, 0.775, 0.85, 0.9985, 1.0, 1.0])

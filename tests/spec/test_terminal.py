@@ -1,4 +1,4 @@
-"""Text that reaches a terminal: what it shows is what a file says, and nothing else."""
+"""Text of files in a terminal is shown exactly, without control sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as it is typed: which parts, which sizes, what is said of mistakes, and what real ranks find."""
+"""`phalanx bench` on the command line: its parts, its sizes, its error messages, and measurements of real ranks."""
 
 from __future__ import annotations
 

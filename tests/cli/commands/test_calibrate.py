@@ -1,4 +1,4 @@
-"""`phalanx calibrate` on a run that was trained, and plans with what it wrote."""
+"""`phalanx calibrate` on a trained run, and plans that use its result."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""`phalanx data`, as a user calls it."""
+"""`phalanx data` on the command line."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from phalanx.spec.errors import UserError
 
 
 def run_data_command(*arguments):
-    """The output of a call that must go well; a UserError comes through as it does to `main`."""
+    """Return the output of a successful call; a UserError is raised, as in `main`."""
     result = CliRunner().invoke(command.app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout

@@ -1,4 +1,4 @@
-"""`phalanx debug` on what ranks left behind."""
+"""`phalanx debug` on the files that ranks wrote."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_debug_reports_that_no_failure_records_exist(tmp_path: Path) -> None:
 
 
 def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_path: Path) -> None:
-    """Ranks that were started again have taken their words away."""
+    """Restarted ranks delete their hang dumps and failure records."""
     (tmp_path / "run.toml").write_text(RUN)
     append_event(tmp_path, STARTED, ranks=2, step=0)
     verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
@@ -105,7 +105,6 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
 
 
 def test_debug_reports_hang_and_earlier_failure_of_restarted_run(hung_run_directory: Path) -> None:
-    """An earlier failure does not say where the ranks wait now."""
     append_event(hung_run_directory, STARTED, ranks=3, step=0)
     append_event(hung_run_directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
     assert "before: " not in command_output("debug", hung_run_directory)
@@ -117,14 +116,14 @@ def test_debug_reports_hang_and_earlier_failure_of_restarted_run(hung_run_direct
 
 
 def test_debug_uses_layout_of_last_start(hung_run_directory: Path) -> None:
-    """Which may have had fewer ranks than the run was meant for, in another layout."""
+    """The last start may have fewer ranks than the run file, in another layout."""
     (hung_run_directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
     write_effective_layout(hung_run_directory, Layout(tp=3))
     assert "rank 1 (tp=1) called all_gather" in command_output("debug", hung_run_directory)
 
 
 def test_debug_prints_coordinates_of_single_failed_rank(tmp_path: Path) -> None:
-    """It says nothing of how many ranks there were."""
+    """A failure record does not contain the number of ranks."""
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
     append_event(tmp_path, STARTED, ranks=4, step=0)

@@ -1,4 +1,4 @@
-"""`phalanx doctor`: what it prints, writes and returns."""
+"""`phalanx doctor`: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINDING_KEYS = {"id", "severity", "host", "device", "measured", "unit", "thresho
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """16 ranks of llama3-8b on two nodes like the record."""
+    """Write a run of llama3-8b with 16 ranks on two nodes like the recorded one."""
     path = tmp_path / "run.toml"
     path.write_text(
         f'output_dir = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n'
@@ -90,7 +90,7 @@ def test_doctor_exits_1_for_warnings_and_3_when_all_checks_are_skipped(h100: Pat
 
 
 def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path, h100: Path) -> None:
-    """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
+    """ZeRO-3 does not fit on two GPUs. The captured machine has no GPUs, but the run asks for some."""
     two = ("--nproc", 1, "--set", "cluster.nodes=2")
     found = doctor_json(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
     assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
@@ -157,7 +157,7 @@ def test_doctor_collectives_check_passes_with_two_local_ranks(cpu_run: Path) -> 
 def test_doctor_reports_killed_rank_of_collectives_check_as_finding(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the exit code of warnings, without a word for programs."""
+    """A killed rank once caused the exit code of warnings, without a finding in the JSON."""
 
     def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
         return report({1: ProcessFailure(local_rank=1, pid=4711, exitcode=-9, error_file="")}, 0)
@@ -198,5 +198,5 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
 
 
 def test_doctor_does_not_import_torch() -> None:
-    """A process of its own imports it, in its own time."""
+    """Only a separate process with a time limit imports it."""
     assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_SNAPSHOT)

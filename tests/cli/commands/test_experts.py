@@ -1,4 +1,4 @@
-"""`phalanx experts`: its table of a run, and that a run with renumbered experts trains as before."""
+"""`phalanx experts`: its table, and training after it has renumbered the experts of a run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def moe_run(out: Path, **changes: Any) -> RunSpec:
 
 @pytest.fixture
 def stopped_run(tmp_path: Path) -> Path:
-    """The directory of a run that was stopped in the middle, after an evaluation."""
+    """Return the directory of a run that was stopped halfway, after an evaluation."""
     return train_until_stop(tmp_path, STOP_STEP)
 
 
 def train_until_stop(out: Path, every: int) -> Path:
-    """The same, with an evaluation every few steps."""
+    """Train until a stop signal, with an evaluation every few steps, and return the run directory."""
     run = moe_run(out, **{"evaluation.every": every})
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)
@@ -48,7 +48,7 @@ def train_until_stop(out: Path, every: int) -> Path:
 
 
 def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
-    """The second half, from the checkpoint, and what each expert had to do until its end."""
+    """Resume from the checkpoint, train the second half, and return the tokens of each expert."""
     under_way = make_trainer(run)
     assert under_way.resume()[0]
     losses = train_until(under_way, TOTAL_STEPS)
@@ -58,7 +58,7 @@ def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[in
 
 @pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
 def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict[str, Any], stopped_run: Path) -> None:
-    """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
+    """With a given or a balanced order, the model is the same, and each expert has its tokens under its new number."""
     whole, tokens = resume_to_end(moe_run(stopped_run.parent))
     counted = [record for record in read_metrics(stopped_run) if "expert_tokens" in record][-1]["expert_tokens"]
     found = experts_json(stopped_run, "--ep", 2, "--balance")
@@ -81,7 +81,7 @@ def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict
     ("every", "expected_steps"), [(STOP_STEP, TOTAL_STEPS - STOP_STEP), (TOTAL_STEPS, TOTAL_STEPS)]
 )
 def test_expert_token_counts_continue_after_resume(every: int, expected_steps: int, tmp_path: Path) -> None:
-    """Since the evaluation before, which may have been at the step of the stop."""
+    """Tokens are counted since the last evaluation, which may be at the step of the stop."""
     _, tokens = resume_to_end(moe_run(train_until_stop(tmp_path, every).parent))
     assert [sum(layer) for layer in tokens] == [expected_steps * 8 * 32 * MOE["moe"]["top_k"]] * 2
 

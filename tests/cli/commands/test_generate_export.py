@@ -1,4 +1,4 @@
-"""`phalanx generate` and `phalanx export`, on a run that was trained and saved."""
+"""`phalanx generate` and `phalanx export` on a trained and saved run."""
 
 import json
 import math
@@ -25,7 +25,7 @@ SHORT_TRAINING = {"training.precision": "fp32", "training.steps": 12}
 
 @pytest.fixture(scope="module")
 def finished_trainer(tmp_path_factory):
-    """A trainer that has done its steps, with the directory it left."""
+    """Return a trainer that has finished, and whose run directory exists."""
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT_TRAINING)
     create_run(run, 1, resume=False)
     under_way = make_trainer(run)
@@ -93,7 +93,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>
 
 
 def save_chat_model(directory):
-    """A Mistral with a sliding window, and a tokenizer with tokens of its own for turns."""
+    """Save a Mistral with a sliding window, and a tokenizer with special tokens for chat turns."""
     from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
     bpe = train_bpe([Path(json.__file__).read_text()] * 9, 300).model
@@ -152,7 +152,7 @@ def test_export_with_another_tokenizer_replaces_that_of_the_source(tmp_path, fin
 
 
 def save_source(directory, spec, special_tokens):
-    """The files of a chat model of this shape, but its weights, in a directory that a run keeps them in."""
+    """Save the files of a chat model of this shape, except its weights, where a run keeps those of its source."""
     from transformers import PreTrainedTokenizerFast
 
     bpe = train_bpe([Path(json.__file__).read_text()] * 9, 257).model
@@ -179,8 +179,8 @@ def save_source(directory, spec, special_tokens):
 
 @pytest.fixture
 def run_from_hf(run_directory, tmp_path, finished_trainer):
-    """A copy of the run as if it had started from a chat model, and that model's tokenizer, which has no token that we
-    know as the end of a text."""
+    """Return a copy of the run as if it had started from a chat model, and the tokenizer of this model. Phalanx does
+    not know any of its tokens as the end of a text."""
     shutil.copytree(run_directory, tmp_path / "run")
     model = save_source(tmp_path / "run" / "from_hf", finished_trainer.module.spec, ["<|turn|>"])
     return tmp_path / "run", model

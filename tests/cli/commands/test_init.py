@@ -48,7 +48,7 @@ def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
 
 
 def test_run_file_template_commented_keys_equal_defaults():
-    """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
+    """Each key, uncommented, leaves the run unchanged, or is an example of a field without a default."""
     examples = {
         "from_hf",
         "compile",

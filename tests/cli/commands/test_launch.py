@@ -1,4 +1,5 @@
-"""What `phalanx launch` writes: for Slurm as text (test_slurm.py runs it), for Kubernetes by its client's models."""
+"""`phalanx launch`: the Slurm script as text (test_slurm.py runs it), and
+Kubernetes objects read by the client's models."""
 
 from __future__ import annotations
 
@@ -45,18 +46,18 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def launch_output(file: Path, to: str, *options: str) -> str:
-    """What it writes, of nodes of 8 ranks."""
+    """Return the output of `phalanx launch` for nodes of 8 ranks."""
     return command_output("launch", file, "--to", to, "--nproc", 8, *options)
 
 
 def sbatch_options(script: str) -> dict[str, str]:
-    """What a batch script asks Slurm for."""
+    """Return the #SBATCH options of a batch script."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
     return dict(line.partition("=")[::2] for line in lines)
 
 
 def exported_variables(script: str, **given: str) -> dict[str, str]:
-    """What a batch script exports, where the user has set these."""
+    """Return the variables that a batch script exports if the user has set these."""
     lines = [line for line in script.splitlines() if line[:7] == "export "]
     cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
     shell = subprocess.run(
@@ -75,13 +76,13 @@ FAKE_COMMANDS = {
             *) mkdir -p $SAVES; printf '%s\\n' $CODES ;;
         esac""",
 }
-"""Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
+"""Slurm commands of a cluster with two healthy nodes. Training ends with CODES and saves the checkpoints in SAVES."""
 
 
 def run_batch_script(
     script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)"
 ) -> tuple[int, str]:
-    """The exit code and the words of a batch script there."""
+    """Run a batch script with the fake commands, and return its exit code and output."""
     for name, body in FAKE_COMMANDS.items():
         (directory / name).write_text(f"#!/bin/bash\n{body}\n")
         (directory / name).chmod(0o755)
@@ -129,7 +130,7 @@ def test_slurm_script_is_valid_bash(run_file: Path, options: tuple[str, ...]) ->
 
 
 def test_slurm_script_quotes_overrides_as_single_arguments(run_file: Path) -> None:
-    """What follows the run file in the commands, read by bash as Slurm's tasks would."""
+    """bash parses the words after the run file as it does in Slurm's tasks."""
     override = "data.text_key='it is $(id) `id` \"'"
     script = launch_output(run_file, "slurm", "--set", override)
     for words, expected in zip(
@@ -177,7 +178,7 @@ def test_slurm_script_preserves_environment_variables_set_by_user(run_file: Path
 def test_slurm_script_requeues_only_stopped_run_with_new_checkpoint(
     run_file: Path, codes: str, saved_path: str, expected: tuple[int, str]
 ) -> None:
-    """After a start from step 7."""
+    """The run was started from step 7."""
     (run_file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
     code, said = run_batch_script(
         launch_output(run_file, "slurm", "--nodes", "1:2"), run_file.parent, codes, saved_path or "."
@@ -221,7 +222,7 @@ def test_parse_nodes_accepts_only_number_or_range(min_nodes: int, extra_nodes: i
 
 
 def parse_kubernetes_objects(text: str) -> dict[str, Any]:
-    """Those of a file by kind, each as the client's model; a field that the models do not know would be lost."""
+    """Return the objects of a file by kind, as the client's models, which would lose unknown fields."""
     api, found = kubernetes.client.ApiClient(), {}
     for table in yaml.safe_load_all(text):
         kind = table["kind"]
@@ -298,7 +299,7 @@ def test_kubernetes_config_map_contains_full_run_file(run_file: Path) -> None:
 
 
 def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path) -> None:
-    """Of a run that eight ranks could not have, on a node that is well."""
+    """The run is invalid for eight ranks in total, on a healthy node of eight."""
     run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
     h100_snapshot.write_h100_snapshot(tmp_path / "node")
     [check] = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--nodes", "2", *IMAGE))[
@@ -375,7 +376,8 @@ def test_launch_names_unset_choices_of_a_large_model(run_file: Path) -> None:
 
 
 def expand_kubernetes_variables(word: str) -> str:
-    """What a container is given for it, where only NODE_NAME is set (k8s.io/kubernetes, expansion.go)."""
+    """Return a container's argument after Kubernetes' expansion, with only
+    NODE_NAME set (k8s.io/kubernetes, expansion.go)."""
     return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
 
 
@@ -411,7 +413,7 @@ def test_kubernetes_job_extends_rendezvous_timeout_for_several_nodes(
 
 
 def test_kubernetes_failed_check_names_node_to_cordon(run_file: Path) -> None:
-    """The shell of the init container, with a doctor that ends as each of its exit codes says."""
+    """Runs the shell of the init container with a fake doctor that returns each of the documented exit codes."""
     job = parse_kubernetes_objects(launch_output(run_file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
     assert check.command[:2] == ["sh", "-c"]
@@ -431,7 +433,7 @@ def test_kubernetes_failed_check_names_node_to_cordon(run_file: Path) -> None:
 def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
     run_file: Path, target: str, options: tuple[str, ...]
 ) -> None:
-    """What checks a node, with the command itself, on a run file that was edited since."""
+    """Runs the node check with the real command, on a run file that was edited after the launch file was written."""
     text = launch_output(run_file, target, *options, *IMAGE)
     run_file.write_text(RUN + "[evaluation]\nstep = 3\n")
     if target == "kubernetes":
@@ -496,7 +498,7 @@ def test_launch_rejects_invalid_options(run_file: Path, options: tuple[str, ...]
 
 
 def zero3_range(nodes: str, *settings: str) -> tuple[str, ...]:
-    """Return the options of a run of 512 sequences with zero3 on a range of nodes of eight ranks."""
+    """Return the options of a run of 512 sequences with ZeRO-3 on a range of nodes of eight ranks."""
     fields = ("layout.pp=1", "layout.data_parallel=zero3", "training.tokens_per_step=32768", *settings)
     return ("--nodes", nodes, *(word for field in fields for word in ("--set", field)))
 
@@ -517,7 +519,7 @@ def zero3_range(nodes: str, *settings: str) -> tuple[str, ...]:
 def test_launch_suggests_value_that_suits_a_range_of_nodes(
     run_file: Path, nodes: str, settings: tuple[str, ...]
 ) -> None:
-    """The run with the advised value is written; no second error advises something else."""
+    """The run with the suggested value is accepted, without a second error that suggests another value."""
     options = zero3_range(nodes, *settings)
     with pytest.raises(UserError) as raised:
         launch_output(run_file, "slurm", *options)

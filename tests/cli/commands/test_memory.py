@@ -137,7 +137,7 @@ def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
 
 
 def min_safe_memory_bytes(held_bytes: int, context_bytes: float) -> float:
-    """Memory of a device on which this many bytes almost surely fit, with a driver's context."""
+    """Return the memory of a device on which this many bytes almost certainly fit, including the driver's context."""
     return (held_bytes + context_bytes) / exp(-1.645 * memory_constants().spread)
 
 
@@ -155,7 +155,7 @@ def test_memory_says_may_not_fit_as_advise_oom_between_the_thresholds_of_the_pla
 
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 def test_memory_fits_verdict_matches_advise_oom(run, machine):
-    """Two ranks, which on a CPU share its memory."""
+    """Two ranks on a CPU share its memory."""
     there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
     held = rows_by_strategy_and_role(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["device"]
     enough = min_safe_memory_bytes(held, CONTEXT_BYTES) if machine == "h100" else 2 * min_safe_memory_bytes(held, 0)

@@ -1,4 +1,4 @@
-"""`phalanx placement`: what it prints, and the pictures it draws."""
+"""`phalanx placement`: its output and its pictures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) 
 
 
 def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
-    """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
+    """The run has 4 replicas of 2 tensor-parallel ranks on 8 ranks. Only gradients leave a node."""
     facts = placement_json(run, "--ranks", "8", "--nproc", "2", *layout_options(tp=2))
     counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
     total = facts["bytes"]["total"]
@@ -82,7 +82,8 @@ def test_placement_flags_tp_group_that_leaves_fast_link_domain(run: Path) -> Non
 
 
 def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
-    """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
+    """4 ranks on 2 x 2 exchange tokens for heads. Each sends a third of
+    its bytes to the other rail of the other node."""
     exchanged = [
         "--ranks",
         "4",
@@ -116,7 +117,7 @@ def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
 
 
 def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> None:
-    """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
+    """The speed is in NCCL's topology file (400 Gb/s for each of 8 GPUs) or in the run file."""
     facts = placement_json(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
     busiest = max(nic["sent_bytes"] for nic in facts["nics"])
     assert facts["busiest_nic_seconds"] == pytest.approx(busiest / 50e9)
@@ -126,8 +127,8 @@ def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> 
 
 
 def test_placement_heatmap_aggregates_ranks_to_nodes_and_node_blocks(run: Path, tmp_path: Path) -> None:
-    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
-    256 nodes in pairs."""
+    """With 4 ranks, both tensor-parallel pairs and both rails are drawn, in both directions. 256 ranks
+    are drawn as 32 nodes, and 256 nodes as pairs."""
     file = tmp_path / "heat.svg"
     said = cli_runner.command_stderr(
         "placement", run, "--ranks", "4", "--nproc", "2", *layout_options(tp=2), "--out", file
@@ -154,7 +155,7 @@ def test_placement_assigns_parameter_servers_to_nodes(run: Path) -> None:
 
 
 def test_placement_ranks_per_node_follow_option_then_run_file_then_default(run: Path) -> None:
-    """By the option, else the run file, else 8; without --ranks every node is full."""
+    """The default is 8; without --ranks, all nodes are full."""
     two = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
     for arguments, expected in (
         (two, (6, 2, 3)),

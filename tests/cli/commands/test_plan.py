@@ -65,7 +65,8 @@ def test_plan_ranks_runnable_layouts_by_step_time(run):
 
 
 def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
-    """Before the machine's data sheet, and after --set: here 12 of its 18 NVLinks are there."""
+    """The file is stronger than the machine's data sheet, and weaker than
+    --set. It has 12 of the 18 NVLinks of the machine."""
     node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
     fewer = run.parent / "node.txt"
     fewer.write_text(node.read_text().replace("NV18", "NV12"))
@@ -85,7 +86,7 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
 
 
 def test_plan_states_every_assumption_in_one_line(run):
-    """Under the table, under comparisons and explanations, and in JSON; what is given is not in it."""
+    """The line is under the table, comparisons and explanations, and in the JSON. Given values are not assumptions."""
     machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=131072")
     found = plan_json(run, *machine, "--top", 1)
     text = plan_output(run, *machine, "--top", 1)
@@ -106,8 +107,8 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
-    """Two cards with a slow network and long sequences: what fits is about a third as fast, as the named commands
-    show."""
+    """Two GPUs with a slow network train long sequences. The best layout that fits is
+    three times as slow, as the printed commands show."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=524288")
     memory = ("--set", f"cluster.memory_bytes={28 * GIB}", "--set", "training.seq_len=131072")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
@@ -132,8 +133,8 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
 
 @pytest.mark.parametrize("given_bytes", [None, 200 * GIB])
 def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
-    """Of 16 bytes a parameter 12 are offloaded, and 12 copied for checkpoints; by node and layout in the table, and
-    compared with what the node has."""
+    """Of 16 bytes per parameter, 12 are offloaded, and checkpoints copy 12. The table shows them per node and
+    layout, compared with the CPU memory of the node."""
     more = ("--set", f"cluster.host_memory_bytes={given_bytes}") if given_bytes else ()
     cards = ("--machine", "rtx4090", "--nproc", 2, "--set", "training.tokens_per_step=131072", *more)
     found, text = plan_json(run, *cards, "--top", 3), plan_output(run, *cards, "--top", 3)
@@ -173,7 +174,7 @@ def test_plan_of_cpus_shows_no_other_cpu_memory(run):
 
 
 def test_plan_all_shows_each_schedule(run):
-    """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
+    """The run has 8 stages on two nodes: one row per layout, or one row per schedule."""
     options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=16000000000", "--top", 20)
     grouped, every = (
         [row["layout"] for row in plan_json(run, *options, *more)["layouts"]] for more in ((), ("--all",))
@@ -434,7 +435,6 @@ def test_plan_writes_no_default_for_small_runs_into_file_of_large_model(run, tmp
 
 
 def test_plan_writes_learning_rate_of_published_runs_with_its_source(run, tmp_path):
-    """Not that of a tiny model."""
     out = tmp_path / "planned.toml"
     said = "optimizer.learning_rate = 0.0003: not set; the default is that of Llama 3 8B (arXiv 2407.21783, table 3)"
     errors = cli_runner.command_stderr("plan", run, *H100, "--top", 1, "--out", out)
@@ -512,7 +512,7 @@ def test_plan_draws_progress_bar_only_on_terminal(run):
 
 
 def read_terminal(terminal: int) -> bytes:
-    """What a program wrote to it since it was last asked; nothing when the program has ended."""
+    """Return the output since the last call; an empty string when the program has ended."""
     try:
         return os.read(terminal, 4096)
     except OSError:  # so Linux says that the other end was closed
@@ -544,7 +544,7 @@ def test_plan_names_command_of_option_that_has_moved(option):
 
 
 def test_plan_of_run_file_with_name_of_command(run, monkeypatch):
-    """`explain` is the run file where the command would have none."""
+    """`explain` is a run file, in the position of a command."""
     monkeypatch.chdir(run.parent)
     small = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"^RUN\.toml: is missing\n  fix: write: .*plan explain "):

@@ -160,7 +160,7 @@ def test_parse_choices_refuses_numbers_above_those_of_real_clusters(field, numbe
 
 
 class WaitingPlan:
-    """A plan that is made once it is released."""
+    """Plan that returns after it is released."""
 
     made: ClassVar[list[WaitingPlan]] = []
 

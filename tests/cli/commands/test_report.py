@@ -1,4 +1,4 @@
-"""`phalanx report` on runs that were trained."""
+"""`phalanx report` on trained runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`phalanx train --print-config`, and what the command costs before it works."""
+"""`phalanx train --print-config`, and the imports and CPU time of commands before they start their work."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_cli_commands_start_without_importing_torch(command: list[str], run_file
 
 
 def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Path) -> None:
-    """A node may be lost before the run has measured anything; the planner could not choose then."""
+    """A node may be lost before the run has measured anything, and the planner cannot choose a layout then."""
     cluster, layout = {"peak_flops": 1e12}, {"data_parallel": "zero2"}
     run = run_from_table(
         {"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "cluster": cluster, "layout": layout}
@@ -159,7 +159,7 @@ def test_replan_layout_is_equal_on_nodes_that_chose_other_recomputation(tmp_path
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
     run_file: Path, options: tuple[str, ...], code: int, message: str
 ) -> None:
-    """Others may train on, for which Kubernetes is to start it again."""
+    """After a local error the other nodes may continue, and Kubernetes should restart this one."""
     unfit = (
         "--set",
         "cluster.device=cuda",

@@ -1,5 +1,5 @@
-"""Bad runs end in one clear message that names field, value and fix, with exit code 2, before anything is spawned or
-written."""
+"""Invalid runs exit with code 2 and one message that names field, value and fix,
+before any process starts or any file is written."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a good run file, and data that is wrong in every way."""
+    """Create a directory with a valid run file and with invalid data of every kind."""
     (tmp_path / "TEXT").mkdir()
     for name in "abcdefgh":
         (tmp_path / "TEXT" / f"{name}.txt").write_text("all the words of a small text " * 20)
@@ -354,7 +354,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def error_output(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command line says before it ends with 2."""
+    """Return the stderr of a command that exits with 2."""
     monkeypatch.setattr(sys, "argv", ["phalanx", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -445,7 +445,7 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
 def test_train_does_not_write_into_directory_that_phalanx_did_not_make(
     arguments: tuple[str, ...], expected_texts: tuple[str, ...], workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """As the user's own folder with a run file: it would be overwritten with the resolved one."""
+    """The user's directory contains a run file, which the resolved one would overwrite."""
     (workspace / "OUT").mkdir(exist_ok=True)
     (workspace / "notes.txt").write_text("mine\n")
     before = directory_contents(workspace)
@@ -467,7 +467,7 @@ def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path,
 
 
 def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Not even root can make a directory in /proc."""
+    """Not even root can create a directory in /proc."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
     said = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
@@ -478,7 +478,7 @@ def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch:
 def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
     workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    """The disk is nearly full: said before the run, with what it needs."""
+    """The error comes before the run starts, and states the needed space of the nearly full disk."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     said = error_output(["train", "run.toml"], monkeypatch, capsys)
@@ -487,7 +487,7 @@ def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
 
 
 def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(workspace: Path, monkeypatch: Any) -> None:
-    """Of a disk that was large enough when it began."""
+    """The disk was large enough when the run started."""
     run = load_run(workspace / "run.toml")
     usage, each = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
 
@@ -556,7 +556,7 @@ def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> N
 
 
 def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
-    """The table starts from a run that works: only what a row changes is wrong."""
+    """The table of invalid runs changes a valid run, so that only the changed value is wrong."""
     run = load_run("run.toml", environment={})
     preflight.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"
@@ -586,7 +586,7 @@ def test_print_config_refuses_what_train_would_refuse_for_its_own_number_of_rank
 
 
 def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any) -> None:
-    """As `phalanx launch` writes it for one node of a run file that has several."""
+    """`phalanx launch` writes this command for one node of a run file with a range of nodes."""
     directories: list[Path] = []
     monkeypatch.setattr(
         supervisor, "supervise_training", lambda directory, *_, **__: directories.append(directory) or 0
@@ -600,7 +600,7 @@ def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any
 
 
 def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkeypatch: Any) -> None:
-    """A fault of one node is not an error in the run file: launch scripts go on to `phalanx doctor`."""
+    """A local error of one node is not an error of the run file: launch scripts continue with `phalanx doctor`."""
     monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
     with pytest.raises(SystemExit) as ended:
@@ -610,7 +610,7 @@ def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkey
 
 @pytest.mark.parametrize(("device", "sharing_ranks"), [("cpu", 2), ("cuda", 1)])
 def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, workspace: Path) -> None:
-    """Ranks on CPUs share the machine's memory, those on GPUs have each its own."""
+    """Ranks on CPUs share the memory of the machine. Each rank on a GPU has its own."""
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
@@ -626,7 +626,7 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
 
 
 def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, monkeypatch: Any) -> None:
-    """The search plans a model some 70 times, and planning takes time for every layer."""
+    """The search plans a model some 70 times, and the time of a plan grows with the number of layers."""
     deep = MAX_SEARCHED_LAYERS + 80
     planned_layers: list[int] = []
 
@@ -648,7 +648,7 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
 
 
 def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> None:
-    """Offloaded state lies in the same memory: it cures nothing there."""
+    """Offloading does not help, because offloaded state is in the same memory."""
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=64"]
     run = load_run(workspace / "run.toml", settings)
     with pytest.raises(UserError, match="planned memory") as refused:

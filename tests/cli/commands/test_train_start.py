@@ -1,4 +1,4 @@
-"""The address of the rendezvous of several nodes."""
+"""The rendezvous address of several nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.spec.errors import LocalNodeError
 def test_resolve_rendezvous_retries_until_host_name_resolves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the first pod's, which has one when it has an address."""
+    """The host name of the first pod resolves only when the pod has an address."""
     answers: list[OSError] = [gaierror(-2, "Name or service not known")] * 2
 
     def look_up(host: str) -> str:

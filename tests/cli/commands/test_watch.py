@@ -1,4 +1,4 @@
-"""`phalanx watch` on runs that have ended, and on one that is running."""
+"""`phalanx watch` on ended runs and on a running one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_watch_follows_running_training_to_its_last_step():
 
 @pytest.fixture
 def failed_run(tmp_path: Path) -> Path:
-    """A run whose rank 1 has just failed, after step 5."""
+    """Write a run whose rank 1 has just failed after step 5."""
     run = copy_run(two_rank_run(), tmp_path)
     stop_after(run, 5)
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
@@ -96,7 +96,7 @@ def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_watch_exits_1_when_failed_run_does_not_restart(failed_run, ended):
-    """By what it says, or by its silence."""
+    """The launcher records the end of the run, or stops writing."""
     if ended:
         append_event(failed_run, FINISHED, step=5)
     else:

@@ -1,4 +1,4 @@
-"""Files that options name: written, but never over one that Phalanx did not write."""
+"""Files that options name are written, but never over a file of another program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_write_file_says_why_it_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
 def test_plan_replaces_its_own_files(ending: str, tmp_path: Path) -> None:
-    """What it writes is known as its own."""
     run, out, picture = tmp_path / "run.toml", tmp_path / "out.toml", tmp_path / f"picture{ending}"
     run.write_text('[model]\npreset = "tiny"\n[training]\ntokens_per_step = 8192\n')
     machine = ("--machine", "h100", "--nproc", 1)

@@ -1,4 +1,4 @@
-"""Mistakes in a command line, in one form whoever finds them."""
+"""Errors in a command line have one form, independent of the code that raises them."""
 
 import re
 import sys

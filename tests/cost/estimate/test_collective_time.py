@@ -1,4 +1,4 @@
-"""Collectives: bytes over bandwidth, and latency."""
+"""The time of collectives: latency, and bytes over bandwidth."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,8 @@ def test_ring_seconds_match_bus_factor_for_large_messages(operation, reduces, co
 
 
 def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
-    """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
+    """A ring of 64 contiguous ranks uses all eight NICs of each node; a
+    ring of 64 ranks with stride 8 uses one of them."""
     table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
     together, apart = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
     cards = (
@@ -74,7 +75,7 @@ def test_ring_latency_grows_with_group_size_for_small_messages():
 
 
 def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
-    """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
+    """Each of 4 stages has 2 of a node's 8 ranks: experts communicate across nodes, and two NICs serve a group."""
     row = make_job_row(dp=16, pp=4, ep=8)
     near, far = make_job_table(row), make_job_table({**row, "pipeline_outermost": 0.0})
     assert near.fast_link_ranks_per_stage == 8

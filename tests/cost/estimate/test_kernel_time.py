@@ -1,4 +1,4 @@
-"""Products, attention and passes over memory on one device."""
+"""Matrix products, attention and memory-bound operations on one device."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_linear_backward_takes_about_twice_the_forward():
 
 
 def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
-    """Scores that are written to memory cost more than any flash kernel, and separate kernels most."""
+    """Writing scores to memory costs more than any flash kernel, and separate kernels cost most."""
     kinds = (AttentionKernel.SEPARATE, AttentionKernel.FUSED, AttentionKernel.FLASH_1, AttentionKernel.FLASH_2)
     rows = [make_job_row(machine="a100", attention=kind, sequence=4096) for kind in kinds]
     forward, backward = attention_seconds(TIME_CONSTANTS, make_job_table(*rows))
@@ -100,7 +100,8 @@ def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
 
 
 def test_ring_attention_costs_its_flash_kernels_and_merges():
-    """It writes no scores: a step merges outputs and gradients, which are as long as the sequence."""
+    """Ring attention writes no scores: each step merges outputs and
+    gradients, which grow with the sequence length only."""
     kinds = (AttentionKernel.FLASH_2, AttentionKernel.RING, AttentionKernel.SEPARATE)
     jobs = make_job_table(*(make_job_row("llama3-8b", cp=8, attention=kind, sequence=131_072) for kind in kinds))
     for flash, ring, separate in attention_seconds(TIME_CONSTANTS, jobs):

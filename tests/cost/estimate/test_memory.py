@@ -1,4 +1,4 @@
-"""Memory of many layouts at once: against published figures, against the exact count, against the schedules."""
+"""Memory of many layouts at once, compared with published figures, the exact count and the schedules."""
 
 import numpy as np
 import pytest
@@ -77,14 +77,14 @@ def make_gpt_row(layers: int, width: int, heads: int, **choices: float) -> dict[
     ],
 )
 def test_estimate_memory_matches_published_megatron_figures(shape, choices, gib):
-    """Korthikanti et al. (arXiv 2205.05198), figure 1: within 8 % (theirs count no library's buffers)."""
+    """Korthikanti et al. (arXiv 2205.05198), figure 1, within 8 %: the paper does not count buffers of libraries."""
     held = estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated / GIB
     assert held == pytest.approx(gib, rel=0.08)
 
 
 @pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
-    """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
+    """ZeRO, table 1: 7.5 B parameters on 64 ranks need 120, 31.4, 16.6 and 1.88 GB."""
     row = make_gpt_row(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
     row["parameters"] = 7.5e9
     state = estimate_memory(MEMORY_CONSTANTS, make_job_table(row)).state[0, 0]
@@ -106,7 +106,7 @@ def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
     ],
 )
 def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
-    """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
+    """The tolerance of 6 % covers norms, which are not sharded, and stages that are split by cost."""
     run = run_from_table(
         {
             "model": {"preset": "llama3-8b"},
@@ -137,7 +137,7 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
     ],
 )
 def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offload_target):
-    """On the device as much less as there is in CPU memory and in files."""
+    """The device memory decreases by the bytes that are in CPU memory and in files."""
     directory = {"offload_directory": "/local"} if offload_target == "nvme" else {}
     run = run_from_table(
         {
@@ -158,7 +158,8 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offloa
 
 
 def test_estimate_memory_grows_with_compute_dtype_bytes():
-    """What comes and goes as many times more; logits, of which the loss makes fp32 ones, only in fp64."""
+    """Temporary tensors grow in proportion. Logits grow in fp64 only,
+    because the loss converts them to at least fp32."""
     rows = (
         make_gpt_row(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size)
         for size in (2, 4, 8)
@@ -175,7 +176,7 @@ def test_estimate_memory_grows_with_compute_dtype_bytes():
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, precision):
-    """On a machine that was calibrated so."""
+    """The machine was calibrated in this precision."""
     measured = {
         "runs": 1,
         "precision": precision,

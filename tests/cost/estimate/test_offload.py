@@ -1,4 +1,4 @@
-"""What offload costs, against numbers computed by hand and measured ones."""
+"""The time of offloading, compared with hand-computed and measured numbers."""
 
 import numpy as np
 import pytest
@@ -52,12 +52,14 @@ def test_offload_seconds_to_files_are_limited_by_disk_bandwidth():
 
 
 def test_disk_offload_traffic_matches_measured_reads_and_writes():
-    """docs/results/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read, 13.0 GB written."""
+    """Measured in docs/results/benchmarks/offload.md: 463 M parameters, zero2, 8
+    micro-batches: 14.9 GB read, 13.0 GB written."""
     assert 463e6 * offload._disk_bytes(make_offload_table(2, "nvme"))[0] == pytest.approx(14.9e9 + 13.0e9, rel=0.01)
 
 
 def test_zero3_offload_uploads_parameters_before_every_all_gather():
-    """Hidden where the link is fast; where it is slow, in each pass of 8 micro-batches an eighth of all parameters."""
+    """A fast link hides the uploads. A slow link uploads an eighth of
+    all parameters in each pass of 8 micro-batches."""
 
     def upload(kind: OffloadName, speed: float) -> float:
         row = make_job_row(
@@ -110,7 +112,7 @@ def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, expected_byt
 
 @pytest.mark.parametrize(("speed", "is_hidden"), [(25e9, True), (0.25e9, False)])
 def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
-    """GPT-3 175B: 2 bytes x 2,048 tokens x 12,288 over the link, during the passes of a block."""
+    """GPT-3 175B copies 2 bytes x 2,048 tokens x 12,288 over the link during the passes of a block."""
     full, offloaded = (
         make_job_table(make_job_row(recompute=method, micro_batches=8, host_link_bytes_per_second=speed))
         for method in ("full", "offload")

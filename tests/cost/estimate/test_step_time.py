@@ -56,7 +56,7 @@ def test_step_seconds_equals_sum_of_parts():
 
 @pytest.mark.parametrize("name", COMMUNICATING_ROWS)
 def test_slow_links_never_lengthen_compute(name):
-    """All that a slower link costs is booked as communication, as copies, or as waiting."""
+    """The additional time on a slower link is communication, copies or waiting."""
     row = COMMUNICATING_ROWS[name]
     links = ("link_bytes_per_second", "network_bytes_per_second", "host_link_bytes_per_second")
     slow = {**row, **{link: row[link] / 100 for link in links}}
@@ -68,8 +68,8 @@ def test_slow_links_never_lengthen_compute(name):
 
 @pytest.mark.parametrize(("model", "ep"), [("llama3-8b", 1), ("mixtral-8x7b", 1), ("mixtral-8x7b", 8)])
 def test_zero3_books_exposed_gathers_and_scatters_as_data_parallel(model, ep):
-    """Passes on a slow network hide no more than they last: of two gathers and a scatter for every micro-batch. Experts
-    of eight ranks are gathered by eight groups, each by the one card of a node that it has."""
+    """Passes hide at most their own duration of two gathers and a scatter per micro-batch on a slow network. Expert
+    parameters on eight ranks are gathered by eight groups, each over one NIC of a node."""
     row = make_job_row(model, network_bytes_per_second=2e9, ep=ep, **SHARDED)
     time = step_seconds(TIME_CONSTANTS, make_job_table(row))
     experts = row["expert_parameters"] * 63 / 64 if ep == 1 else row["expert_parameters"] * 7 / 8

@@ -61,7 +61,7 @@ PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf
 
 
 class SavedStorages(dict):
-    """Storages by address, each once, without those that the model owns; what is noted stays alive."""
+    """Storages of saved tensors by address, without those of the model. Noted storages stay alive."""
 
     def __init__(self, model):
         self.owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -79,7 +79,7 @@ class SavedStorages(dict):
 
     @contextmanager
     def record_saved_tensors(self, autocast):
-        """A forward pass whose saved tensors are noted."""
+        """Note the tensors that a forward pass saves."""
         keeping = saved_tensors_hooks(self.record, lambda tensor: tensor)
         pack = NormCall._pack
 
@@ -101,7 +101,7 @@ def rows_of_short_documents(rows, tokens):
 
 
 def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, masked):
-    """Bytes alive after the trainer's forward pass and loss, and the most while something is computed again."""
+    """Return the live bytes after the trainer's forward pass and loss, and their peak during recomputation."""
     torch.manual_seed(0)
     model = Transformer(spec)
     for parameter in model.parameters():
@@ -144,8 +144,8 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
 
 
 def measure_saved_bytes_on_rank(cases):
-    """Bytes alive after the forward pass and the loss of a share of each model, by (spec, precision, autocast, layout,
-    masked); where experts are apart they are balanced."""
+    """Return the live bytes after forward pass and loss of a rank's part of each model, by (spec, precision,
+    autocast, layout, masked). With expert parallelism, routing is balanced."""
     import torch.distributed as dist
 
     from phalanx.parallel import apply
@@ -188,7 +188,7 @@ def measure_saved_bytes_on_rank(cases):
 
 
 def make_balanced_router_logits(logits):
-    """Router logits by which tokens choose the first experts, the next, and so on."""
+    """Return router logits by which tokens choose the first experts, the next experts, and so on."""
     flat = logits.flatten(0, -2)
     choice = torch.arange(len(flat) * flat.shape[1]).view(flat.shape) // flat.shape[1] + torch.arange(flat.shape[1])
     return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
@@ -216,8 +216,8 @@ PARALLEL_LAYOUTS = {
 @pytest.mark.parametrize("mode", ["none", "norms", "full"])
 @pytest.mark.parametrize(("changes", "names"), PARALLEL_LAYOUTS.values(), ids=PARALLEL_LAYOUTS)
 def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, names, mode):
-    """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
-    too; tokens over context-parallel ranks; experts."""
+    """Tensor parallelism splits heads, inner widths and logits, and with sequence parallelism the tokens of the
+    residual stream. Context parallelism splits tokens, and expert parallelism experts."""
     from phalanx.testing import rank_pool
 
     cases = [
@@ -291,7 +291,7 @@ def test_head_and_loss_dominate_activation_bytes_of_small_models():
 
 
 class PeakLiveBytes(TorchDispatchMode):
-    """The most bytes of all tensors made in it that are there at one time."""
+    """Peak bytes of all live tensors that are created while the mode is active."""
 
     def __init__(self):
         super().__init__()
@@ -337,7 +337,7 @@ def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, prec
 
 @pytest.mark.parametrize(("name", "tp", "limit"), [("llama3-405b", 8, 52_000), ("llama3-8b", 1, 111_000)])
 def test_layer_of_llama3_saves_bytes_per_token(name, tp, limit):
-    """Before activations were recomputed and documents had no masks, 119,400 and 233,600."""
+    """Before activations were recomputed and documents had masks, the numbers were 119,400 and 233,600."""
     layout = Layout(data_parallel="zero3", tp=tp)
     block = activation_bytes(
         load_model_spec(name), 1, 8192, "bf16", layout, masked=True, stage=StageBlocks(layers=range(1, 2))

@@ -1,4 +1,4 @@
-"""Counts of attended keys equal those of masks, and reach FLOPs and the planner."""
+"""Counts of attended keys equal those of masks, and are used for FLOPs and by the planner."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def test_forward_flops_by_part_match_closed_forms():
 
 
 def test_recomputed_flops_match_activation_checkpointing_kind():
-    """Megatron-LM's paper on recomputation (arXiv 2205.05198, appendix A): full recomputation makes 72 BLsh^2 (1 + ...)
-    of a step into 96 of hardware: a forward pass of the blocks more."""
+    """Full recomputation adds a forward pass of the blocks: the 72 BLsh^2 (1 + ...) of the model become 96 in
+    hardware (Megatron-LM's paper on recomputation, arXiv 2205.05198, appendix A)."""
     parts = forward_flops(SMALL, 512)
     for recompute, flash, sharded, flops in (
         ("none", True, True, 0.0),

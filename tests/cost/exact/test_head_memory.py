@@ -1,4 +1,4 @@
-"""Memory of the head and the loss in chunks of tokens, against tensors."""
+"""Memory of the head and the loss in chunks of tokens, compared with measured tensors."""
 
 import pytest
 

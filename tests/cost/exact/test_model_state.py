@@ -44,7 +44,7 @@ def test_muon_state_is_one_moment_for_block_matrices_and_two_otherwise():
 
 
 def test_checkpoint_space_needed_decreases_with_existing_checkpoints():
-    """Three are kept, and a fourth is written before the oldest goes."""
+    """Three checkpoints are kept, and a fourth is written before the oldest is deleted."""
     run = run_from_table({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
     room = [checkpoint_space_needed_bytes(run, there) / checkpoint_bytes(run) for there in (0, 1, 3, 9)]
     assert room == [4, 3, 1, 1]

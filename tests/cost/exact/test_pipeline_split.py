@@ -1,4 +1,4 @@
-"""Stages are cut by cost: published counts, the head's weight, and the best of all cuts."""
+"""Stages are split by cost: published counts, the weight of the head, and the best of all splits."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_sharded_state_bytes_match_zero_paper_for_7_5b_on_64_ranks(stage, gigaby
 
 @given(st.integers(1, 10_000))
 def test_sharded_state_bytes_per_parameter_match_zero_formulas(n):
-    """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
+    """The formulas are 16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
     assert sharded_state_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
     assert sharded_state_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
     assert sharded_state_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
@@ -126,8 +126,8 @@ def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
 
 
 def measure_allocated_state(run: RunSpec) -> dict[str, int]:
-    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step;
-    and of the copy that a checkpoint after it is written from, without AdamW's step and buffers."""
+    """Return the bytes of each part that this rank's strategy holds between a backward pass and its update in its
+    second step, and those of the copy for a checkpoint after it, without AdamW's step count and buffers."""
     from phalanx.data.loader import prefetch
     from phalanx.train.checkpoint.host_copies import HostCopies
     from phalanx.train.checkpoint.state import checkpoint_tensors
@@ -223,8 +223,8 @@ MODEL_PARALLEL_CASES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize(("world_size", "changes"), MODEL_PARALLEL_CASES, ids=str)
 def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size, changes, precision, tmp_path):
-    """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
-    each place of the pipeline."""
+    """Parameters are split over tp x pp and experts over ep, and both over the ranks that share them.
+    Compared for the fullest rank of each pipeline stage."""
     pytest.importorskip("torch")
     from phalanx.testing import rank_pool
     from tests.helpers.small_runs import DENSE, small_run
@@ -442,7 +442,7 @@ def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
 
 
 def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from():
-    """12 bytes a parameter with AdamW: of all of them on each rank of ddp, of a share where they are sharded."""
+    """AdamW has 12 bytes per parameter. Ranks of ddp copy all of them, and other strategies copy their shard."""
     count = count_parameters(make_run().model).total
     sizes = {}
     for stage in ZERO_STRATEGIES:
@@ -495,7 +495,7 @@ def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
 
 
 def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
-    """Before a run starts, its disk is looked at."""
+    """The disk is checked against these bytes before a run starts."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
     staged = make_run("zero1", model=model, layout={"pp": 2, **files})

@@ -1,4 +1,4 @@
-"""Bytes and memory of training over slow links, against the published models' and a tiny one counted by hand."""
+"""Bytes and memory of training over slow links, compared with published models and a tiny hand-counted model."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def both_ways(traffic: RoundBytes) -> float:
 
 
 def test_swarm_bytes_match_hand_count_of_tiny_model():
-    """66,880 shared parameters and 98,304 own of 460,096, four bytes each."""
+    """66,880 shared parameters and 98,304 own ones of 460,096, with four bytes each."""
     whole, part = node_share(TINY_MOE, "diloco"), node_share(TINY_MOE, "spes", 2)
     assert (part.shared, part.trained_experts, part.total) == (66_880, 98_304, 460_096)
     assert round_bytes(part, "spes").up == 660_736
@@ -34,7 +34,7 @@ def test_swarm_bytes_match_hand_count_of_tiny_model():
     ],
 )
 def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, saved):
-    """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
+    """Among four nodes, SPES saves a third of DiLoCo's traffic in both directions, and two thirds of its uploads."""
     model = load_model_spec(name)
     assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
     assert model.moe is not None
@@ -69,7 +69,7 @@ def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gig
     ],
 )
 def test_swarm_state_bytes_match_published_models(name, trained_experts, diloco, spes, bf16, int8):
-    """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
+    """GB per node. The source counts 3 % for the scales of int8, which have 1.6 %."""
     model = load_model_spec(name)
     node = node_share(model, "spes", trained_experts)
     found = (

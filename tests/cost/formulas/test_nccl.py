@@ -1,4 +1,4 @@
-"""NCCL's own expectations, as its tuning model gives them for nodes of 8 GPUs with NVLink."""
+"""NCCL's own expectations: its tuning model for nodes of 8 GPUs with NVLink."""
 
 import pytest
 from hypothesis import given

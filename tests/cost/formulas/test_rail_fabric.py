@@ -1,4 +1,4 @@
-"""Loads of collectives on a rail fabric, against every message of every rank, counted."""
+"""Loads of collectives on a rail fabric, compared with a count of every message of every rank."""
 
 from collections import Counter
 from itertools import pairwise, product
@@ -25,7 +25,7 @@ LINK_BYTES_PER_SECOND = 50e9  # 400 Gb/s
 
 
 class MessageCounter:
-    """Bytes that went from device to device; a device is (node, rail)."""
+    """Count of bytes sent between devices; a device is (node, rail)."""
 
     def __init__(self):
         self.nic, self.nvlink, self.spine = Counter(), Counter(), 0.0
@@ -61,7 +61,7 @@ def test_all_to_all_load_matches_count_of_messages(nodes, rails, pxn):
 
 
 def count_ring_messages(counted, order, size_bytes, *phases):
-    """`order`'s devices exchange `size_bytes` in these phases."""
+    """Count the messages of devices in `order` that exchange `size_bytes` in these phases."""
     for phase in phases:
         for send in phase(len(order)):
             counted.send(order[send.source], order[send.target], size_bytes / len(order))
@@ -69,7 +69,8 @@ def count_ring_messages(counted, order, size_bytes, *phases):
 
 @pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in FABRIC_SHAPES if n % 2 == 0 or 1 in (n, g)])
 def test_flat_ring_all_reduce_load_matches_count_of_messages(nodes, rails):
-    """Every second node is crossed in the other direction, and so entered on the rail on which the last was left."""
+    """The ring crosses every second node in the other direction, and enters
+    it on the rail on which it left the last one."""
     counted = MessageCounter()
     for rail in range(rails):
         up = [(rail + step) % rails for step in range(rails)]
@@ -93,7 +94,7 @@ def test_hierarchical_all_reduce_load_matches_count_of_messages(nodes, rails):
 
 
 def tree_parent(node, nodes):
-    """In a tree in which odd nodes are leaves and 0 is the root."""
+    """Return the parent in a tree in which odd nodes are leaves and 0 is the root."""
     bit = node & -node
     up = (node ^ bit) | bit << 1
     return up if up < nodes else node ^ bit
@@ -102,7 +103,7 @@ def tree_parent(node, nodes):
 @pytest.mark.parametrize("rails", [1, 2, 3])
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_double_tree_all_reduce_load_matches_count_of_messages(nodes, rails):
-    """The second tree is the first, mirrored or shifted by one: its leaves are the other's inner nodes."""
+    """The second tree is the first, mirrored or shifted by one: its leaves are the inner nodes of the first."""
     counted = MessageCounter()
     for rail in range(rails):
         for node, name in product(range(1, nodes), (lambda n: n, lambda n: n + 1 if nodes % 2 else nodes - 1 - n)):

@@ -1,4 +1,4 @@
-"""Checkpoint intervals against published numbers, against a search, and against jobs that really fail."""
+"""Checkpoint intervals, compared with published numbers, a search, and simulated failures."""
 
 from dataclasses import asdict
 from math import exp, inf
@@ -26,7 +26,7 @@ HOUR = 3600.0
 LLAMA3_MTBF_SECONDS = mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
 MTBF = st.floats(1.0, 1e8)
 MTBF_FRACTIONS = st.floats(1e-9, 3.0)
-"""Of the mean time between failures."""
+"""Fractions of the mean time between failures."""
 
 
 def test_mtbf_seconds_of_llama3_is_about_three_hours():
@@ -90,7 +90,7 @@ def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
 
 @given(MTBF, MTBF_FRACTIONS)
 def test_optimal_interval_solves_its_equation_below_young_and_mtbf(mtbf, write):
-    """u = 1 - e^-(u + d/M), by a search that halves."""
+    """The equation is u = 1 - e^-(u + d/M), solved by bisection."""
     best = optimal_interval_seconds(write * mtbf, mtbf)
     assert 0 < best <= min(young_interval_seconds(write * mtbf, mtbf), mtbf)
     low, high = 0.0, 1.0
@@ -116,7 +116,7 @@ def test_daly_interval_equals_mtbf_when_write_is_at_least_twice_mtbf():
     ("interval", "write", "mtbf", "restart"), [(50, 5, 300, 20), (30, 30, 60, 30), (100, 1, 80, 5)]
 )
 def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
-    """Time passes until an interval and its write go by without failure; so it does until a restart has."""
+    """An interval with its write repeats until no failure occurs in it, and so does a restart."""
     random, cycles, passed = Random(1), 10_000, 0.0
 
     def until_done(seconds):

@@ -1,4 +1,4 @@
-"""Rules of thumb say what was published, apply where they should, and are compared fairly with the planner."""
+"""Rules of thumb equal their publications, apply under their conditions, and are compared fairly with the planner."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BASELINE_SITUATION = RunSituation(
     layer_bytes=GIB,
     fits_one_device=True,
 )
-"""A model without difficulties, of which rules are tried on changes."""
+"""Situation without difficulties; tests change single fields."""
 
 
 def make_run(
@@ -82,7 +82,7 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
     ],
 )
 def test_size_rules_match_published_guide(billions, recommendation, requirements):
-    """T25."""
+    """Published as T25."""
     found = [rule for rule in SIZE_RULES if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
     assert [(rule.recommendation, rule.requirements) for rule in found] == [(recommendation, requirements)]
 
@@ -99,7 +99,8 @@ def test_size_rule_boundary_belongs_to_larger_class(billions):
 
 
 def test_optimal_num_checkpoints_of_64_layers_is_eight():
-    """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
+    """Published as T26: eight checkpoints, the memory of sixteen layers, and one additional forward
+    pass, which is a third of the compute of a step."""
     assert optimal_num_checkpoints(64) == 8
     assert peak_saved_layers(64, 8) == 16
     assert all(peak_saved_layers(64, other) > 16 for other in range(1, 65) if other != 8)
@@ -187,7 +188,7 @@ def test_exactly_one_pipeline_rule_of_thumb_applies(llama3_8b_report, llama3_70b
 
 
 def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
-    """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
+    """AdamW has 4, 4 and 8 bytes per parameter, and a block of Llama 3 8B has 218 M parameters."""
     here = llama3_8b_report.situation
     m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert (here.parameters, here.layers, here.sequences, here.domain) == (m, 32, 512, 8)
@@ -198,7 +199,7 @@ def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
 
 
 def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
-    """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
+    """Compared with the layouts themselves: the fastest 1F1B pipeline, and the same layout with ZB-H2."""
     roomy = make_run("llama3-70b", "b300", nodes=64, sequence=4096)
     for run, advised, spare in (
         (roomy, advise(roomy, 512), True),
@@ -264,7 +265,7 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
 
 
 def test_advice_reports_rule_without_any_valid_layout():
-    """One sequence a step leaves nothing to data-parallel ranks."""
+    """With one sequence per step, data-parallel ranks have no work."""
     advised = advise(make_run("llama3-8b", tokens=8192), 8)
     assert advice_for_rule(advised, "compute inside layers").verdict in ("agrees", "costs")
     impossible = advice_for_rule(advised, "1B to 10B parameters")

@@ -1,4 +1,4 @@
-"""What is said to free memory frees it, what is said to fit fits, and the order is the guide's."""
+"""Remedies free the advised memory, remedies that should fit do fit, and their order is that of the guide."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ def make_run(
 
 MEMORY_CONSTANTS = memory_constants()
 SAFE_MEMORY_FRACTION = exp(-1.644853627 * MEMORY_CONSTANTS.spread)
-"""Of memory, what may be filled so that it is likely to be enough."""
+"""Share of memory up to which a run is likely to fit."""
 
 
 def make_run_with_memory_limit(gib: float, **more: Any) -> RunSpec:
-    """A run on devices where it may hold so much: of theirs a GPU's libraries take their part, and some is margin."""
+    """Return a run on devices where it may use this many bytes, in addition
+    to those of a GPU's libraries and the margin."""
     return make_run(cluster={"memory_bytes": ceil((gib * GIB + CONTEXT_BYTES) / SAFE_MEMORY_FRACTION)}, **more)
 
 
@@ -77,12 +78,12 @@ def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
 
 
 def max_rank_bytes(run: RunSpec) -> int:
-    """Bytes of the fullest rank, asked of the room that counts them."""
+    """Return the bytes of the fullest rank, as the advice counts them."""
     return max(found.device for found in rank_memory(run, run.cluster.ranks).values())
 
 
 def reload_with_settings(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
-    """The run from a file, with what `--set` says."""
+    """Reload the run from a file with settings of `--set`."""
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(run.model_dump(exclude_none=True)))
     return load_run(path, changes, environment={})
@@ -148,7 +149,7 @@ def test_apply_until_fits_reports_bytes_freed_between_steps(run):
 
 
 def test_apply_until_fits_skips_remedies_with_negligible_effect():
-    """Short sequences leave few activations next to 8 billion parameters."""
+    """Short sequences have few activations compared with 8 billion parameters."""
     run = make_run({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
     recomputed = effects_by_name(evaluate_single_remedies(run))["recompute blocks"]
     assert 0 < recomputed.freed_bytes < 0.01 * max_rank_bytes(run)
@@ -165,7 +166,7 @@ def test_minimal_subset_has_no_removable_remedy(run):
 
 
 def test_diagnose_ranks_cheapest_sufficient_remedies_first(run, diagnosis):
-    """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
+    """Remedies that make the run fit come first, ordered by their cost in time; remedies with other costs come last."""
     found = diagnosis
     assert found.current_footprint.step_seconds
     groups = [0 if fits_after([effect]) else 1 if effect.helps else 2 for effect in found.single_remedies]
@@ -237,7 +238,7 @@ def test_remedies_follow_published_guide_order():
 
 
 def test_sgd_remedy_frees_half_of_adamw_model_state():
-    """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
+    """AdamW has 4 bytes for each of 4 m numbers. SGD with momentum frees a quarter."""
     run = make_run_with_memory_limit(1, training={"precision": "fp32"})
     state = run_footprint(run).memory.state
     m = count_parameters(run.model).total
@@ -254,9 +255,7 @@ def test_sgd_remedy_frees_half_of_adamw_model_state():
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
-    """Batch x alpha, but for rotary tables, which sequences share, and for a chunk of the loss.
-
-    A batch frees nothing but activations."""
+    """Rotary tables, which sequences share, and a chunk of the loss are not proportional."""
     run = make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size)
     assert max_rank_bytes(run) > limit_bytes(run)
     halved = run_footprint(
@@ -395,7 +394,7 @@ def test_offload_remedy_respects_cpu_memory_limit():
 
 
 def test_offload_remedy_on_one_device_includes_gradients_when_needed():
-    """What the planner finds for it: ZeRO-1 and 2, whose state and gradients rest in CPU memory."""
+    """The planner finds ZeRO-1 and ZeRO-2, whose state and gradients are in CPU memory."""
 
     def one(memory_gib: float, **layout: Any) -> RunSpec:
         cluster = {"nproc_per_node": 1, "memory_bytes": round(memory_gib * GIB)}
@@ -434,7 +433,8 @@ def test_limit_bytes_subtracts_gpu_context_memory():
 
 
 def make_calibrated_run(held_bytes: float) -> RunSpec:
-    """In fp32, on a machine where a process has 4 GiB besides its tensors, which take a tenth more than counted."""
+    """Return a run in fp32 on a machine where a process has 4 GiB without
+    tensors, and tensors need 10 % more than counted."""
     measured = {
         "runs": 3,
         "precision": "fp32",
@@ -452,7 +452,7 @@ def make_calibrated_run(held_bytes: float) -> RunSpec:
 
 
 def test_run_footprint_agrees_with_planner_on_calibrated_machine():
-    """In the precision that it was calibrated in, with what a process takes and tensors really do."""
+    """The run uses the precision of the calibration, with its measured process and tensor bytes."""
     count = max_rank_bytes(make_run(training={"precision": "fp32"}, micro_batch_size=2))
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
         run = make_calibrated_run(room)

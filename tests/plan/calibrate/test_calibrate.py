@@ -1,4 +1,4 @@
-"""Constants fitted to runs on a machine: found again where runs tell them, kept where they do not."""
+"""Constants fitted to runs on a machine: recovered if the runs determine them, unchanged otherwise."""
 
 from dataclasses import replace
 
@@ -176,7 +176,7 @@ def test_calibrate_error_names_run_with_unsupported_layout():
 
 
 def test_calibrate_separates_compute_and_waiting_time():
-    """Two runs as long as each other in whole, of which one computes more and the other waits more."""
+    """Two runs have equal step times: one computes more, the other waits more."""
     whole = {"ranks": 2, "micro_batch_size": 4}
     run = synthesize_measured_run(**whole)
     busy, idle = (

@@ -1,4 +1,4 @@
-"""What `phalanx bench` found, and collectives of steps looked at closely, as evidence for constants."""
+"""Measurements of `phalanx bench`, and collectives of profiled steps, as evidence for constants."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
 def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
-    """What `phalanx bench` would find on the imagined machine."""
+    """Return the file that `phalanx bench` would write on the synthetic machine."""
     exchanges = tuple(
         CollectiveTiming(operation=kind, ranks=ranks, stride=1, size_bytes=size, seconds=1.0)
         for kind in OPERATIONS
@@ -63,7 +63,7 @@ def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFi
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_calibrate_with_benchmark_file_predicts_unseen_collectives(noise):
-    """Of layouts whose exchanges no run has shown."""
+    """No run has shown the collectives of these layouts."""
     alone = synthesize_measured_run(1, micro_batch_size=4)
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
     before, after = (
@@ -102,8 +102,8 @@ def test_calibrate_uses_collectives_of_profiled_steps():
 
 
 def test_collective_timings_use_formula_of_each_operation():
-    """An all-reduce moves its bytes twice, all-to-alls leave a node by each rank's own card, and servers' are not the
-    planner's."""
+    """An all-reduce moves its bytes twice. All-to-alls leave a node by the NIC of each rank. The
+    planner has no formula for parameter servers."""
     machine = SYNTHETIC_MACHINE.model_copy(update={"link_bytes_per_second": 100e9, "network_bytes_per_second": 1e9})
     jobs = job_table([{**job_row(synthesize_benchmark_file(2), machine), "pp": 1.0, "fast_link_domain": 2.0}])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")

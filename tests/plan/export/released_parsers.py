@@ -1,10 +1,9 @@
-"""Exports, read by the parsers of the trainers' releases: `make test-exports`, in an environment of its own.
+"""Exports, read by the parsers of the trainers' releases: `make test-exports`, in a separate environment.
 
-torchtitan reads a module, and builds the model without memory; DeepSpeed reads a file. Megatron-LM's parser reads every
-flag, and its checks run up to the first that asks for a GPU. The released nanotron cannot be imported (its config and
-its logging import each other): its config package runs from its source, each statement but the imports from nanotron,
-with the definitions from elsewhere in nanotron that those would bring.
-"""
+torchtitan reads a module, and builds the model without memory. DeepSpeed reads a file. Megatron-LM's parser reads
+every flag, and its checks run up to the first that needs a GPU. The released nanotron cannot be imported, because
+its config and its logging import each other. Therefore, its config package runs from its source, without imports
+from nanotron, and with the imported definitions executed separately."""
 
 from __future__ import annotations
 import __future__
@@ -126,7 +125,7 @@ def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeyp
 
 
 def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) -> Any:
-    """What torchtitan has after its command line names the export."""
+    """Return torchtitan's configuration after its command line has named the export."""
     (folder / "phalanx_run.py").write_text(export(run, WORLD_SIZE, "torchtitan").text)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "phalanx_run", raising=False)
@@ -157,7 +156,7 @@ def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
 
 
 class RecordingTable(dict[str, Any]):
-    """A table that knows which of its keys were asked for."""
+    """Table that records the keys that were read."""
 
     def __init__(self, table: dict[str, Any]) -> None:
         super().__init__(table)
@@ -174,7 +173,7 @@ class RecordingTable(dict[str, Any]):
 
 @pytest.fixture
 def deepspeed_ranks() -> Iterator[None]:
-    """A process group whose other ranks are not there: DeepSpeed asks it for its size alone."""
+    """Replace the process group by one of which DeepSpeed can only read the size."""
     import deepspeed.comm
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -193,7 +192,7 @@ def test_deepspeed_reads_every_key_of_export(run: RunSpec) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class ModelRanks:
-        """What a program's pipeline, or AutoTP, tells of its ranks."""
+        """Topology of ranks that a program's pipeline or AutoTP passes to DeepSpeed."""
 
         @staticmethod
         def get_data_parallel_world_size() -> int:
@@ -217,7 +216,7 @@ def test_nanotron_reads_export(run: RunSpec) -> None:
 
 
 def nanotron_config_package() -> ModuleType:
-    """The release's config package in one module."""
+    """Return the release's config package as one module."""
     package = find_spec("nanotron")
     assert package is not None
     assert package.origin is not None
@@ -234,7 +233,8 @@ def nanotron_config_package() -> ModuleType:
 
 
 def execute(file: Path, module: ModuleType, *names: str) -> None:
-    """Run a file's statements in `module`, or its imports and the classes of these names; none that need nanotron."""
+    """Run the statements of a file in `module`, or only its imports and
+    the named classes; skip imports from nanotron."""
 
     def is_needed(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.Import | ast.ImportFrom):

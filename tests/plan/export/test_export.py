@@ -1,4 +1,4 @@
-"""Read back, what was written for another trainer has the run's degrees, batch and shape, and only names it knows."""
+"""Exports for other trainers contain the degrees, batch and shape of the run, and only names that the trainers know."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ EXPERTS = {**SMALL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128
 def make_run(
     model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any
 ) -> RunSpec:
-    """A run of 64 sequences of 1,024 tokens a step."""
+    """Return a run of 64 sequences of 1,024 tokens per step."""
     return run_from_table(
         {
             "name": "other",
@@ -70,7 +70,7 @@ def make_run(
 
 
 def parse_megatron_flags(exported: ExportedConfig) -> Table:
-    """Megatron-LM's flags, without dashes; True for those that have no value."""
+    """Return Megatron-LM's flags without dashes; True for flags without a value."""
     words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
     found: Table = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
@@ -80,7 +80,8 @@ def parse_megatron_flags(exported: ExportedConfig) -> Table:
 
 
 def parse_torchtitan_calls(exported: ExportedConfig) -> dict[str, Table]:
-    """The keywords of each call in torchtitan's module, by the called name; arguments other than literals as source."""
+    """Return the keywords of each call in torchtitan's module by the called
+    name; arguments other than literals as source."""
     calls: dict[str, Table] = {}
     for node in ast.walk(ast.parse(exported.text)):
         if isinstance(node, ast.Call) and node.keywords:
@@ -97,7 +98,7 @@ def _literal_or_source(node: ast.expr) -> Any:
 
 
 def dotted_keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys; those of a list's tables are those of the list."""
+    """Return the dotted names of all keys; keys of tables in a list have the name of the list."""
     for key, value in table.items():
         yield prefix + key
         for inner in value if isinstance(value, list) else [value]:
@@ -106,14 +107,14 @@ def dotted_keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def known_option_names(trainer: Trainer) -> set[str]:
-    """The names that `make test-exports` has given to the release's parser."""
+    """Return the names that `make test-exports` has read with the release's parser."""
     lines = (KNOWN_OPTIONS_DIR / f"{trainer}.txt").read_text().splitlines()
     assert lines[0] == f"# {RELEASES[trainer]}"
     return set(lines[1:])
 
 
 def exported_option_names(exported: ExportedConfig, trainer: str) -> set[str]:
-    """Every name in what was written."""
+    """Return every name in the export."""
     if trainer == "megatron":
         return set(parse_megatron_flags(exported))
     if trainer == "torchtitan":

@@ -28,7 +28,7 @@ TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
 
 
 def test_with_pxn_relays_only_over_fast_links() -> None:
-    """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
+    """Device 0 relays over the fast link to device 1, but not to device 3. The last node has no device 3."""
     pairs = NodeLayout(domain=(0, 0, 1, 1), rail=(0, 1, 2, 3), nics=(("a",), ("b",), ("c",), ("d",)))
     sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
     assert matrix_entries(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
@@ -77,7 +77,7 @@ GPU3\tSYS\tSYS\tNV4\tX\tSYS\tPIX
 
 
 def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
-    """Pairs of GPUs with one card for each pair: GPU 0 of one node reaches GPU 1 of another on one rail."""
+    """Two GPUs share a NIC: GPU 0 of one node reaches GPU 1 of another on one rail."""
     pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_NICS_TOPOLOGY))
     assert (pairs.domain, pairs.rail) == ((0, 0, 1, 1), (0, 0, 1, 1))
     source, target = np.zeros(5, np.int64), np.array([1, 2, 4, 5, 6])
@@ -89,7 +89,7 @@ def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
 
 
 def test_node_layout_fast_link_domain_spans_several_nodes() -> None:
-    """72 GPUs of 18 nodes; and a preset of 8 on nodes of which the run has 4 ranks joins none."""
+    """72 GPUs of 18 nodes share a domain. A preset of 8 GPUs does not join nodes on which the run has 4 ranks."""
     rack = node_layout(ClusterSpec(preset="gb200", fast_link_domain=72), 4)
     assert (rack.span, rack.ranks_per_island) == (18, 72)
     ways = rack.links(np.array([0, 0, 0]), np.array([71, 72, 73]))
@@ -122,7 +122,8 @@ def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
 
 
 def test_placement_findings_flag_pipeline_neighbors_on_different_rails() -> None:
-    """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
+    """Stages of 2 ranks are on nodes of 4: the second stage is on devices 2
+    and 3, the third on 0 and 1 of the next node."""
     assert "good pp" in findings_by_axis({"pp": 2, "tp": 2}, 4, 2)
     assert findings_by_axis({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
         "4 of 4 pairs of pipeline neighbors on different nodes are on different rails; make tp x cp a multiple of 4"
@@ -133,7 +134,8 @@ def test_placement_findings_flag_pipeline_neighbors_on_different_rails() -> None
 
 
 def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> None:
-    """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
+    """In an all-to-all of 2 x 4 devices, 3 of 4 devices on the other node are
+    on another rail. Gradients stay on their rail."""
     assert findings_by_axis({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
     run = make_run({"ep": 8}, MOE)
     parts = [bytes_by_link(part, make_node_layout(4)) for part in traffic_matrices(run, 8, 4).values()]

@@ -1,4 +1,4 @@
-"""Where traffic goes: small cases counted by hand, conservation, and the loads of a rail fabric."""
+"""Traffic between ranks: small hand-counted cases, conservation, and the loads of a rail fabric."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.helpers.placement_runs import DENSE, MOE, make_node_layout, make_run,
 
 
 def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
-    """Products stay on a node (0-1, 2-3); gradients go along rails (0-2, 1-3): each has the sum of half of them, and
-    an all-reduce of two ranks sends it once."""
+    """Tensor parallelism stays on a node (0-1, 2-3), and gradients stay on rails (0-2, 1-3). Each rank reduces half
+    of them, and an all-reduce of two ranks sends it once."""
     run = make_run({"tp": 2})
     found = traffic_matrices(run, 4, island=2)
     assert set(found) == {"tp", "dp"}
@@ -50,15 +50,14 @@ def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
 
 
 def test_traffic_matrix_of_two_data_parallel_ranks_matches_hand_count() -> None:
-    """Two ranks exchange 2 (N-1)/N = 1 times the fp32 gradients."""
     run = make_run({})
     size = 4 * count_parameters(run.model).total
     assert matrix_entries(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
 
 
 def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
-    """Two stages of two ranks that share products: each rank of a stage sends, for each micro-batch, the fp32 residual
-    stream of its half of the tokens, and its gradient comes back."""
+    """Two stages have two tensor-parallel ranks. For each micro-batch, each rank sends the fp32 residual stream of
+    its half of the tokens, and receives its gradient."""
     run = make_run({"pp": 2, "tp": 2}, tokens=8 * 32)
     message = 4 * 32 * 32 / 2
     found = traffic_matrices(run, 4, island=2)["pp"]
@@ -67,8 +66,7 @@ def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
 
 
 def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
-    """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
-    the first rank, so that all three pairs talk."""
+    """With 2 x 3 stages, the last rank of a round sends to the first, so that all three pairs communicate."""
     run = make_run({"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32)
     message = 4 * 32 * 32
     sent = matrix_entries(traffic_matrices(run, 3, island=1)["pp"])
@@ -110,7 +108,7 @@ LAYOUT_IDS = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
 def test_traffic_matrix_row_sums_equal_counted_traffic(
     world_size: int, layout: dict[str, Any], model: dict[str, Any], nproc: int
 ) -> None:
-    """Every rank sends exactly what `traffic_by_role` counts for its place, to others only."""
+    """Each rank sends the bytes that `traffic_by_role` counts for its position, and none to itself."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
     whole = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
@@ -129,7 +127,7 @@ def test_traffic_matrix_row_sums_equal_counted_traffic(
 def test_communicating_groups_partition_all_ranks(
     world_size: int, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    """A group has the size for which its rows were counted: every rank is in one, and it has company."""
+    """The traffic was counted for these group sizes: every rank is in one group, with at least one other rank."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes = parallel_dims(run.layout, world_size)
     for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
@@ -141,7 +139,8 @@ def test_communicating_groups_partition_all_ranks(
 
 
 def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
-    """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
+    """8 ranks are 2 replicas of 4. Expert groups are 0, 2 | 4, 6, and the
+    shards of one replica are reduced with the other."""
     run = make_run({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
     assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -151,7 +150,7 @@ def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
 
 
 def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
-    """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
+    """Context-parallel ranks share a replica's shards; 2 key/value heads are shared by pairs of 4 ranks."""
     run = make_run({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
     assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     run = make_run({"tp": 4})
@@ -165,7 +164,7 @@ def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
 
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(staleness: int | None) -> None:
-    """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
+    """W workers send and receive the model W times. With synchronous steps, a chain distributes it."""
     run = make_run({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
     sent = matrix_entries(traffic_matrices(run, 5, island=5)["servers"])
     size = 4 * count_parameters(run.model).total
@@ -178,7 +177,7 @@ def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(stalen
 
 @given(nodes=st.integers(1, 5), devices=st.integers(1, 6))
 def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: int) -> None:
-    """The formulas of `rail_fabric` (there enumerated) come out of the matrix."""
+    """The formulas of `rail_fabric` are tested there by enumeration."""
     count, size = nodes * devices, 1e6
     members = np.arange(count)[None]
     if count == 1:
@@ -201,7 +200,7 @@ def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: in
 
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3))
 def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int, stride: int) -> None:
-    """Also where a group has different numbers on its islands."""
+    """Includes groups with different numbers of ranks on their islands."""
     members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
     sent = TrafficMatrix(2 * count * stride, *_ring_transfers(members, 6.0, island))
     for ends in (sent.source, sent.target):
@@ -211,7 +210,7 @@ def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int,
 
 
 def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
-    """2, 1 and 3 members on nodes of 4."""
+    """The group has 2, 1 and 3 members on nodes of 4."""
     source, target, sent = _ring_transfers(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
     assert list(zip(source, target, sent, strict=True)) == [
         (2, 3, 5),
@@ -231,7 +230,7 @@ def test_traffic_matrix_is_empty_for_one_rank() -> None:
 
 
 def test_traffic_by_group_separates_expert_gradients() -> None:
-    """Gradients of experts go to the ranks with the same experts, others to all."""
+    """Gradients of experts go to ranks with the same experts, other gradients to all ranks."""
     rows = [row for row in traffic_by_group(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]
     (merged,) = [r for r in traffic_by_role(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]

@@ -1,4 +1,4 @@
-"""The much faster layout that does not fit, against every layout."""
+"""The much faster layout that does not fit, compared with every layout."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_find_faster_layout_is_smallest_of_much_faster_layouts():
 
 @pytest.mark.parametrize("part", ["device", "host"])
 def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
-    """And does not with one percent less of it."""
+    """The layout does not fit with one percent less memory."""
     run = two_cards(24) if part == "device" else two_cards(40, host_memory_bytes=92 * 2**30)
     faster = find_faster_layout(run, 2, search_layouts(run, 2, keep=1))
     assert faster is not None

@@ -1,4 +1,4 @@
-"""The search's closed forms against the very schedules of whole layouts, embedding and head included."""
+"""The search's closed forms, compared with simulated schedules of whole layouts, including embedding and head."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from tests.helpers.planned_runs import make_run
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 @pytest.mark.parametrize("model", ["llama3-8b", "olmoe-1b-7b"])
 def test_estimated_pipeline_time_matches_simulated_schedule(model, schedule):
-    """Of stages as they are cut, which are not alike: with few micro-batches a long one waits less than the closed
-    forms say, for it computes meanwhile."""
+    """Stages are unequal. With few micro-batches a long stage waits less than the
+    closed forms say, because it computes meanwhile."""
     described = make_run(model, sequence=2048, sequences=64)
     of_it = [
         c

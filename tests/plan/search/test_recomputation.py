@@ -55,13 +55,13 @@ def make_run(model, machine, memory_bytes, layout):
 
 
 def predict(run):
-    """The seconds of a step, and the device bytes of the fullest rank."""
+    """Return the seconds of a step, and the device bytes of the fullest rank."""
     seconds = evaluate(run, 8, [candidate_from_run(run, 8)])[0].step_seconds
     return seconds, device_and_host_bytes(run.cluster, worker_memories(run, 8))[0]
 
 
 def fastest_mix(run):
-    """The seconds of the fastest mix of blocks that recompute nothing, norms, attention or all and that fits.
+    """Return the seconds of the fastest mix that fits, of blocks that recompute nothing, norms, attention or all.
 
     Time and memory are linear in the numbers of blocks, except for the peak of recomputation, which is left out."""
     seconds, size = predict(with_recomputation(run, "none", [0]))

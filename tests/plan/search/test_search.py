@@ -1,4 +1,4 @@
-"""The search against brute force, and what it may offer."""
+"""The search, compared with brute force, and the layouts that it may offer."""
 
 from bisect import bisect_left
 from itertools import islice
@@ -35,7 +35,7 @@ from tests.helpers.synthetic_machine import SYNTHETIC_MACHINE
     memory=st.sampled_from([16, 40, 80]),
 )
 def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
-    """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
+    """Compared with every layout. Some are also evaluated alone, to find columns that mix."""
     described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
     ways = ENUMERATED_METHODS
     again = {
@@ -87,7 +87,8 @@ def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 1)])
 @pytest.mark.parametrize("machine", ["v100-16gb", "h100", "b200"])
 def test_smaller_variants_never_shorten_a_step_and_always_save_memory(model, machine, ranks):
-    """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
+    """Holds for arbitrarily fast CPUs. Therefore, the search may try
+    smaller variants only for layouts that do not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
     rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
     described = make_run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
@@ -104,7 +105,7 @@ def test_smaller_variants_never_shorten_a_step_and_always_save_memory(model, mac
 
 
 def test_search_offers_offload_when_nothing_else_fits():
-    """8 billion parameters of 16 bytes each in 80 GiB."""
+    """The model has 8 billion parameters of 16 bytes, and the device 80 GiB."""
     described = make_run(sequences=8, cluster={"nproc_per_node": 1})
     found = search_layouts(described, 1)
     assert found.layouts
@@ -128,7 +129,7 @@ def test_search_offers_offload_when_nothing_else_fits():
 
 
 def test_search_offloads_activations_where_full_recomputation_does_not_fit():
-    """Whole sequences of 262,144 tokens on each device."""
+    """Each device trains whole sequences of 262,144 tokens."""
     run = make_run("llama3-8b", sequence=262144, sequences=8, cluster={"memory_bytes": 80 * 2**30})
     run = run.model_copy(update={"model": run.model.replace(vocab_size=1024, ffn_hidden_size=4096)})
     options = search_layouts(run, 8, is_wanted=lambda c: c.dp == 8 and c.data_parallel == "zero3").layouts
@@ -138,7 +139,7 @@ def test_search_offloads_activations_where_full_recomputation_does_not_fit():
 
 @pytest.mark.parametrize(("gib", "expected"), [(60, "none"), (24, "full")])
 def test_search_recomputes_only_when_memory_is_tight(gib, expected):
-    """Of 8 billion parameters with long sequences."""
+    """The model has 8 billion parameters and long sequences."""
     run = make_run(sequence=8192, sequences=16, cluster={"memory_bytes": gib * 2**30})
     best = search_layouts(run, 8, keep=1, is_wanted=lambda candidate: not candidate.offloads).layouts[0]
     assert best.candidate.activation_checkpointing == expected
@@ -165,7 +166,7 @@ NEAR_RUNS = {
 
 @pytest.mark.parametrize("name", NEAR_RUNS)
 def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
-    """Equals are steps from one to another that is longer by the error of predictions."""
+    """Step times are equal if they differ by less than the error of predictions."""
     described = NEAR_RUNS[name]
     ranks = described.cluster.ranks
     plan = plan_or_raise(described, ranks, keep=60, group_schedules=False)
@@ -256,7 +257,8 @@ def test_evaluated_layout_hfu_includes_recomputed_flops():
 
 @pytest.mark.parametrize(("machine", "device"), [("h100", "cuda"), ("cpu", "cpu")])
 def test_search_plans_device_auto_as_device_of_preset(machine, device):
-    """Layouts, times, memory with CUDA's parts, and risks: all with `cluster.device` left to where the run starts."""
+    """Layouts, times, memory including CUDA's, and risks are equal when
+    the device is detected at the start of the run."""
     auto, known = (
         make_run("olmoe-1b-7b", machine, sequences=16, cluster={"device": name, "memory_bytes": 2**34})
         for name in ("auto", device)
@@ -307,7 +309,7 @@ def test_estimated_memory_is_close_to_exact_memory(model, layout, min_ratio):
 
 
 def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
-    """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
+    """The experts of a stage share nodes, which the predicted time prefers. In one node, no traffic leaves it."""
     described = make_run("mixtral-8x7b", sequences=256, cluster={"nodes": 8, "memory_bytes": 100 * 2**30})
     piped = [option for option in search_layouts(described, 64, keep=20).layouts if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
@@ -327,7 +329,7 @@ def test_search_returns_smallest_layout_when_none_fits():
 
 
 def test_plan_or_raise_reports_cpu_memory_shortage():
-    """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
+    """Offloading needs the least device memory, but CPU memory has no room for the state."""
     scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
     described = make_run(sequences=8, cluster=scarce)
     with pytest.raises(UserError, match=r"uses [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
@@ -370,7 +372,7 @@ def test_candidate_jobs_columns_match_layout():
     ],
 )
 def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
-    """As the run cuts them, not a share of all: the step takes what the longest takes."""
+    """A step takes as long as its longest stage, not the mean of stages."""
     described = make_run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
     jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
     assert tuple(jobs.blocks) == blocks
@@ -404,7 +406,7 @@ def test_candidate_from_run_ignores_fields_without_effect():
 
 
 def test_candidate_from_run_uses_effective_strategy():
-    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
+    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP without other ranks is a replica."""
     assert candidate_from_run(make_run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
     assert candidate_from_run(make_run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
     assert candidate_from_run(make_run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
@@ -418,7 +420,7 @@ def test_search_options_fit_by_exact_rank_memory():
 
 
 def test_enumerate_layouts_has_both_methods_of_cp_when_it_divides_heads():
-    """Of 12 heads two or four ranks can exchange some for tokens; eight cannot."""
+    """Two or four ranks can exchange 12 heads for tokens; eight ranks cannot."""
     described = make_run("gpt2-124m", sequence=1024, sequences=16)
     found = {
         (c.cp, c.cp_method): c

@@ -1,4 +1,4 @@
-"""Machines as columns: nothing is guessed in silence."""
+"""Machines as columns: every assumed value is reported."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_unknown_links_are_asked_for_where_ranks_share_a_domain():
 
 @pytest.mark.parametrize("preset", preset_names("machines"))
 def test_each_value_that_is_filled_in_is_described(preset):
-    """Of every preset, offload in files included: what a column takes and the cluster does not have is in a line."""
+    """For each preset, also with offload to files, a line describes each value that the cluster does not define."""
     cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
     values = assumed_values(cluster)
     lines = describe_assumptions(cluster, 8, {"nvme"})

@@ -1,4 +1,4 @@
-"""Rows of a table: what they state, what they leave open, and what is wrong with them."""
+"""Rows of a table: stated values, missing values and errors."""
 
 import json
 import math
@@ -39,8 +39,8 @@ def test_predict_rows_matches_published_megatron_run():
     ],
 )
 def test_predict_rows_hfu_includes_recomputed_flops(changes, recomputed_fraction):
-    """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
-    much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
+    """Recomputation repeats the forward pass of blocks: 24 h^2 + 4 h s per token and layer. The model has three
+    times this, and the head 2 h V / L (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
     found = predict_row(**changes)
     assert found.hfu / found.mfu - 1 == pytest.approx(recomputed_fraction, rel=0.01, abs=1e-9)
 
@@ -111,7 +111,7 @@ def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
     other=st.sampled_from(["", "2", "8", "none"]),
 )
 def test_predict_rows_continues_after_invalid_row(column, text, other):
-    """Whatever a cell holds, the row is predicted, or says why not."""
+    """For any content of a cell, the row has a prediction or an error."""
     spoiled = {**MEGATRON_22B_ROW, column: text, "pp": other} if column != "pp" else {**MEGATRON_22B_ROW, column: text}
     found, after = predict_rows([spoiled, MEGATRON_22B_ROW])
     assert after == predict_row()

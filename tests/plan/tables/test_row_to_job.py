@@ -1,4 +1,4 @@
-"""Jobs from rows of a table: devices, schedules and parameters by the names that people write."""
+"""Jobs from rows of a table: devices, schedules and parameters by their common names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_job_from_row_recognizes_device_names():
 
 @pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
 def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
-    """They are slower, and joined in pairs where a row states no links."""
+    """PCIe cards are slower, and joined in pairs if a row has no links."""
     unstated = {**MEGATRON_22B_ROW, "gpu_type": name, "intra_bw": ""}
     choice, machine = job_from_row(unstated).choices[0], load_machine(preset)
     assert (choice["hbm_bytes_per_second"], choice["fast_link_domain"]) == (machine.hbm_bytes_per_second, 2)
@@ -53,7 +53,7 @@ def test_job_from_row_counts_mi250x_gcds_as_devices():
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])
 def test_job_from_row_parameters_match_presets(name):
-    """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
+    """A row with the numbers of a preset has the parameters of the preset, without learned positions."""
     spec = load_model_spec(name)
     count = count_parameters(spec).total
     experts = {"experts": str(spec.moe.num_experts), "topk": str(spec.moe.top_k)} if spec.moe else {}

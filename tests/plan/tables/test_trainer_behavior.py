@@ -1,4 +1,4 @@
-"""What a trainer's name and facts say of how it computes."""
+"""Behavior of trainers, inferred from their names and published facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heat maps: what is in the picture, read back from it."""
+"""Heat maps, read back from their pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a step's time and memory: its figures are those it was given, read back from it."""
+"""The picture of a step's time and memory, read back and compared with its input."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):
 
 
 def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
-    """By the width that matplotlib's letters have, which are wider than browsers'."""
+    """Widths are those of matplotlib's font, which is wider than browsers' fonts."""
     textpath = pytest.importorskip("matplotlib.textpath")
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
     many = {place: Bar(long, SLOWER_STEP_SECONDS) for place in (102, 103, 104, 105)}

@@ -17,7 +17,7 @@ from tests.helpers.explorations import small_exploration
 
 
 def layout_of(**fields):
-    """The first layout of the small plan with these fields, whose memory is enough."""
+    """Return the first layout of the small plan with these fields that fits."""
     found = small_exploration()
     fitting = found.column(found.predictions.p_oom) < 0.01
     return next(

@@ -1,4 +1,4 @@
-"""The explorer's page without a browser: it holds all layouts, needs nothing else, and its texts are escaped."""
+"""The explorer's page without a browser: it contains all layouts, needs no other file, and escapes its texts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_page_facts_have_every_layout(facts):
 
 
 def test_page_has_one_memory_of_a_layout(facts):
-    """The axis has what the list and the details have: the count where there is one, or else the formula's estimate."""
+    """The axis, the list and the details have the same value: the exact
+    count if there is one, otherwise the estimate."""
     found, (_, columns) = small_exploration(), unpack_columns(facts["columns"])
     memory = found.column(found.predictions.memory.allocated).tolist()
     shown = [found.counted[row].memory_bytes if row in found.counted else memory[row] for row in range(len(memory))]

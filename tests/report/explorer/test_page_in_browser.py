@@ -1,5 +1,5 @@
-"""The explorer as Chromium shows it: it names layouts as the planner does, a click shows the planner's numbers, it
-reaches nothing outside, it fits, and it can be read in the dark."""
+"""The explorer in Chromium: it names layouts as the planner does, a click shows the planner's numbers, no other
+address is requested, and texts fit and are readable in the dark."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def texts(browser, selector):
 
 
 def click_layout(browser, row):
-    """Click the point of a layout with the mouse, where no other covers it."""
+    """Click a visible point of a layout with the mouse."""
     browser.evaluate("scrollTo(0, 0)")
     x, y = browser.evaluate(
         "(() => { const box = scatter.marks.getBoundingClientRect(); "

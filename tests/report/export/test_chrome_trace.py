@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto."""
+"""Export of a run as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_chrome_trace_collectives_do_not_overlap_within_a_track(trace):
 
 
 def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
-    """A rank whose clock is an hour off says so when it starts, or in the step."""
+    """The clock of one rank is an hour off, which it records at its start or in the step."""
     directory = copy_run(hybrid_run(), tmp_path)
     file = directory / "trace" / "rank-00003.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, read by its own parser, and the alerts that use it."""
+"""The metrics of a run for Prometheus, read by its own parser, and the alerts that use them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Samples = dict[str, dict[tuple[str, ...], float]]
 
 
 def parse_exposition(text: str) -> Samples:
-    """Values by name and then by labels, but for the run's."""
+    """Return values by name and then by labels, without those of the run."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -90,7 +90,7 @@ def test_prometheus_metrics_match_run_records(run: Callable[[], Path]) -> None:
 
 
 def test_prometheus_metric_names_follow_naming_conventions() -> None:
-    """Counters, and only they, end in _total; base units (prometheus.io/docs/practices/naming)."""
+    """Only counters end in _total, and units are base units (prometheus.io/docs/practices/naming)."""
     for name, (kind, text) in FAMILIES.items():
         assert re.fullmatch(r"phalanx_[a-z_]+", name)
         assert (kind == "counter") == name.endswith("_total")
@@ -136,8 +136,8 @@ def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Pa
 
 
 def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:
-    """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
-    ranks' records, as steps do."""
+    """Prometheus reads a decreasing counter as a restart from 0. After a lost checkpoint, the records of
+    ranks contain both starts, and repeated steps."""
     run = copy_run(two_rank_run(), tmp_path)
     record, watched = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
     opening = json.loads(record.read_text().splitlines()[0])
@@ -159,7 +159,7 @@ def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> No
 
 
 def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: Path) -> None:
-    """And a time from which its first step can be waited for: that of its last start."""
+    """The start time is that of the last start, from which alerts measure the wait for the first step."""
     shutil.copy(two_rank_run() / "run.toml", tmp_path)
     asked = (tmp_path / "run.toml").stat().st_mtime
     expected = {
@@ -180,7 +180,8 @@ def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: 
 
 
 def test_prometheus_last_step_time_uses_rank_records(tmp_path: Path) -> None:
-    """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
+    """With metrics.every = 100, rank records contain each step and
+    metrics.jsonl few. Records before the last start are old."""
     run = copy_run(two_rank_run(), tmp_path)
     watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
     stepped = read_metrics(run, watched)[last][()] + 100

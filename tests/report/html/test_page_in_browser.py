@@ -1,5 +1,5 @@
-"""The page as Chromium shows it: its figures are those of the JSON, it reaches nothing outside, it fits, it can be
-read in the dark."""
+"""The page in Chromium: its figures equal the JSON, no other address is
+requested, and texts fit and are readable in the dark."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Each page with what `--json` printed with it."""
+    """Return each page and the output of `--json` that was written with it."""
     folder = tmp_path_factory.mktemp("pages")
     runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()]}
     return {
@@ -44,7 +44,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(params=["hybrid", "both"])
 def opened_page(request, browser, pages):
-    """The page in the browser, and its facts."""
+    """Return the page in the browser, and its facts."""
     address, whole = pages[request.param]
     browser.requested_urls.clear()
     browser.errors.clear()
@@ -53,7 +53,7 @@ def opened_page(request, browser, pages):
 
 
 def plotly_traces(browser, place):
-    """What plotly has drawn there."""
+    """Return the data that plotly has drawn in an element."""
     return browser.evaluate(
         f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
         "({x, y, z, base, name, type}))"

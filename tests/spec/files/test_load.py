@@ -284,7 +284,7 @@ def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
 )
 def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, sequence, micro_batch):
-    """A loss of the user needs all logits."""
+    """A custom loss needs all logits."""
     training = {"seq_len": sequence, "tokens_per_step": 128 * sequence, "loss": "my_loss:smoothed"}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
     assert plan_batch(run, 1).micro_batch_size == micro_batch
@@ -323,7 +323,7 @@ def test_plan_batch_allows_uneven_batches_for_ddp():
     [("keep", 4, 64, 1.0), ("linear", 4, 128, 2.0), ("linear", 1, 32, 0.5), ("sqrt", 8, 256, 2.0)],
 )
 def test_plan_batch_applies_batch_scaling_rule_to_other_rank_counts(scaling, ranks, sequences, learning_rate):
-    """Tokens per update are those of 2 ranks, 64 sequences."""
+    """Tokens per update are those of 2 ranks with 64 sequences."""
     base = {} if scaling == "keep" else {"base_dp_size": 2}
     run = run_from_table({"training": {"batch_scaling": scaling, **base}, "layout": {"micro_batch_size": 4}})
     made = plan_batch(run, ranks)

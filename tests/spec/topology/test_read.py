@@ -77,7 +77,7 @@ def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, 
 
 
 def test_topology_without_nvlinks_leaves_pcie_of_preset_as_it_is():
-    """A domain of one device would send all by the network."""
+    """A domain of one device would send all traffic over the network."""
     inferred = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt"), "rtx4090")
     assert (
         inferred.unknown["fast_link_domain"] == "the GPUs have no NVLinks; PCIe connects the GPUs of a node (rtx4090)"
@@ -127,7 +127,7 @@ def test_parse_topology_handles_escape_codes_and_blank_cpu_affinity():
 
 
 def test_parse_topology_counts_nvlinks_of_switchless_4_gpu_node():
-    """HGX A100 4-GPU: 4 NVLinks between each two are 12 of each."""
+    """In an HGX A100 4-GPU, each pair has 4 NVLinks, so each GPU has 12."""
     rows = [f"GPU{i} " + " ".join("X" if i == j else "NV4" for j in range(4)) for i in range(4)]
     assert parse_topology(topology_matrix(*rows)).nvlinks == (12,) * 4
 
@@ -163,7 +163,7 @@ CLOUD_XML = """<system version="1">
 
 
 def test_parse_topology_reads_cloud_xml_without_nvlinks():
-    """As Azure/azhpc-images topology/ndv5-topo.xml: devices by their class, and no NVLinks."""
+    """The file is like Azure/azhpc-images topology/ndv5-topo.xml: devices have a class, and NVLinks are missing."""
     node = parse_topology(CLOUD_XML.format(numa=-1))
     assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
     assert (node.links[0], node.nic_paths) == (("X", "PXB", "SYS"), (("PIX",), ("PXB",), ("SYS",)))
@@ -187,7 +187,7 @@ def test_parse_topology_reads_nvlinks_to_gpu_switch_and_cpu():
 
 
 def test_parse_topology_reads_rails_of_nics():
-    """The attributes that NVIDIA/nccl src/graph/xml.cc writes where a network plugin knows them."""
+    """NVIDIA/nccl src/graph/xml.cc writes these attributes if a network plugin defines them."""
     nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}"/>' for i in range(2)) + '<net name="n2"/>'
     node = parse_topology(f"<system><cpu>{gpu_element('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
     assert node.rails == (0, 1, None)
