@@ -60,15 +60,15 @@ def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[st
     """The cases send exactly the bytes of a single role. With several roles they send at least the maximum of them."""
     run = make_run(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
-    for way, roles in collective_kinds_of_run(run, traffic).items():
+    for kind, roles in collective_kinds_of_run(run, traffic).items():
         n = 4  # whatever it is: what is sent for a size and the size that is sent for are each other's inverse
-        share = BUS_FACTORS[way.operation]
-        cases = benchmark_cases(way, roles, n)
-        sent = sum(each.calls * each.size_bytes * share for each in cases)
-        most = max(sum(row.bytes for row in rows) for rows in roles)
-        rounding = sum(each.calls * 8 * n for each in cases)
-        assert sent >= most - rounding
-        assert len(roles) > 1 or sent <= most + rounding
+        share = BUS_FACTORS[kind.operation]
+        cases = benchmark_cases(kind, roles, n)
+        sent_bytes = sum(case.calls * case.size_bytes * share for case in cases)
+        max_bytes = max(sum(row.bytes for row in rows) for rows in roles)
+        rounding = sum(case.calls * 8 * n for case in cases)
+        assert sent_bytes >= max_bytes - rounding
+        assert len(roles) > 1 or sent_bytes <= max_bytes + rounding
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout.data_parallel": "zero2"}, {"layout.tp": 2}])
@@ -82,22 +82,22 @@ def test_fp8_run_sends_what_a_bf16_run_sends(layout: dict[str, Any], tmp_path: P
 
 
 def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
-    way = CollectiveKind("all_gather", "data", "bf16")
+    kind = CollectiveKind("all_gather", "data", "bf16")
     rows = [
         Traffic(operation="all_gather", bytes=3 * 750.0, purpose="", calls=3),
         Traffic(operation="all_gather", bytes=750.0, purpose=""),
     ]
-    assert benchmark_cases(way, [rows], 4) == [BenchmarkCase(way, 4, 1000, 4)]
-    assert benchmark_cases(way, [rows], 4, sweep=[510, 1000]) == [
-        BenchmarkCase(way, 4, 512, 0),
-        BenchmarkCase(way, 4, 1000, 4),
+    assert benchmark_cases(kind, [rows], 4) == [BenchmarkCase(kind, 4, 1000, 4)]
+    assert benchmark_cases(kind, [rows], 4, sweep=[510, 1000]) == [
+        BenchmarkCase(kind, 4, 512, 0),
+        BenchmarkCase(kind, 4, 1000, 4),
     ]
 
 
 def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_path: Path) -> None:
     def kinds(**layout: Any) -> dict[str, str]:
         run = make_run(tmp_path, dry_run_case(2, **layout, **{"training.precision": "bf16"})[1])
-        return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
+        return {kind.operation: kind.precision for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))}
 
     assert kinds() == {"all_reduce": "fp32"}
     assert kinds(gradient_compression="bf16") == {"all_reduce": "bf16"}
@@ -108,7 +108,7 @@ def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_p
 
 def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> None:
     run = make_run(tmp_path, dry_run_case(2, DENSE, data_parallel="parameter_server")[1])
-    assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
+    assert {kind.operation for kind in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

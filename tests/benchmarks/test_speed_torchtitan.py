@@ -99,7 +99,7 @@ def test_inputs_are_rows_of_one_document_each(tmp_path: Path) -> None:
     assert len(rows) * SHAPE.seq_len >= SHAPE.tokens * (WARM_UP + STEPS)
     encoded = [tokenizer.encode(row).ids for row in rows]
     assert {len(ids) for ids in encoded} == {SHAPE.seq_len + 1}
-    assert encoded[0] == [int(word) for word in rows[0].split()]
+    assert encoded[0] == [int(token) for token in rows[0].split()]
     config = (tmp_path / "phalanx_run.py").read_text()
     assert "def run() -> Trainer.Config:" in config
     assert "compile=CompileConfig(enable=True)" in config

@@ -28,10 +28,10 @@ def finished_trainer(tmp_path_factory):
     """Return a trainer that has finished, and whose run directory exists."""
     run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT_TRAINING)
     create_run(run, 1, resume=False)
-    under_way = make_trainer(run)
-    train_to_end(under_way)
-    under_way.module.eval()
-    return under_way
+    trainer = make_trainer(run)
+    train_to_end(trainer)
+    trainer.module.eval()
+    return trainer
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_exported_model_logits_match_when_loaded_by_transformers(finished_traine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert "parameters of step 12 in fp32" in command_output("export", finished_trainer.directory, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
     assert ids.tolist() == [list(b"import json")]
     with torch.no_grad():
-        logits = theirs(ids).logits
+        logits = reloaded(ids).logits
         torch.testing.assert_close(logits, finished_trainer.module(ids)[0], rtol=0, atol=2e-5)
     assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
 
@@ -228,7 +228,7 @@ def test_export_with_another_tokenizer_says_what_it_leaves_out(run_from_hf, tmp_
 
 def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):
     for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error_info:
             command_output(*command)
-        assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path))
-        assert caught.value.fix
+        assert (error_info.value.field, error_info.value.value) == ("run directory", str(tmp_path))
+        assert error_info.value.fix

@@ -40,8 +40,8 @@ def test_init_rejects_missing_directory(tmp_path):
 
 def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
     init_output(str(tmp_path / "a.toml"))
-    named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
-    schema = Path(named[1]).read_text()
+    schema_line = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
+    schema = Path(schema_line[1]).read_text()
     init_output(str(tmp_path / "b.toml"), "--schema")
     assert (tmp_path / "b.toml").read_text().startswith("#:schema ./run.schema.json\n")
     assert (tmp_path / "run.schema.json").read_text() == schema

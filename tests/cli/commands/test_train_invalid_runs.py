@@ -356,13 +356,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def error_output(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the stderr of a command that exits with 2."""
     monkeypatch.setattr(sys, "argv", ["phalanx", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    shown = capsys.readouterr()
-    assert ended.value.code == 2, shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
-    return shown.err
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2, captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
 
 
 def directory_contents(folder: Path) -> dict[str, bytes | None]:
@@ -380,12 +380,12 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
     before = directory_contents(workspace)
     overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
-    said = error_output(command, monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
-    assert said.count("phalanx: ") == 1
+    stderr = error_output(command, monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
+    assert stderr.count("phalanx: ") == 1
     if "cluster.nodes" not in changes:  # where nodes meet is known where they start, and not needed to print
-        assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
+        assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
     assert directory_contents(workspace) == before
 
 
@@ -395,9 +395,9 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
 def test_train_rejects_invalid_command_line_argument(
     arguments: Any, expected_texts: Any, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    said = error_output(["train", "run.toml", *arguments], monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
+    stderr = error_output(["train", "run.toml", *arguments], monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
 
 
 @pytest.mark.parametrize(
@@ -417,18 +417,18 @@ def test_train_rejects_unreadable_or_invalid_run_file(
         (workspace / "run.toml").unlink()
     if content is not None:
         (workspace / file).write_text(content)
-    said = error_output(["train", file], monkeypatch, capsys)
-    for word in expected_texts:
-        assert word in said
+    stderr = error_output(["train", file], monkeypatch, capsys)
+    for text in expected_texts:
+        assert text in stderr
 
 
 def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     claim_run_directory(workspace / "OUT" / "bad")
     (workspace / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
     before = directory_contents(workspace)
-    said = error_output(["train", "run.toml"], monkeypatch, capsys)
-    assert "name = 'bad'" in said
-    assert "--resume" in said
+    stderr = error_output(["train", "run.toml"], monkeypatch, capsys)
+    assert "name = 'bad'" in stderr
+    assert "--resume" in stderr
     assert directory_contents(workspace) == before
 
 
@@ -449,11 +449,11 @@ def test_train_does_not_write_into_directory_that_phalanx_did_not_make(
     (workspace / "OUT").mkdir(exist_ok=True)
     (workspace / "notes.txt").write_text("mine\n")
     before = directory_contents(workspace)
-    said = error_output(
+    stderr = error_output(
         ["train", *(word.replace("WORKSPACE", workspace.name) for word in arguments)], monkeypatch, capsys
     )
     for text in expected_texts:
-        assert text in said
+        assert text in stderr
     assert directory_contents(workspace) == before
 
 
@@ -462,17 +462,17 @@ def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path,
     claim_run_directory(workspace / "OUT" / "bad")
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
-    said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
-    assert "is not a Phalanx checkpoint" in said
+    stderr = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
+    assert "is not a Phalanx checkpoint" in stderr
 
 
 def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not even root can create a directory in /proc."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
-    said = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
-    assert "output_dir = '/proc/phalanx/bad'" in said
-    assert "another directory" in said
+    stderr = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
+    assert "output_dir = '/proc/phalanx/bad'" in stderr
+    assert "another directory" in stderr
 
 
 def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
@@ -481,18 +481,20 @@ def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
     """The error comes before the run starts, and states the needed space of the nearly full disk."""
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
-    said = error_output(["train", "run.toml"], monkeypatch, capsys)
-    assert "1.0 MB free" in said
-    assert "checkpoint.keep" in said
+    stderr = error_output(["train", "run.toml"], monkeypatch, capsys)
+    assert "1.0 MB free" in stderr
+    assert "checkpoint.keep" in stderr
 
 
 def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(workspace: Path, monkeypatch: Any) -> None:
     """The disk was large enough when the run started."""
     run = load_run(workspace / "run.toml")
-    usage, each = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
+    usage, one_checkpoint = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
 
     def free(checkpoints: float) -> None:
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
+        monkeypatch.setattr(
+            preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * one_checkpoint))
+        )
 
     claim_run_directory(run_directory(run))
     free(run.checkpoint.keep + 1)
@@ -525,31 +527,31 @@ def test_train_rejects_invalid_value_from_environment_variable(workspace: Path, 
 
 def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     sizes = ["training.seq_len=8192", "training.tokens_per_step=16384"]
-    said = error_output(
+    stderr = error_output(
         ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
     )
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, but a sequence with its target needs 8,193\n"
         r"  fix: add text, or lower training\.seq_len\n",
-        said,
+        stderr,
     )
-    assert found, said
-    assert int(found[2].replace(",", "")) == IndexedDataset(found[1]).size
+    assert match, stderr
+    assert int(match[2].replace(",", "")) == IndexedDataset(match[1]).size
 
 
 def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     (workspace / "TEXT" / "end.txt").write_text("")
-    said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
+    stderr = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
     fix = "use files that contain text, or the prefixes of .bin/.idx pairs"
-    assert said == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
+    assert stderr == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
 
 def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
-    ended = run_python(command, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines() == [
+    process = run_python(command, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines() == [
         "phalanx: training.stepz = 3: is not a known field",
         "  fix: did you mean 'steps'?",
     ]
@@ -567,11 +569,11 @@ def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, 
     long_sequences = ["training.seq_len=10000000", "training.tokens_per_step=20000000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     command = ["train", "run.toml", "--nproc", "2", *overrides]
-    said = error_output(command, monkeypatch, capsys)
-    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
-    assert "planned memory = " in said
-    assert "machine (2 ranks)" in said
-    assert "--force" in said
+    stderr = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
+    assert "planned memory = " in stderr
+    assert "machine (2 ranks)" in stderr
+    assert "--force" in stderr
     assert not (workspace / "OUT").exists()
 
 
@@ -580,8 +582,8 @@ def test_print_config_refuses_what_train_would_refuse_for_its_own_number_of_rank
     setting: str, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     command = ["train", "run.toml", "--set", setting]
-    said = error_output(command, monkeypatch, capsys)
-    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
+    stderr = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
     assert not (workspace / "OUT").exists()
 
 
@@ -593,9 +595,9 @@ def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any
     )
     command = ["train", "run.toml", "--nodes", "1", "--nproc", "1", "--set", "cluster.nodes=4"]
     monkeypatch.setattr(sys, "argv", ["phalanx", *command, "--set", "recovery.max_restarts=0"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     assert [load_run(directory / "run.toml").cluster.nodes for directory in directories] == [1]
 
 
@@ -603,9 +605,9 @@ def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkey
     """A local error of one node is not an error of the run file: launch scripts continue with `phalanx doctor`."""
     monkeypatch.setattr(create_run, "machine_memory_bytes", lambda: 2**20)
     monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
 
 
 @pytest.mark.parametrize(("device", "sharing_ranks"), [("cpu", 2), ("cuda", 1)])
@@ -614,15 +616,15 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    planned = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
-    planned += CONTEXT_BYTES if device == "cuda" else 0
-    check_memory(run, 2, sharing_ranks * planned, device)
-    with pytest.raises(UserError) as refused:
-        check_memory(run, 2, sharing_ranks * planned - 1, device)
-    offered = re.findall(r"--set (\S+)", refused.value.fix)
-    assert offered
-    changed = load_run(workspace / "run.toml", [*settings, *offered])
-    check_memory(changed, 2, sharing_ranks * planned - 1, device)
+    planned_bytes = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
+    planned_bytes += CONTEXT_BYTES if device == "cuda" else 0
+    check_memory(run, 2, sharing_ranks * planned_bytes, device)
+    with pytest.raises(UserError) as error_info:
+        check_memory(run, 2, sharing_ranks * planned_bytes - 1, device)
+    remedies = re.findall(r"--set (\S+)", error_info.value.fix)
+    assert remedies
+    changed = load_run(workspace / "run.toml", [*settings, *remedies])
+    check_memory(changed, 2, sharing_ranks * planned_bytes - 1, device)
 
 
 def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, monkeypatch: Any) -> None:
@@ -637,21 +639,21 @@ def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, mon
     for module in (preflight, oom):
         monkeypatch.setattr(module, "worker_memories", count_layers)
     run = load_run(workspace / "run.toml", [f"model.num_layers={deep}"])
-    planned = max(memory.total for memory in rank_memory(run, 1).values())
-    with pytest.raises(UserError, match="planned memory") as refused:
-        check_memory(run, 1, planned - 1, "cpu")
+    planned_bytes = max(memory.total for memory in rank_memory(run, 1).values())
+    with pytest.raises(UserError, match="planned memory") as error_info:
+        check_memory(run, 1, planned_bytes - 1, "cpu")
     assert planned_layers.count(deep) == 2
     assert len(planned_layers) > 10
-    offered = re.findall(r"--set (\S+)", refused.value.fix)
-    assert offered
-    check_memory(load_run(workspace / "run.toml", [f"model.num_layers={deep}", *offered]), 1, planned - 1, "cpu")
+    settings = re.findall(r"--set (\S+)", error_info.value.fix)
+    assert settings
+    check_memory(load_run(workspace / "run.toml", [f"model.num_layers={deep}", *settings]), 1, planned_bytes - 1, "cpu")
 
 
 def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> None:
     """Offloading does not help, because offloaded state is in the same memory."""
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=64"]
     run = load_run(workspace / "run.toml", settings)
-    with pytest.raises(UserError, match="planned memory") as refused:
+    with pytest.raises(UserError, match="planned memory") as error_info:
         check_memory(run, 2, 25 * 10**9, "cpu")
-    assert "layout.tp=2" in refused.value.fix
-    assert "offload" not in refused.value.fix
+    assert "layout.tp=2" in error_info.value.fix
+    assert "offload" not in error_info.value.fix

@@ -151,9 +151,9 @@ def test_http_server_takes_posts_of_short_json_only(body, kind, code):
         if code == 200:
             assert urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).read() == body
             return
-        with pytest.raises(urllib.error.HTTPError) as caught:
+        with pytest.raises(urllib.error.HTTPError) as error_info:
             urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
-        assert caught.value.code == code
+        assert error_info.value.code == code
 
 
 def test_http_server_without_post_refuses_posts():
