@@ -61,27 +61,27 @@ def findings(path: Path, is_source: bool = True) -> Iterator[Finding]:
             yield "first word of a docstring", node.lineno, node.value[:40]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if (node in prose or " " in node.value) and (found := DIALECT.search(node.value)):
-                yield "dialect", node.lineno, found[0]
-            if found := BRITISH.search(node.value):
-                yield "British spelling", node.lineno, found[0]
+            if (node in prose or " " in node.value) and (match := DIALECT.search(node.value)):
+                yield "dialect", node.lineno, match[0]
+            if match := BRITISH.search(node.value):
+                yield "British spelling", node.lineno, match[0]
         elif is_source and is_unrelated_assignment(node):
             yield "unrelated assignments in one line", node.lineno, ast.unparse(node)[:40]
         elif isinstance(node, ast.Name | ast.arg | ast.FunctionDef | ast.ClassDef | ast.Attribute):
             name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", None) or node.name
-            if found := BRITISH.search(name.replace("_", " ")):
+            if match := BRITISH.search(name.replace("_", " ")):
                 yield "British spelling", node.lineno, name
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "benchmarks"])
 def test_folder_has_no_findings(folder: str) -> None:
     files = [path for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
-    found = [
+    messages = [
         f"{path.relative_to(ROOT)}:{line}: {rule}: {text}"
         for path in files
         for rule, line, text in findings(path, is_source=folder == "src")
     ]
-    assert found == []
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_folder_has_no_findings(folder: str) -> None:
 def test_findings_name_broken_rule(source: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(source)
-    assert [found for found, _, _ in findings(path)] == [rule]
+    assert [found_rule for found_rule, _, _ in findings(path)] == [rule]
 
 
 @pytest.mark.parametrize("source", ["a, b = b, a", "a, b = f()", 'print("next to")', "parallelism = 2"])

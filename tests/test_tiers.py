@@ -13,9 +13,9 @@ TESTS = Path(__file__).parent
 RULES = read_rules()
 
 
-def defined_tests(place: str) -> list[str]:
+def defined_tests(test_id: str) -> list[str]:
     """Return the tests of a file, or those whose names start as in the id."""
-    file, _, name = place.partition("::")
+    file, _, name = test_id.partition("::")
     lines = (TESTS / file).read_text().splitlines()
     return [line for line in lines if line.startswith(f"def {name.partition('[')[0] or 'test_'}")]
 
@@ -35,10 +35,10 @@ def test_what_stands_for_left_out_tests_is_collected(request: pytest.FixtureRequ
         pytest.skip("only a session of all tests collects them all")
     collected = [item_id(item) for item in request.session.items]
     for rule in RULES:
-        for kept in rule.kept:
-            assert any(each.startswith(f"{rule.tests}[{kept}") for each in collected), f"{rule.tests}[{kept}"
+        for start in rule.kept:
+            assert any(test_id.startswith(f"{rule.tests}[{start}") for test_id in collected), f"{rule.tests}[{start}"
         if not rule.keeps_some:
-            assert any(each.startswith(rule.stands_for_them) for each in collected), rule.stands_for_them
+            assert any(test_id.startswith(rule.stands_for_them) for test_id in collected), rule.stands_for_them
 
 
 def test_covering_subset_shows_each_feature_at_least_cost() -> None:

@@ -12,8 +12,8 @@ path (make test-null-gpu), and code that tests share."""
 def module_of(test_file: Path) -> Path | None:
     """Return the module of a test file: test_<module>.py or test_<module>_<aspect>.py."""
     folder = PACKAGE / test_file.relative_to(TESTS).parent
-    words = test_file.stem.removeprefix("test_").split("_")
-    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+    parts = test_file.stem.removeprefix("test_").split("_")
+    names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((folder / f"{name}.py" for name in names if (folder / f"{name}.py").exists()), None)
 
 

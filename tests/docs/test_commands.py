@@ -46,9 +46,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Return an environment with the `phalanx` and `python` of this checkout, and with its own home directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, words in (("phalanx", "-m phalanx"), ("python", "")):
+    for name, command in (("phalanx", "-m phalanx"), ("python", "")):
         program = programs / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {command} "$@"\n')
         program.chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -75,9 +75,15 @@ def test_commands_of_page_succeed(page: Path, environment: dict[str, str], tmp_p
 
 def _run(command: str, block: FencedBlock, folder: Path, environment: dict[str, str]) -> None:
     variables = environment | (SHORT_RUN if TRAINS.search(command) else {})
-    words = ["bash", "-euo", "pipefail", "-c", command]
+    command_words = ["bash", "-euo", "pipefail", "-c", command]
     done = subprocess.run(
-        words, cwd=folder, env=variables, timeout=RUN_SECONDS, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        command_words,
+        cwd=folder,
+        env=variables,
+        timeout=RUN_SECONDS,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, f"block of line {block.line}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 

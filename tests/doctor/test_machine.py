@@ -49,10 +49,10 @@ def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None
     """The program ignores SIGTERM, and its child keeps its stdout open."""
     pids = tmp_path / "pids"
     program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo started; wait"
-    begun = time.monotonic()
-    answer = run_command(["sh", "-c", program], 2)
-    assert time.monotonic() - begun < 60
-    assert (answer.text, answer.code) == ("started\n", None)
+    start = time.monotonic()
+    output = run_command(["sh", "-c", program], 2)
+    assert time.monotonic() - start < 60
+    assert (output.text, output.code) == ("started\n", None)
     assert all(process_exits(int(pid)) for pid in pids.read_text().split())
 
 
@@ -69,18 +69,18 @@ def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypa
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     limit = 40  # more than nvidia-smi's 10 s and the start of all checks beside other tests
     monkeypatch.setattr(run_checks, "CHECK_SECONDS", limit)
-    begun = time.monotonic()
-    found = run_checks.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
-    assert time.monotonic() - begun < 60  # what --quick promises
-    wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
+    start = time.monotonic()
+    findings = run_checks.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
+    assert time.monotonic() - start < 60  # what --quick promises
+    wrong = {finding.id: finding for finding in findings if finding.severity in ("FAIL", "WARN")}
     by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
     assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.gloo_interface", "nccl.left_over"}
     assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
     assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", f"no answer in {limit} s")
     of_gloo = wrong["nccl.gloo_interface"]
     assert (of_gloo.device, of_gloo.measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert all(each.remedy for each in wrong.values())
-    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
+    assert all(finding.remedy for finding in wrong.values())
+    assert {finding.id for finding in findings if finding.severity == "OK"} >= {"host.shm", "disk.writable"}
 
 
 def test_check_process_imports_neither_pydantic_nor_torch() -> None:
@@ -112,8 +112,10 @@ def test_doctor_reports_checks_that_cannot_be_started(monkeypatch: pytest.Monkey
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(run_checks, "TimedProcess", refused)
-    found = run_checks.run_all_checks(Machine(), Expectations())
-    assert [(each.id, each.device) for each in found] == [("doctor.unreadable", check) for check in run_checks.CHECKS]
+    findings = run_checks.run_all_checks(Machine(), Expectations())
+    assert [(finding.id, finding.device) for finding in findings] == [
+        ("doctor.unreadable", check) for check in run_checks.CHECKS
+    ]
 
 
 def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +126,11 @@ def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, mo
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(run_checks, "CHECKS", {"disk": check_disk})
     monkeypatch.setattr(run_checks, "CHECK_SECONDS", 5)
-    described = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
-    found = run_checks.run_all_checks(Machine(), expectations_from_run(described, 2))
-    assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
+    run = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
+    findings = run_checks.run_all_checks(Machine(), expectations_from_run(run, 2))
+    assert [(finding.id, finding.severity, finding.device) for finding in findings] == [
+        ("doctor.stuck", "FAIL", "disk")
+    ]
 
 
 def test_doctor_torch_probe_reports_cuda_initialization_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +145,8 @@ def test_doctor_torch_probe_reports_cuda_initialization_error(capsys: pytest.Cap
         cuda=cuda, zeros=lambda _: Tensor(), __version__="2.7.0", version=SimpleNamespace(cuda="12.8")
     )
     exec(software.PROBE_PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
-    known = json.loads(capsys.readouterr().out)
-    assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
+    probe = json.loads(capsys.readouterr().out)
+    assert (probe["gpus"], probe["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
 
 
 def test_machine_run_parses_exit_status_of_snapshot_commands(tmp_path: Path) -> None:
@@ -158,13 +162,13 @@ def test_machine_run_parses_exit_status_of_snapshot_commands(tmp_path: Path) -> 
 
 def test_machine_snapshot_reproduces_node_report(tmp_path: Path) -> None:
     """The report of this machine's snapshot equals the report of this machine."""
-    here = run_checks.examine_node(
+    report = run_checks.examine_node(
         Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path))
     )
-    again = run_checks.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
-    assert again == here
-    assert here.facts["kernel"] == os.uname().release
-    assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
+    replayed = run_checks.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
+    assert replayed == report
+    assert report.facts["kernel"] == os.uname().release
+    assert {finding.id for finding in report.findings} >= {"software.torch", "host.shm", "disk.write"}
     assert read_counters(Machine(tmp_path / "record")).keys() == read_counters(Machine()).keys()
 
 
@@ -182,36 +186,36 @@ def test_machine_snapshot_contains_nccl_conf_variables(tmp_path: Path, monkeypat
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\nNCCL_IB_TC=106\n")
-    here = Machine(record=tmp_path / "record").environment
-    assert (here["NCCL_DEBUG"], here["NCCL_IB_TC"]) == ("WARN", "106")
-    assert Machine(tmp_path / "record").environment == here
+    environment = Machine(record=tmp_path / "record").environment
+    assert (environment["NCCL_DEBUG"], environment["NCCL_IB_TC"]) == ("WARN", "106")
+    assert Machine(tmp_path / "record").environment == environment
 
 
 def test_machine_snapshot_replays_failed_and_hung_commands(tmp_path: Path) -> None:
-    here = Machine(record=tmp_path)
-    here.run("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
+    machine = Machine(record=tmp_path)
+    machine.run("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
     assert Machine(tmp_path).run("false") == CommandOutput("no", 3)
     with pytest.raises(CommandTimeout):
-        here.run("slow", "sleep", "1000", seconds=0.2)
+        machine.run("slow", "sleep", "1000", seconds=0.2)
     with pytest.raises(CommandTimeout):
         Machine(tmp_path).run("slow")
 
 
 def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
     """The node has two cores, no GPU and no RDMA. Checks without meaning there are skipped with a reason."""
-    found = run_checks.run_all_checks(
+    findings = run_checks.run_all_checks(
         Machine(CPU_SNAPSHOT), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
     )
-    assert {each.severity for each in found} == {"OK", "SKIP"}
-    skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
+    assert {finding.severity for finding in findings} == {"OK", "SKIP"}
+    skipped = {finding.id: finding.measured for finding in findings if finding.severity == "SKIP"}
     assert skipped["gpus"] == skipped["software.cuda"] == "no NVIDIA GPU"
     assert skipped["rdma_ports"] == skipped["host.memlock"] == "no RDMA device"
     assert all(skipped.values())
-    assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
+    assert "memory.headroom" in {finding.id for finding in findings if finding.severity == "OK"}
     anywhere = run_checks.run_all_checks(
         Machine(CPU_SNAPSHOT), Expectations(ranks=2, rank_bytes=2**50)
     )  # where there are no GPUs, on CPUs
-    assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
+    assert "memory.headroom" in {finding.id for finding in anywhere if finding.severity == "FAIL"}
 
 
 @pytest.mark.parametrize(
@@ -242,19 +246,21 @@ def test_doctor_reports_fault_planted_in_captured_cpu_node(
     text = (root / path).read_text()
     (root / path).write_text(re.sub(old, new, text, count=1))
     assert (root / path).read_text() != text
-    (found,) = [
-        each for each in run_checks.run_all_checks(Machine(root), Expectations()) if each.severity in ("WARN", "FAIL")
+    (problem,) = [
+        finding
+        for finding in run_checks.run_all_checks(Machine(root), Expectations())
+        if finding.severity in ("WARN", "FAIL")
     ]
-    assert (found.id, found.severity, found.device) == (rule, severity, device)
+    assert (problem.id, problem.severity, problem.device) == (rule, severity, device)
 
 
 def test_doctor_fails_gpu_run_on_cpu_node() -> None:
-    found = [
-        each
-        for each in run_checks.run_all_checks(Machine(CPU_SNAPSHOT), Expectations(gpus=8))
-        if each.severity == "FAIL"
+    findings = [
+        finding
+        for finding in run_checks.run_all_checks(Machine(CPU_SNAPSHOT), Expectations(gpus=8))
+        if finding.severity == "FAIL"
     ]
-    assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
+    assert [(finding.id, finding.measured) for finding in findings] == [("gpu.answers", "not installed")]
 
 
 @pytest.mark.parametrize("corruption", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
@@ -263,17 +269,19 @@ def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path
     Checks report a finding, skip or ignore the file."""
     h100_snapshot.write_h100_snapshot(tmp_path)
     expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
-    others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
-    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not others.search(str(path))]
+    other_devices = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not other_devices.search(str(path))]
     assert len(files) > 80
     for path in files:
         text = path.read_text()
         path.write_text(text[: len(text) // 2] if corruption == "half" else corruption)
         machine = Machine(tmp_path)
-        found = [
-            each for check in run_checks.CHECKS.values() for each in _run_check_unguarded(check, machine, expected)
+        findings = [
+            finding
+            for check in run_checks.CHECKS.values()
+            for finding in _run_check_unguarded(check, machine, expected)
         ]
-        assert found
+        assert findings
         node_facts(machine)
         read_counters(machine)
         path.write_text(text)
@@ -291,9 +299,9 @@ def test_run_check_reports_exception_as_unreadable(tmp_path: Path, monkeypatch: 
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setitem(run_checks.CHECKS, "broken", check_broken)
-    (found,) = run_checks.run_check("broken", Machine(tmp_path), Expectations())
-    assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
-    assert found.measured == "ZeroDivisionError: a bug"
+    (finding,) = run_checks.run_check("broken", Machine(tmp_path), Expectations())
+    assert (finding.id, finding.device, finding.severity) == ("doctor.unreadable", "broken", "WARN")
+    assert finding.measured == "ZeroDivisionError: a bug"
 
 
 def test_disk_write_probe_finishes_in_time_on_slow_disk(
@@ -301,14 +309,14 @@ def test_disk_write_probe_finishes_in_time_on_slow_disk(
 ) -> None:
     """The disk writes 10 MB/s on a simulated clock that advances at
     fsync. 256 MiB would exceed the probe's time limit."""
-    passed = [0.0]
+    clock = [0.0]
     monkeypatch.setattr(
-        os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.BLOCKS_PER_SYNC * 2**20 / 10e6)
+        os, "fsync", lambda _: clock.append(clock[-1] + disk_write_probe.BLOCKS_PER_SYNC * 2**20 / 10e6)
     )
-    monkeypatch.setattr(time, "perf_counter", lambda: passed[-1])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[-1])
     monkeypatch.setattr(sys, "argv", ["write", str(tmp_path), "256"])
     disk_write_probe.main()
-    assert passed[-1] < WRITE_SECONDS
+    assert clock[-1] < WRITE_SECONDS
     size, seconds = re.match(r"(\d+) bytes in ([\d.]+) s", capsys.readouterr().out).groups()  # type: ignore[union-attr]
     assert float(size) / float(seconds) == pytest.approx(10e6, rel=1e-3)
     assert not list(tmp_path.iterdir())

@@ -84,20 +84,20 @@ class Browser:
             self._out, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
         )
         while True:
-            answer = self._read_message()
-            if answer.get("id") == self._last:
-                assert "error" not in answer, answer
-                return answer["result"]
-            self._record_event(answer)
+            reply = self._read_message()
+            if reply.get("id") == self._last:
+                assert "error" not in reply, reply
+                return reply["result"]
+            self._record_event(reply)
 
     def _read_message(self) -> Any:
-        until = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while b"\0" not in self._bytes:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, "the browser does not answer"
-            found = os.read(self._in, 1 << 20)
-            assert found, "the browser is gone"
-            self._bytes += found
+            data = os.read(self._in, 1 << 20)
+            assert data, "the browser is gone"
+            self._bytes += data
         message, _, self._bytes = self._bytes.partition(b"\0")
         return json.loads(message)
 
@@ -109,8 +109,8 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Open a page, and wait until its figures are drawn."""
-        drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
-        self.navigate(address, f"!!document.getElementById('figures') && {drawn}")
+        is_drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
+        self.navigate(address, f"!!document.getElementById('figures') && {is_drawn}")
 
     def navigate(self, address: str, ready: str) -> None:
         """Open a page, and wait until it is loaded and an expression is true."""
@@ -124,9 +124,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; of a promise, the value with which it resolves."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"].get("value")
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the processes that draw pages, which do not depend on other programs."""

@@ -15,9 +15,9 @@ def command_output(*words: object, width: int = 120, exit_code: int = 0) -> str:
     return _invoke(words, width, exit_code).stdout
 
 
-def command_stderr(*words: object) -> str:
+def command_stderr(*arguments: object) -> str:
     """Return the stderr of a command."""
-    return _invoke(words, 120, 0).stderr
+    return _invoke(arguments, 120, 0).stderr
 
 
 def _invoke(words: tuple[object, ...], width: int, exit_code: int) -> Any:
@@ -27,9 +27,9 @@ def _invoke(words: tuple[object, ...], width: int, exit_code: int) -> Any:
     return result
 
 
-def command_json(*words: object, exit_code: int = 0) -> Any:
+def command_json(*arguments: object, exit_code: int = 0) -> Any:
     """Return the JSON that a command prints."""
-    return json.loads(command_output(*words, "--json", exit_code=exit_code))
+    return json.loads(command_output(*arguments, "--json", exit_code=exit_code))
 
 
 def imported_packages(*words: object) -> set[str]:

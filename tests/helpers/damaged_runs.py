@@ -191,15 +191,15 @@ def swarm_coordinator(folder: Path) -> Path:
         {"kind": "joined", "node": node, "capacity": 4, "text": "text", "at": 1.0} for node in ("ann", "bob")
     ]
     for number in range(2):
-        at = 10.0 * number + 2
+        time = 10.0 * number + 2
         opened = {"round": number, "owners": owners, "text": {"ann": [6 * number, 3], "bob": [6 * number + 3, 3]}}
-        events.append({"kind": "opened", **opened, "at": at})
+        events.append({"kind": "opened", **opened, "at": time})
         accepted = {"round": number, "tokens": 300, "steps": 3, "bytes": 1000, "norm": 1.0}
-        events += [{"kind": "accepted", "node": node, **accepted, "at": at + 1} for node in ("ann", "bob")]
-        events.append({"kind": "refused", "node": "cid", "round": number, "reason": "norm: too large", "at": at + 1})
+        events += [{"kind": "accepted", "node": node, **accepted, "at": time + 1} for node in ("ann", "bob")]
+        events.append({"kind": "refused", "node": "cid", "round": number, "reason": "norm: too large", "at": time + 1})
         if number == 0:
-            events.append({"kind": "dropped", "node": "bob", "round": 0, "reason": "norm: outlier", "at": at + 2})
-        events.append({"kind": "committed", "round": number, "at": at + 3})
+            events.append({"kind": "dropped", "node": "bob", "round": 0, "reason": "norm: outlier", "at": time + 2})
+        events.append({"kind": "committed", "round": number, "at": time + 3})
     events.append({"kind": "left", "node": "bob", "reason": "restarts", "at": 90.0})
     _write_lines(directory / "journal.jsonl", events)
     return directory
@@ -217,9 +217,11 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def _invoke(*words: object, exit_codes: tuple[int, ...] = (0,)) -> str:
+def _invoke(*arguments: object, exit_codes: tuple[int, ...] = (0,)) -> str:
     """Run a command in this process, and return its output."""
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False, env={"COLUMNS": "200"}
+    )
     assert result.exit_code in exit_codes, result.output
     return result.output
 

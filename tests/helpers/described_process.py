@@ -47,12 +47,12 @@ def main() -> None:
     with open(int(sys.argv[1]), "w") as file:
         file.write("from the child")
     print(json.dumps(describe()))
-    way = sys.argv[2]
-    if way == "message":
+    ending = sys.argv[2]
+    if ending == "message":
         sys.exit("it cannot go on")
-    if way == "error":
+    if ending == "error":
         raise ValueError("of no use")
-    sys.exit(int(way))
+    sys.exit(int(ending))
 
 
 if __name__ == "__main__":

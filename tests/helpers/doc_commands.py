@@ -52,20 +52,20 @@ class FencedBlock:
 def fenced_blocks(page: str) -> Iterator[FencedBlock]:
     """Yield the fenced blocks of a page in their order. Raises ValueError for a block that does not end."""
     lines = page.splitlines()
-    at = 0
-    while at < len(lines):
-        fence = FENCE.match(lines[at])
+    index = 0
+    while index < len(lines):
+        fence = FENCE.match(lines[index])
         if not fence:
-            at += 1
+            index += 1
             continue
         try:
-            end = lines.index(f"{fence[1]}```", at + 1)
+            end = lines.index(f"{fence[1]}```", index + 1)
         except ValueError:
-            raise ValueError(f"line {at + 1}: the fenced block does not end") from None
-        reason = NOT_RUN.match(lines[at - 1].strip()) if at else None
-        body = tuple(line.removeprefix(fence[1]) for line in lines[at + 1 : end])
-        yield FencedBlock(at + 1, fence[2], fence[3] or "", reason[1] if reason else "", body)
-        at = end + 1
+            raise ValueError(f"line {index + 1}: the fenced block does not end") from None
+        reason = NOT_RUN.match(lines[index - 1].strip()) if index else None
+        body = tuple(line.removeprefix(fence[1]) for line in lines[index + 1 : end])
+        yield FencedBlock(index + 1, fence[2], fence[3] or "", reason[1] if reason else "", body)
+        index = end + 1
 
 
 def lines_outside_fences(page: str) -> Iterator[tuple[int, str]]:

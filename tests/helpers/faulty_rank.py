@@ -48,13 +48,13 @@ def skip_collective() -> None:
 
 def reorder_collectives() -> None:
     """Call two more collectives, in another order on the faulty rank."""
-    mine, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
+    tensor, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
     if dist.get_rank() == FAULTY_RANK:
-        dist.all_gather(parts, mine)
-        dist.all_reduce(mine)
+        dist.all_gather(parts, tensor)
+        dist.all_reduce(tensor)
     else:
-        dist.all_reduce(mine)
-        dist.all_gather(parts, mine)
+        dist.all_reduce(tensor)
+        dist.all_gather(parts, tensor)
 
 
 def reorder_messages() -> None:
@@ -77,9 +77,9 @@ def exhaust_address_space() -> None:
 
 def exhaust_cgroup_memory() -> None:
     """Allocate more than the memory of the cgroup in small parts."""
-    kept = []
+    blocks = []
     while True:
-        kept.append(torch.ones(2**24))
+        blocks.append(torch.ones(2**24))
 
 
 def abort_in_library() -> None:

@@ -91,5 +91,5 @@ def step_events(annotation: str) -> list[Event]:
 
 def write_trace(file: Path, events: list[Event]) -> None:
     """Write a trace as `export_chrome_trace` does."""
-    with gzip.open(file, "wt") as opened:
-        json.dump({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}, opened)
+    with gzip.open(file, "wt") as stream:
+        json.dump({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}, stream)

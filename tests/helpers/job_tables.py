@@ -29,8 +29,8 @@ def make_job_row(model: str = "llama3-8b", machine: str = "h100", sequence: int 
         "schedule": "1f1b" if degrees["pp"] > 1 else "none",
         "attention": AttentionKernel.FLASH_3,
     }
-    chosen = {**usual, **choices}
-    return chosen | stage_columns(chosen)
+    row = {**usual, **choices}
+    return row | stage_columns(row)
 
 
 def make_job_table(*rows: JobRow) -> JobTable:

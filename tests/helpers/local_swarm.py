@@ -100,10 +100,10 @@ class LocalSwarm:
         client.join(**client.join_message)
         return client
 
-    def events(self, what: str) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind in the journal."""
         lines = self.coordinator.journal.path.read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["kind"] == what]
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
     def base(self) -> dict[str, Tensor]:
         with self.coordinator.changed:  # not while a round is put into it
@@ -152,9 +152,7 @@ class WorkerThreads:
     def _learn(self, name: str) -> None:
         try:
             logs = [_ListLogger(self.steps[name])]
-            self.evaluations[name] = self.nodes[name].participate(
-                logs, _ListLogger(self.rounds[name]), lambda said: None
-            )
+            self.evaluations[name] = self.nodes[name].participate(logs, _ListLogger(self.rounds[name]), lambda _: None)
         except BaseException as error:
             self.failed.append(error)
 
@@ -176,8 +174,8 @@ def _stack_of(thread: threading.Thread) -> str:
 class _ListLogger:
     """Handler that keeps log records in a list."""
 
-    def __init__(self, kept: list[dict[str, Any]]) -> None:
-        self.kept = kept
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.kept = records
 
     def write(self, record: dict[str, Any]) -> None:
         self.kept.append(dict(record))
@@ -200,9 +198,9 @@ Weights = dict[str, torch.Tensor]
 def train_without_swarm(run: RunSpec, folder: Path) -> Weights:
     """Return the weights of the same run, trained by one process without a swarm."""
     plain = run.model_copy(update={"swarm": None})
-    under_way = make_trainer(plain)
-    train_until(under_way, run.training.steps)
+    trainer = make_trainer(plain)
+    train_until(trainer, run.training.steps)
     path = folder / "alone.safetensors"
     with TensorFile.create(path, parameter_shapes(run.model)) as file:
-        write_weights(under_way.strategy, under_way.mesh, None, run.model.moe.num_experts, file)
+        write_weights(trainer.strategy, trainer.mesh, None, run.model.moe.num_experts, file)
     return read_pieces(run, path)

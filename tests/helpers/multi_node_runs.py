@@ -83,11 +83,11 @@ def multi_node_run(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") 
     prepare(run.data)
     try:
         with star_network(NODE_NAMES) as network:
-            found = MultiNodeRun(network, file, count)
+            multi_node = MultiNodeRun(network, file, count)
             try:
-                yield found
+                yield multi_node
             finally:
-                for process in found.processes.values():
+                for process in multi_node.processes.values():
                     with suppress(ProcessLookupError):
                         process.kill()
                     process.wait(timeout=WAIT_SECONDS)

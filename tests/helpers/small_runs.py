@@ -106,47 +106,47 @@ def find_examples() -> None:
 def make_trainer(run: RunSpec, device: str = "cpu", **data: Any) -> Trainer:
     """Return the real trainer of a run on this rank, with prepared data. `data` changes the training data."""
     corpus = replace(open_training_data(run, prepare(run.data)), **data)
-    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    return Trainer(run, corpus, Path(run.output_dir) / run.name, place)
+    torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch_device)
 
 
-def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
+def metered_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
     """Train one step with the step profiler; return its record and its measurements."""
-    record, profile = profile_step(under_way, lambda _: under_way.train_step(batches))
+    record, profile = profile_step(trainer, lambda _: trainer.train_step(batches))
     return record, {"step": record["step"], **profile.as_dict}
 
 
 def measure_steady_step(run: RunSpec) -> Table:
     """Measure the memory and traffic of this rank in the first step that is equal to all later steps."""
-    under_way, number = make_trainer(run), first_steady_step(run)
-    batches = prefetch(under_way.loader, 0, number)
+    trainer, number = make_trainer(run), first_steady_step(run)
+    batches = prefetch(trainer.loader, 0, number)
     for _ in range(number - 1):
-        under_way.train_step(batches)
-    _, measured = metered_step(under_way, batches)
-    under_way.strategy.drain_pending_updates()
+        trainer.train_step(batches)
+    _, measured = metered_step(trainer, batches)
+    trainer.strategy.drain_pending_updates()
     return measured
 
 
-def train_until(under_way: Trainer, last: int) -> list[tuple[float, float]]:
+def train_until(trainer: Trainer, last: int) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each step up to `last`."""
-    batches = prefetch(under_way.loader, under_way.step, last)
-    records = [under_way.train_step(batches) for _ in range(under_way.step, last)]
+    batches = prefetch(trainer.loader, trainer.step, last)
+    records = [trainer.train_step(batches) for _ in range(trainer.step, last)]
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
 def train_and_evaluate(run: RunSpec, device: str = "cpu") -> list[tuple[float, float]]:
     """Return the losses and gradient norms, followed by the held-out loss of the trained weights."""
-    under_way = make_trainer(run, device)
-    result = train_until(under_way, run.training.steps)
-    evaluation = under_way.evaluate()
+    trainer = make_trainer(run, device)
+    result = train_until(trainer, run.training.steps)
+    evaluation = trainer.evaluate()
     return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])]
 
 
 def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of every step on this rank."""
-    under_way = make_trainer(run)
-    result = train_until(under_way, run.training.steps)
-    under_way.strategy.drain_pending_updates()
+    trainer = make_trainer(run)
+    result = train_until(trainer, run.training.steps)
+    trainer.strategy.drain_pending_updates()
     return result
 
 
@@ -154,12 +154,12 @@ def save_two_checkpoints(text: Path, out: Path) -> Path:
     """Train a run on one rank and save after steps 2 and 4; return the directory of checkpoints."""
     run = small_run(text, out, {"model": MOE})
     claim_run_directory(run_directory(run))
-    under_way = make_trainer(run)
+    trainer = make_trainer(run)
     for last in (2, 4):
-        train_until(under_way, last)
-        under_way.save()
-        under_way.checkpointer.wait()
-    return under_way.directory / "checkpoints"
+        train_until(trainer, last)
+        trainer.save()
+        trainer.checkpointer.wait()
+    return trainer.directory / "checkpoints"
 
 
 def train_to_end(

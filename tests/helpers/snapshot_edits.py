@@ -56,9 +56,9 @@ def delete_paths(pattern: str) -> SnapshotEdit:
     """Delete files or directories."""
 
     def plant(root: Path) -> None:
-        found = list(root.glob(pattern))
-        assert found
-        for path in found:
+        paths = list(root.glob(pattern))
+        assert paths
+        for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     return plant
@@ -76,8 +76,8 @@ def limit_gpu_rows(query: str, gpus: int) -> SnapshotEdit:
 
 def combine_edits(*plants: SnapshotEdit) -> SnapshotEdit:
     def plant(root: Path) -> None:
-        for each in plants:
-            each(root)
+        for edit in plants:
+            edit(root)
 
     return plant
 
@@ -103,8 +103,8 @@ def remove_gpu(gpu: int) -> SnapshotEdit:
             lines = path.read_text().splitlines()
             if path.stem in ("smi_identity", "smi_state", "smi_ecc", "smi_remapped", "smi_names"):
                 path.write_text("\n".join(lines[: gpu + 1] + lines[gpu + 2 :]) + "\n")
-        known = json.loads((root / "commands/torch.txt").read_text())
-        (root / "commands/torch.txt").write_text(json.dumps(known | {"gpus": 7}))
+        facts = json.loads((root / "commands/torch.txt").read_text())
+        (root / "commands/torch.txt").write_text(json.dumps(facts | {"gpus": 7}))
 
     return plant
 
@@ -139,8 +139,8 @@ def set_variable(name: str, value: str) -> SnapshotEdit:
 
     def plant(root: Path) -> None:
         lines = (root / "environment").read_text().splitlines()
-        kept = [line for line in lines if not line.startswith(f"{name}=")]
-        (root / "environment").write_text("\n".join([*kept, f"{name}={value}"]) + "\n")
+        other_lines = [line for line in lines if not line.startswith(f"{name}=")]
+        (root / "environment").write_text("\n".join([*other_lines, f"{name}={value}"]) + "\n")
 
     return plant
 

@@ -29,8 +29,8 @@ class Rule:
     @property
     def kept(self) -> list[str]:
         """Starts of the ids that "only" keeps."""
-        word, _, ids = self.stands_for_them.partition(" ")
-        return ids.split(" | ") if word == "only" else []
+        kind, _, ids = self.stands_for_them.partition(" ")
+        return ids.split(" | ") if kind == "only" else []
 
     @property
     def keeps_some(self) -> bool:
@@ -51,10 +51,10 @@ def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
         matching = [item for item in items if item_id(item).startswith(rule.tests) and item not in thorough]
         if rule.stands_for_them == "covering" and matching:
             features = [list(item_features(item)) for item in matching]
-            kept = covering_subset(features, [2 + item_ranks(item) for item in matching])
-            thorough |= {item for place, item in enumerate(matching) if place not in kept}
+            chosen = covering_subset(features, [2 + item_ranks(item) for item in matching])
+            thorough |= {item for index, item in enumerate(matching) if index not in chosen}
         elif rule.kept:
-            beginnings = tuple(f"[{each}" for each in rule.kept)
+            beginnings = tuple(f"[{start}" for start in rule.kept)
             thorough |= {item for item in matching if not item_id(item).removeprefix(rule.tests).startswith(beginnings)}
         else:
             thorough |= set(matching)
@@ -75,10 +75,10 @@ def item_features(item: pytest.Item) -> Iterator[Hashable]:
 
 def _features(name: str, value: Any) -> Iterator[Hashable]:
     if is_dataclass(value) and not isinstance(value, type):
-        value = {key: each for key, each in asdict(value).items() if key != "name"}
+        value = {key: field_value for key, field_value in asdict(value).items() if key != "name"}
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _features(f"{name}.{key}", each)
+        for key, field_value in value.items():
+            yield from _features(f"{name}.{key}", field_value)
     else:
         yield name, repr(value)
 

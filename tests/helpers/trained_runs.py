@@ -64,10 +64,10 @@ def train_command(file: Path, ranks: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(ranks), *options]
 
 
-def wait_for(process: subprocess.Popen[bytes], begun: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
     """Wait until a running run has created something; fail if the run ends or takes too long."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not begun():
+    while not is_there():
         assert process.poll() is None, f"it ended with {process.returncode}"
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -87,6 +87,6 @@ def stop_after(run: Path, step: int) -> None:
     for file in [run / "metrics.jsonl", *(run / "trace").glob("*.jsonl")]:
         lines = file.read_text().splitlines(keepends=True)
         opening = [lines[0]] if file.parent.name == "trace" else []
-        kept = (line for line in lines[len(opening) :] if json.loads(line)["step"] <= step)
-        file.write_text("".join([*opening, *kept]))
+        kept_lines = (line for line in lines[len(opening) :] if json.loads(line)["step"] <= step)
+        file.write_text("".join([*opening, *kept_lines]))
     append_event(run, FINISHED, step=step)

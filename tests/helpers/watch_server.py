@@ -16,9 +16,9 @@ WEB_OPTIONS = ("--web", "--port", "0", "--every", "0.2")
 
 
 @contextmanager
-def serving(*words: object) -> Iterator[str]:
+def serving(*arguments: object) -> Iterator[str]:
     """Yield the address that a command serves; the command opens no browser, and exits on Ctrl-C without output."""
-    command = [sys.executable, "-m", "phalanx", *map(str, words)]
+    command = [sys.executable, "-m", "phalanx", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
     disposition = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,10 +30,10 @@ def serving(*words: object) -> Iterator[str]:
         try:
             yield re.match(r"(http://[\d.]+:\d+/\w*) ", process.stdout.readline())[1]
             process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=60)
+            outputs = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, *said) == (0, "", "")
+    assert (process.returncode, *outputs) == (0, "", "")
 
 
 @contextmanager

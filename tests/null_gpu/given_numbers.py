@@ -31,9 +31,9 @@ class GivenStepSums(PendingCopies):
 
     def wait(self) -> list[Tensor]:
         sums, norm = super().wait()
-        given = torch.ones_like(sums)
-        given[0], given[1], given[2:NUM_SCALARS] = NUM_TOKENS, LOSS_SUM, 0
-        return [given, torch.ones_like(norm)]
+        sums_of_one = torch.ones_like(sums)
+        sums_of_one[0], sums_of_one[1], sums_of_one[2:NUM_SCALARS] = NUM_TOKENS, LOSS_SUM, 0
+        return [sums_of_one, torch.ones_like(norm)]
 
 
 class GivenExpertCounts(ExpertCounts):

@@ -61,8 +61,8 @@ def run_ranks(
             )
     wait_for_ranks(processes)
     codes = [process.returncode for process in processes]
-    for left in Path("/dev/shm").glob(f"null-gpu-{shared['NULL_GPU_JOB']}"):
-        left.unlink()
+    for leftover in Path("/dev/shm").glob(f"null-gpu-{shared['NULL_GPU_JOB']}"):
+        leftover.unlink()
     return [RankResult(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
 
 

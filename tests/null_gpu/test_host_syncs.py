@@ -25,9 +25,9 @@ def read_table() -> dict[str, tuple[int, Counter[str]]]:
     """Return the waits of each layout, and the number of waits by place, without those of CLOCK."""
     rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
     table = {}
-    for layout, _, total, places in rows:
-        counts = (place.rpartition(" ") for place in places.split(", "))
-        table[layout] = int(total), Counter({place: int(count) for place, _, count in counts})
+    for layout, _, total, cell in rows:
+        counts = (entry.rpartition(" ") for entry in cell.split(", "))
+        table[layout] = int(total), Counter({entry: int(count) for entry, _, count in counts})
     return table
 
 

@@ -25,7 +25,7 @@ def rewrite_steps(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any
     directory = copy_run(two_rank_run(), folder)
     file = directory / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(change(each) if "loss" in each else each) + "\n" for each in records))
+    file.write_text("".join(json.dumps(change(record) if "loss" in record else record) + "\n" for record in records))
     return directory
 
 

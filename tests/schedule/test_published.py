@@ -136,15 +136,19 @@ def test_zb_v_has_bubble_when_pass_times_differ(times: tuple[int, int, int], bub
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
 def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
-    given, backward = ActionTimes(forward=forward, input_grad=input, weight_grad=weight), input + weight
-    assert bubble_size(gpipe(p, m), given) == bubble_size(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
+    action_times, backward = ActionTimes(forward=forward, input_grad=input, weight_grad=weight), input + weight
+    assert (
+        bubble_size(gpipe(p, m), action_times)
+        == bubble_size(one_f_one_b(p, m), action_times)
+        == (p - 1) * (forward + backward)
+    )
     if m % p == 0:
         for v in (2, 3):
             chunk = ActionTimes(forward=forward / v, input_grad=input / v, weight_grad=weight / v)
             assert bubble_size(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
     if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
-        assert bubble_size(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
-        assert bubble_size(zb_h2(p, m), given) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
+        assert bubble_size(zb_h1(p, m), action_times) == (p - 1) * (forward + input - weight)
+        assert bubble_size(zb_h2(p, m), action_times) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 0)])

@@ -63,9 +63,11 @@ def schedule_to_grid(schedule: Schedule, times: ActionTimes) -> Grid:
 
 @pytest.mark.parametrize("picture", [WRONG_1F1B, WRONG_ZERO_BUBBLE])
 def test_lockstep_violations_finds_broken_dependencies_in_drawings(picture: str) -> None:
-    found = lockstep_violations(parse_drawing(picture))
-    assert len(found) == 12
-    assert {(violation.rank, violation.action.kind) for violation in found} <= {(r, k) for r in range(3) for k in "BI"}
+    messages = lockstep_violations(parse_drawing(picture))
+    assert len(messages) == 12
+    assert {(violation.rank, violation.action.kind) for violation in messages} <= {
+        (r, k) for r in range(3) for k in "BI"
+    }
     assert not violations(Schedule.from_rows(parse_drawing(picture))), (
         "as orders, with ranks waiting for each other, they can run"
     )
@@ -96,8 +98,8 @@ def test_validate_names_each_kind_of_violation() -> None:
 
 
 def test_validate_reports_deadlocked_schedule() -> None:
-    found = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
-    assert [str(violation) for violation in found] == [
+    messages = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
+    assert [str(violation) for violation in messages] == [
         "rank 0: 0B0 (number 2 in its row) waits forever for 1B0",
         "rank 1: 1F1 (number 1 in its row) waits forever for 0F1",
     ]
@@ -138,9 +140,9 @@ def test_published_schedules_satisfy_dependencies_when_simulated(
     for rank, spans in enumerate(timeline.spans):
         for step, start, _ in spans:
             for action in [step] if isinstance(step, Action) else step:
-                for needed in schedule.dependencies(action):
-                    there = next(one for one in needed if one in ends)
-                    assert ends[there] + transfer * (schedule.rank_of[there.stage] != rank) <= start
+                for alternatives in schedule.dependencies(action):
+                    present = next(alternative for alternative in alternatives if alternative in ends)
+                    assert ends[present] + transfer * (schedule.rank_of[present.stage] != rank) <= start
     assert all(timeline.busy(rank) <= timeline.rank_span(rank) <= timeline.makespan for rank in range(schedule.ranks))
 
 
@@ -159,9 +161,9 @@ def test_schedule_round_trips_through_csv(schedule: Schedule) -> None:
 @given(schedules(), st.data())
 def test_validate_reports_removed_action(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
-    lost = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
+    removed = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
     orders = [list(order) for order in schedule.orders]
-    del orders[rank][lost]
+    del orders[rank][removed]
     if any(orders):
         assert violations(Schedule.from_rows(orders))
 

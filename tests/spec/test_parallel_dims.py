@@ -23,10 +23,10 @@ from phalanx.spec.parallel_dims import effective_strategy, expert_parallel_group
     ],
 )
 def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, field: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error_info:
         parallel_dims(Layout(**layout), world_size)
-    assert caught.value.field == field
-    assert caught.value.fix
+    assert error_info.value.field == field
+    assert error_info.value.fix
 
 
 def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
@@ -74,6 +74,6 @@ def test_process_groups_of_dp2_pp2_layout_match_expected_ranks() -> None:
     ],
 )
 def test_effective_strategy(layout: Any, world_size: int, precision: Any, expected: str) -> None:
-    described = Layout(**layout)
-    dims = parallel_dims(described, world_size).with_cp_as_data_parallel(described)
-    assert effective_strategy(described, dims, precision) == expected
+    run_layout = Layout(**layout)
+    dims = parallel_dims(run_layout, world_size).with_cp_as_data_parallel(run_layout)
+    assert effective_strategy(run_layout, dims, precision) == expected

@@ -39,8 +39,12 @@ def _case_id(value: object) -> str:
         ("few-heads", FEW_HEADS),
         ("windows", WINDOWS),
     )
-    model = [name for name, one in models if value["model"] == {**one, "num_layers": value["model"]["num_layers"]}]
-    layout = [f"{key[7:]}={each}" for key, each in value.items() if key.startswith("layout.") and "micro" not in key]
+    model = [
+        name
+        for name, model_table in models
+        if value["model"] == {**model_table, "num_layers": value["model"]["num_layers"]}
+    ]
+    layout = [f"{key[7:]}={value}" for key, value in value.items() if key.startswith("layout.") and "micro" not in key]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
 
 
@@ -60,15 +64,17 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     With four or more ranks and no expert parallelism, only corner ranks are traced."""
     run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
-    which = corner_ranks(run, world_size) if world_size >= 4 and balanced else range(world_size)
-    traced = list(trace_ranks(run, world_size, which))
+    ranks = corner_ranks(run, world_size) if world_size >= 4 and balanced else range(world_size)
+    traced = list(trace_ranks(run, world_size, ranks))
     real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
-    for mine in traced:
-        its = real[mine["rank"]]
+    for trace in traced:
+        measured = real[trace["rank"]]
         if balanced:
-            assert traffic_by_operation(mine["collectives"]) == traffic_by_operation(its["collectives"]), mine["rank"]
-            assert _peak_bytes(mine) == pytest.approx(_peak_bytes(its), rel=MEMORY_TOLERANCE), mine["rank"]
-        assert [line for line in compare_with_plan(run, world_size, mine) if not line.agrees] == [], mine["rank"]
+            assert traffic_by_operation(trace["collectives"]) == traffic_by_operation(measured["collectives"]), trace[
+                "rank"
+            ]
+            assert _peak_bytes(trace) == pytest.approx(_peak_bytes(measured), rel=MEMORY_TOLERANCE), trace["rank"]
+        assert [line for line in compare_with_plan(run, world_size, trace) if not line.agrees] == [], trace["rank"]
     if not balanced:
         assert _total_traffic(traced) == _total_traffic(real)
         # Recomputed blocks peak in an expert's backward pass, with the rows of real, unbalanced choices: 3.3 % more.
@@ -146,14 +152,14 @@ MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize("mismatch", MISMATCHED_PLANS)
 def test_compare_with_plan_detects_plan_of_different_run(mismatch: str, traced_rank: tuple[RunSpec, Traced]) -> None:
-    run, mine = traced_rank
-    assert all(line.agrees for line in compare_with_plan(run, 4, mine))
+    run, trace = traced_rank
+    assert all(line.agrees for line in compare_with_plan(run, 4, trace))
     changes, expected = MISMATCHED_PLANS[mismatch]
-    other = run.model_copy(
+    other_run = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
-    found = {(line.kind, line.quantity) for line in compare_with_plan(other, 4, mine) if not line.agrees}
-    assert expected <= found
+    mismatches = {(line.kind, line.quantity) for line in compare_with_plan(other_run, 4, trace) if not line.agrees}
+    assert expected <= mismatches
 
 
 def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path: Path) -> None:
@@ -184,8 +190,8 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
     run = small_run(
         text, tmp_path, dry_run_case(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1]
     )
-    mine = next(trace_ranks(run, 2, [0]))
-    assert all(line.agrees for line in compare_with_plan(run, 2, mine))
+    trace = next(trace_ranks(run, 2, [0]))
+    assert all(line.agrees for line in compare_with_plan(run, 2, trace))
     assert list(directory.iterdir()) == []
 
 
@@ -208,8 +214,8 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> None:
-    out = cli_runner.command_output("dryrun", run_file, "--ranks", 2)
-    assert "plan and program agree on all 2 traced ranks of 2" in out
+    output = cli_runner.command_output("dryrun", run_file, "--ranks", 2)
+    assert "plan and program agree on all 2 traced ranks of 2" in output
     facts = cli_runner.command_json("dryrun", run_file, "--ranks", 4, "--trace", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]

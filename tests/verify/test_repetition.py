@@ -124,8 +124,8 @@ BLOCK_CASES: dict[str, tuple[int, RunSpec]] = {
 
 @pytest.mark.parametrize("name", BLOCK_CASES)
 def test_trace_of_repeated_blocks_equals_full_trace(name: str) -> None:
-    once, full = _tracing_of_equal_results(*BLOCK_CASES[name])
-    assert once["traced_blocks"] < once["blocks"] == full["traced_blocks"]
+    repeated, full = _tracing_of_equal_results(*BLOCK_CASES[name])
+    assert repeated["traced_blocks"] < repeated["blocks"] == full["traced_blocks"]
 
 
 @pytest.mark.parametrize(
@@ -151,16 +151,16 @@ def test_blocks_that_need_their_neighbors_are_all_traced(layout: dict[str, Any])
 @pytest.mark.parametrize("name", CASES)
 def test_trace_of_repeated_work_equals_full_trace(name: str) -> None:
     """Bytes of every part, calls and bytes of every collective, and FLOPs are equal."""
-    once, full = _tracing_of_equal_results(*CASES[name])
+    repeated, full = _tracing_of_equal_results(*CASES[name])
     if name != "chunks":
-        assert once["traced_micro_batches"] < full["traced_micro_batches"]
+        assert repeated["traced_micro_batches"] < full["traced_micro_batches"]
 
 
 def _tracing_of_equal_results(world_size: int, run: RunSpec) -> tuple[Traced, Traced]:
     """Return the traced amount of the last rank, with and without repetition, after comparing all other results."""
-    once, full = (_trace_last_rank(run, world_size, full=full) for full in (False, True))
-    tracing = once.pop("tracing"), full.pop("tracing")
-    assert once == full
+    repeated, full = (_trace_last_rank(run, world_size, full=full) for full in (False, True))
+    tracing = repeated.pop("tracing"), full.pop("tracing")
+    assert repeated == full
     return tracing
 
 

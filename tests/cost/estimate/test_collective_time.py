@@ -43,14 +43,14 @@ def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
     """A ring of 64 contiguous ranks uses all eight NICs of each node; a
     ring of 64 ranks with stride 8 uses one of them."""
     table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
-    together, apart = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
+    contiguous, strided = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
     cards = (
         min(8 * network_bandwidth(TIME_CONSTANTS, table)[0], fast_link_bandwidth(TIME_CONSTANTS, table)[0])
         / network_bandwidth(TIME_CONSTANTS, table)[0]
     )
-    assert apart / together == pytest.approx(cards, rel=0.02)
+    assert strided / contiguous == pytest.approx(cards, rel=0.02)
     assert cards > 4
-    assert apart == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
+    assert strided == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
 
 
 def test_ring_of_sends_leaves_a_node_by_one_card():
@@ -69,9 +69,11 @@ def test_all_to_all_leaves_a_node_by_each_ranks_own_card(stride, in_node):
 
 def test_ring_latency_grows_with_group_size_for_small_messages():
     table, size = make_job_table(make_job_row()), np.array([8.0])
-    few, many = (float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024))
-    assert many > 4 * few
-    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < many
+    small_group, large_group = (
+        float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024)
+    )
+    assert large_group > 4 * small_group
+    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < large_group
 
 
 def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
@@ -111,8 +113,8 @@ def test_dedup_node_dispatch_sends_each_token_once_per_node():
 
 
 def test_oversubscription_divides_network_bandwidth():
-    one, half = make_job_table(make_job_row()), make_job_table(make_job_row(oversubscription=2))
-    assert network_bandwidth(TIME_CONSTANTS, half) == pytest.approx(network_bandwidth(TIME_CONSTANTS, one) / 2)
+    full, half = make_job_table(make_job_row()), make_job_table(make_job_row(oversubscription=2))
+    assert network_bandwidth(TIME_CONSTANTS, half) == pytest.approx(network_bandwidth(TIME_CONSTANTS, full) / 2)
 
 
 def test_p2p_seconds_use_fast_links_within_one_domain():

@@ -16,10 +16,10 @@ BF16 = {"parameter_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 2, "st
 SHARDED = {"parameter_bytes": 4, "gradient_bytes": 4, "gradient_wire_bytes": 4, "state_bytes": 8}
 
 
-def make_offload_table(zero: int, kind: OffloadName = "cpu", m: int = 8, **more: float) -> JobTable:
+def make_offload_table(zero: int, kind: OffloadName = "cpu", m: int = 8, **columns: float) -> JobTable:
     return make_job_table(
         make_job_row(
-            zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **more
+            zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **columns
         )
     )
 
@@ -80,13 +80,13 @@ def test_zero3_offload_uploads_parameters_before_every_all_gather():
 
 
 def test_offload_moves_optimizer_step_from_device_to_host():
-    kept, away = (
+    on_device, offloaded = (
         step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(zero_stage=1, shard_group_size=1, offload=kind)))
         for kind in ("none", "cpu")
     )
-    assert kept.offload == 0
-    assert away.update < kept.update
-    assert away.update + away.offload > kept.update
+    assert on_device.offload == 0
+    assert offloaded.update < on_device.update
+    assert offloaded.update + offloaded.offload > on_device.update
 
 
 @pytest.mark.parametrize(

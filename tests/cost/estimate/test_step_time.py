@@ -99,10 +99,10 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     chunks = 2 if name == "zb-v" else v
     times = ActionTimes(forward=F / chunks, input_grad=B / chunks, weight_grad=W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
-    one = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
-    whole = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))
-    said = float(step_time._bubble_seconds(one, whole.scaled(p - 1))[0])
-    assert said == pytest.approx(float(simulated), rel=0.02)
+    jobs = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
+    stage = StageTime(forward=np.array([F]), backward=np.array([B + W]), weight_grad=np.array([W]))
+    predicted = float(step_time._bubble_seconds(jobs, stage.scaled(p - 1))[0])
+    assert predicted == pytest.approx(float(simulated), rel=0.02)
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,8 +141,10 @@ def test_step_seconds_is_at_least_matmul_time_at_best_flops(tp, micro_batch, lay
 
 
 def test_full_activation_checkpointing_adds_about_one_forward_pass():
-    plain, again = step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute="full"))).compute
-    assert 1.2 < again / plain < 4 / 3 + 0.01
+    plain, recomputed = step_seconds(
+        TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute="full"))
+    ).compute
+    assert 1.2 < recomputed / plain < 4 / 3 + 0.01
 
 
 def test_recomputed_norms_add_two_memory_passes_per_norm():
@@ -166,37 +168,37 @@ def test_partial_activation_checkpointing_adds_time_in_proportion_to_recomputed_
 
 def test_tp_communication_is_slower_outside_fast_link_domain():
     rows = [make_job_row("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
-    inside, across = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange
-    assert across > 1.3 * inside
+    within_domain, across_domains = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange
+    assert across_domains > 1.3 * within_domain
 
 
 def test_overlap_grad_reduce_hides_gradient_communication():
-    hidden, shown = step_seconds(
+    hidden, exposed = step_seconds(
         TIME_CONSTANTS,
         make_job_table(make_job_row(dp=64, overlap_grad_reduce=1), make_job_row(dp=64, overlap_grad_reduce=0)),
     ).data_parallel
-    assert hidden < shown / 2
+    assert hidden < exposed / 2
 
 
 def test_overlap_param_gather_hides_parameter_gathers():
     row = make_job_row(dp=64, zero_stage=1, shard_group_size=64)
-    ahead, after = step_seconds(
+    overlapped, not_overlapped = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "trainer": "Megatron-LM"}, {**row, "trainer": "nanotron"})
     ).data_parallel
-    assert after > ahead
+    assert not_overlapped > overlapped
 
 
 def test_scatter_gather_p2p_shortens_pipeline_sends():
     row = make_job_row(tp=8, pp=4, sequence_parallel=0)
-    parted, whole = step_seconds(
+    scattered, whole = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})
     ).send
-    assert parted < whole
+    assert scattered < whole
 
 
 def test_gathering_logits_increases_compute_time():
     row = make_job_row(tp=8)
-    whole, shared = step_seconds(
+    gathered, sharded = step_seconds(
         TIME_CONSTANTS, make_job_table({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})
     ).compute
-    assert whole > shared
+    assert gathered > sharded

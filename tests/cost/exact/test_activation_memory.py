@@ -108,23 +108,23 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
         torch.nn.init.normal_(parameter, std=0.1)
     model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
     apply_activation_checkpointing(model, layout.activation_checkpointing, layout.recomputed_blocks)
-    saved, again = SavedStorages(model), []
+    saved, recomputations = SavedStorages(model), []
 
     def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
         for table in args[1] or ():
             saved.record(table)
 
-    def left(module, args, output):  # what was noted until now is still there when this is computed again
-        if layout.activation_checkpointing == "offload":  # the copy of its input is what it reads then
+    def save_recomputation(module, args, output):  # storages noted so far are still alive when the module is recomputed
+        if layout.activation_checkpointing == "offload":  # recomputation reads the copy of the input
             host_copy = module.checkpoint_fn.func.newest().host_copy
             args = (saved.record(host_copy), *args[1:])
-        again.append((module._checkpoint_wrapped_module, args, dict(saved)))
+        recomputations.append((module._checkpoint_wrapped_module, args, dict(saved)))
 
     for block in model.blocks:
         block.register_forward_pre_hook(entered)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
-            module.register_forward_hook(left)
+            module.register_forward_hook(save_recomputation)
     tokens, targets = (torch.randint(spec.vocab_size, (batch, sequence)) for _ in range(2))
     documents = locate_documents(rows_of_short_documents(batch, sequence)) if masked else None
     saved.exclude_bounds(documents)
@@ -133,9 +133,9 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
     with saved.record_saved_tensors(autocast=False):
         in_place_cross_entropy(logits, targets, -100)
     recomputed = 0
-    for module, args, before in again:
+    for module, args, saved_before in recomputations:
         alive = SavedStorages(model)
-        alive.update(before)
+        alive.update(saved_before)
         alive.exclude_bounds(documents)
         with alive.record_saved_tensors(autocast):
             module(*args)
@@ -152,7 +152,7 @@ def measure_saved_bytes_on_rank(cases):
     from phalanx.parallel.context_parallel import local_token_indices
     from phalanx.parallel.mesh import build_mesh
 
-    found = []
+    saved_bytes = []
     for spec, precision, autocast, changes, masked in cases:
         layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
@@ -175,16 +175,16 @@ def measure_saved_bytes_on_rank(cases):
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
         rank = mesh.cp_mesh.get_local_rank() if mesh.cp_mesh else 0
-        mine = local_token_indices(20, layout.cp, rank, layout.cp_method)
-        tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, mine] for _ in range(2))
+        local_tokens = local_token_indices(20, layout.cp, rank, layout.cp_method)
+        tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, local_tokens] for _ in range(2))
         documents = locate_documents(rows_of_short_documents(6, 20)) if masked else None
         saved.exclude_bounds(documents)
         with saved.record_saved_tensors(autocast):
             logits, _ = model(tokens, documents)
         with saved.record_saved_tensors(autocast=False):
             strategy.cross_entropy(logits, targets, -100)
-        found.append(saved.bytes)
-    return found
+        saved_bytes.append(saved.bytes)
+    return saved_bytes
 
 
 def make_balanced_router_logits(logits):
@@ -230,8 +230,8 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
         activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked).total
         for spec, precision, autocast, layout, masked in cases
     ]
-    found = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
-    assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
+    measured = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
+    assert dict(zip(map(str, cases), measured[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
 CHECKPOINTING = {
@@ -254,9 +254,9 @@ CHECKPOINTING = {
 def test_activation_bytes_equals_saved_tensors_on_one_rank(name, precision_name, mode, masked):
     precision, autocast = PRECISIONS[precision_name]
     layout = Layout(**CHECKPOINTING[mode])
-    found = measure_saved_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
+    measured = measure_saved_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
     predicted = activation_bytes(SPECS[name], 3, 20, precision, layout, autocast, masked)
-    assert (predicted.total, predicted.recomputed) == found
+    assert (predicted.total, predicted.recomputed) == measured
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -273,8 +273,8 @@ def test_activation_bytes_is_linear_in_batch_size(name, mode):
 
 @pytest.mark.parametrize(("ranks", "saved_fraction"), [(4, 0.75), (8, 0.875)])
 def test_activation_bytes_shrinks_when_ranks_split_the_batch(ranks, saved_fraction):
-    whole, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
-    assert 1 - share / whole == pytest.approx(saved_fraction, abs=0.01)
+    full_batch, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
+    assert 1 - share / full_batch == pytest.approx(saved_fraction, abs=0.01)
 
 
 def test_autocast_weight_copies_count_each_matrix_once():
@@ -298,15 +298,17 @@ class PeakLiveBytes(TorchDispatchMode):
         self.sizes, self.peak = {}, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+        outputs = function(*args, **(kwargs or {}))
+        input_storages = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in input_storages:
                 storage = tensor.untyped_storage()
                 self.sizes[StorageWeakRef(storage)] = storage.nbytes()
         self.sizes = {reference: size for reference, size in self.sizes.items() if not reference.expired()}
         self.peak = max(self.peak, sum(self.sizes.values()))
-        return made
+        return outputs
 
 
 @pytest.mark.parametrize("mode", ["none", "norms", "full", "full-in-one", "full-in-two"])
@@ -327,12 +329,12 @@ def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, prec
 
     with PeakLiveBytes() as alive:
         loss().backward()
-    found = alive.peak + tokens.nbytes + targets.nbytes
+    measured = alive.peak + tokens.nbytes + targets.nbytes
     auxiliary_loss = model(tokens[:1, :1])[1].nbytes
     moe_layers = sum(map(spec.is_moe_layer, range(spec.num_layers)))
     ends_of_expert_rows = 8 * moe_layers * spec.moe.num_experts if spec.moe else 0
     predicted = activation_bytes(spec, 3, 20, precision, layout, autocast).peak
-    assert found == predicted + auxiliary_loss + ends_of_expert_rows
+    assert measured == predicted + auxiliary_loss + ends_of_expert_rows
 
 
 @pytest.mark.parametrize(("name", "tp", "limit"), [("llama3-405b", 8, 52_000), ("llama3-8b", 1, 111_000)])

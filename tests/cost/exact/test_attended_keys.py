@@ -34,7 +34,7 @@ def test_full_layers_attend_to_half_of_the_keys() -> None:
 
 def test_flops_count_attended_keys() -> None:
     spec = SPEC.replace(sliding_window=4, full_attention_layers=[1])
-    full, windowed = (forward_flops(each, 64).core for each in (SPEC, spec))
+    full, windowed = (forward_flops(model_spec, 64).core for model_spec in (SPEC, spec))
     assert full == 4 * 4 * 16 * 32
     assert windowed == pytest.approx(full * attended_fraction(spec, 64))
     embedding, first, second, *_ = layer_flops(spec, 64)

@@ -97,8 +97,8 @@ def test_nccl_bytes_count_peers_of_all_to_alls(optimizer, precision, layout, gro
     the data-parallel and tensor-parallel groups."""
     run = make_run("h100", **layout)
     training = run.training.model_copy(update={"precision": precision})
-    named = run.optimizer.model_copy(update={"name": optimizer})
-    run = run.model_copy(update={"training": training, "optimizer": named})
+    optimizer_spec = run.optimizer.model_copy(update={"name": optimizer})
+    run = run.model_copy(update={"training": training, "optimizer": optimizer_spec})
     assert nccl_bytes(run, 8) == groups * COLLECTIVE_BYTES + peers * PEER_BYTES
 
 

@@ -74,8 +74,8 @@ def test_recomputed_flops_match_activation_checkpointing_kind():
         ("operations", True, True, SELECTIVE_MATMUL_FRACTION * (parts.projections + parts.mlp)),
     ):
         assert recomputed_flops_per_token(SMALL, 512, recompute, flash=flash, sharded=sharded) == flops
-    whole = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, "full")
-    assert (whole - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
+    total = training_flops_per_token(SMALL, 512) + recomputed_flops_per_token(SMALL, 512, "full")
+    assert (total - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
 
 
 def test_selective_matmul_fraction_matches_llama3_8b():

@@ -55,8 +55,8 @@ def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, dal
     assert daly_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05)
     assert optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
     assert goodput(daly, write, LLAMA3_MTBF_SECONDS, 600) == pytest.approx(expected_goodput, abs=5e-5)
-    found = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
-    assert found == Reliability(
+    result = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
+    assert result == Reliability(
         LLAMA3_MTBF_SECONDS,
         optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS),
         pytest.approx(expected_goodput, abs=5e-5),
@@ -117,7 +117,7 @@ def test_daly_interval_equals_mtbf_when_write_is_at_least_twice_mtbf():
 )
 def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
     """An interval with its write repeats until no failure occurs in it, and so does a restart."""
-    random, cycles, passed = Random(1), 10_000, 0.0
+    random, cycles, elapsed = Random(1), 10_000, 0.0
 
     def until_done(seconds):
         failure = random.expovariate(1 / mtbf)
@@ -128,16 +128,16 @@ def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
 
     for _ in range(cycles):
         attempts = list(until_done(interval + write))
-        passed += sum(attempts) + sum(sum(until_done(restart)) for _ in attempts[:-1])
-    assert cycles * interval / passed == pytest.approx(goodput(interval, write, mtbf, restart), rel=0.03)
+        elapsed += sum(attempts) + sum(sum(until_done(restart)) for _ in attempts[:-1])
+    assert cycles * interval / elapsed == pytest.approx(goodput(interval, write, mtbf, restart), rel=0.03)
 
 
 @given(st.floats(1e-9, 1e-3), st.integers(1, 10**6), st.floats(0.01, 100), st.floats(0, 100))
 def test_reliability_decreases_with_more_devices(rate, devices, write, restart):
-    one, two = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
-    assert two["mtbf_seconds"] == pytest.approx(one["mtbf_seconds"] / 2)
-    assert two["interval_seconds"] < one["interval_seconds"]
-    assert two["goodput"] < one["goodput"] < 1
+    fewer, more = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
+    assert more["mtbf_seconds"] == pytest.approx(fewer["mtbf_seconds"] / 2)
+    assert more["interval_seconds"] < fewer["interval_seconds"]
+    assert more["goodput"] < fewer["goodput"] < 1
 
 
 def test_days_to_scales_with_throughput_and_goodput():

@@ -41,11 +41,11 @@ def cases(trainer: Trainer) -> list[RunSpec]:
 
 @pytest.mark.parametrize("trainer", RELEASES)
 def test_installed_version_is_the_one_exports_name(trainer: Trainer) -> None:
-    name, wanted = RELEASES[trainer].split()
+    name, named_version = RELEASES[trainer].split()
     if trainer == "megatron":
-        assert (MEGATRON_DIR / f"megatron_core-{wanted}.dist-info").is_dir()
+        assert (MEGATRON_DIR / f"megatron_core-{named_version}.dist-info").is_dir()
     else:
-        assert version(name) == wanted
+        assert version(name) == named_version
 
 
 @pytest.mark.parametrize("run", cases("torchtitan"))
@@ -77,12 +77,12 @@ def test_torchtitan_model_of_llama3_405b_is_its_own(tmp_path: Path, monkeypatch:
     from torchtitan.models.llama3 import model_registry
 
     exported = load_torchtitan(LLAMA_405B, tmp_path, monkeypatch, ConfigManager()).model_spec.model
-    own = model_registry("405B").model
-    assert exported.layers[0].attention.rope == own.layers[0].attention.rope
-    assert len(exported.layers) == len(own.layers)
+    released = model_registry("405B").model
+    assert exported.layers[0].attention.rope == released.layers[0].attention.rope
+    assert len(exported.layers) == len(released.layers)
     for part in ("w1", "w2", "w3"):
-        sizes, own_sizes = (getattr(each.layers[0].feed_forward, part) for each in (exported, own))
-        assert (sizes.in_features, sizes.out_features) == (own_sizes.in_features, own_sizes.out_features)
+        sizes, released_sizes = (getattr(model.layers[0].feed_forward, part) for model in (exported, released))
+        assert (sizes.in_features, sizes.out_features) == (released_sizes.in_features, released_sizes.out_features)
 
 
 LOGITS_CASES = {
@@ -111,15 +111,15 @@ def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeyp
         torch.nn.init.normal_(parameter, is_norm, 0.3 if is_norm else 2 / parameter.shape[-1] ** 0.5)
     export_hf(run.model, dict(model.named_parameters()), tmp_path / "hf")
     spec = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager()).model_spec
-    other = spec.model.build()
+    torchtitan_model = spec.model.build()
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    other.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
+    torchtitan_model.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
     tokens = torch.randint(run.model.vocab_size, (2, 256))
     positions = torch.arange(256).expand(2, 256)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        masks = other.get_attention_masks(positions)
+        masks = torchtitan_model.get_attention_masks(positions)
         logits, *_ = model(tokens)
-        difference = logits - other(tokens, positions=positions, attention_masks=masks)
+        difference = logits - torchtitan_model(tokens, positions=positions, attention_masks=masks)
     # Logits have a standard deviation near 2; torchtitan's experts compute in bf16.
     assert difference.abs().max() < (0.1 if run.model.moe else 2e-3)
 
@@ -140,12 +140,12 @@ def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
         monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
     from megatron.training.arguments import parse_args, validate_args
 
-    words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
-    start = words.index("pretrain_gpt.py")
-    for word in words[: words.index("torchrun")]:
-        monkeypatch.setenv(*word.split("="))
+    script_words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
+    start = script_words.index("pretrain_gpt.py")
+    for argument in script_words[: script_words.index("torchrun")]:
+        monkeypatch.setenv(*argument.split("="))
     monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
-    monkeypatch.setattr(sys, "argv", [*words[start:-1], "--mock-data", "--tokenizer-type", "NullTokenizer"])
+    monkeypatch.setattr(sys, "argv", [*script_words[start:-1], "--mock-data", "--tokenizer-type", "NullTokenizer"])
     arguments = parse_args()
     assert arguments.context_parallel_size == run.layout.cp
     try:

@@ -71,12 +71,12 @@ def make_run(
 
 def parse_megatron_flags(exported: ExportedConfig) -> Table:
     """Return Megatron-LM's flags without dashes; True for flags without a value."""
-    words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
-    found: Table = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("--"):
-            found[word[2:]] = True if following.startswith("--") or following == "$@" else following
-    return {name: value for name, value in found.items() if name not in ("nnodes", "nproc-per-node")}
+    arguments = shlex.split(exported.text.replace("\\\n", " "), comments=True)
+    flags: Table = {}
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--"):
+            flags[argument[2:]] = True if following.startswith("--") or following == "$@" else following
+    return {name: value for name, value in flags.items() if name not in ("nnodes", "nproc-per-node")}
 
 
 def parse_torchtitan_calls(exported: ExportedConfig) -> dict[str, Table]:
@@ -86,7 +86,7 @@ def parse_torchtitan_calls(exported: ExportedConfig) -> dict[str, Table]:
     for node in ast.walk(ast.parse(exported.text)):
         if isinstance(node, ast.Call) and node.keywords:
             keywords = calls.setdefault(ast.unparse(node.func), {})
-            keywords.update({word.arg or "": _literal_or_source(word.value) for word in node.keywords})
+            keywords.update({keyword.arg or "": _literal_or_source(keyword.value) for keyword in node.keywords})
     return calls
 
 
@@ -122,7 +122,7 @@ def exported_option_names(exported: ExportedConfig, trainer: str) -> set[str]:
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
         imported = {f"{node.module}:{alias.name}" for node in imports for alias in node.names}
         return imported | {
-            f"{call}.{word}" for call, words in parse_torchtitan_calls(exported).items() for word in words
+            f"{call}.{keyword}" for call, keywords in parse_torchtitan_calls(exported).items() for keyword in keywords
         }
     return set(dotted_keys(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
 
@@ -152,8 +152,8 @@ def read_megatron(exported: ExportedConfig) -> Table:
 def read_torchtitan(exported: ExportedConfig) -> Table:
     calls = parse_torchtitan_calls(exported)
     axes, training, attention = calls["ParallelismConfig"], calls["TrainingConfig"], calls["make_gqa_config"]
-    (model,) = (words for call, words in calls.items() if call.endswith("Model.Config"))
-    (block,) = (words for call, words in calls.items() if call.endswith("TransformerBlock.Config"))
+    (model,) = (keywords for call, keywords in calls.items() if call.endswith("Model.Config"))
+    (block,) = (keywords for call, keywords in calls.items() if call.endswith("TransformerBlock.Config"))
     pp = axes["pipeline_parallel_degree"]
     return {
         "tp": axes["tensor_parallel_degree"],
@@ -281,7 +281,7 @@ def test_torchtitan_export_imports_only_what_it_uses(run: RunSpec) -> None:
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD_SIZE, trainer)
-    found, sizes, cut, spec = (
+    exported_values, sizes, batch_plan, spec = (
         READERS[trainer](exported),
         parallel_dims(run.layout, WORLD_SIZE),
         plan_batch(run, WORLD_SIZE),
@@ -292,8 +292,8 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         "tp": sizes.tp,
         "pp": sizes.pp,
         "cp": sizes.cp,
-        "micro_batch": cut.micro_batch_size,
-        "sequences": cut.global_batch_size,
+        "micro_batch": batch_plan.micro_batch_size,
+        "sequences": batch_plan.global_batch_size,
         "sequence": 1024,
         "layers": spec.num_layers,
         "width": spec.hidden_size,
@@ -303,16 +303,21 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         "kv_heads": spec.num_kv_heads,
         "vocab": spec.vocab_size,
     }
-    assert found == {name: expected[name] for name in found}
-    assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD_SIZE
+    assert exported_values == {name: expected[name] for name in exported_values}
+    assert (
+        exported_values["dp"] * exported_values["tp"] * exported_values.get("pp", sizes.pp) * exported_values["cp"]
+        == WORLD_SIZE
+    )
     if trainer != "deepspeed":
-        assert found.keys() == expected.keys()
+        assert exported_values.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_writes_the_options_that_the_release_has_read(trainer: Trainer) -> None:
     exports = [export(run, WORLD_SIZE, name) for name, run in EXPORT_CASES if name == trainer]
-    assert set().union(*(exported_option_names(each, trainer) for each in exports)) == known_option_names(trainer)
+    assert set().union(
+        *(exported_option_names(exported_run, trainer) for exported_run in exports)
+    ) == known_option_names(trainer)
 
 
 @pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
@@ -402,10 +407,10 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     assert error.value.field == field
     change, others = error.value.fix.split("; trainers for the unchanged run: ")
     assert fix in change
-    named = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
-    assert others == (", ".join(TRAINER_NAMES[other] for other in named) or "none of the four")
+    suggested = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
+    assert others == (", ".join(TRAINER_NAMES[other] for other in suggested) or "none of the four")
     for other in TRAINERS:
-        if other in named:
+        if other in suggested:
             assert export(run, world_size, other).text
         else:
             with pytest.raises(UserError):
@@ -473,18 +478,18 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
-    left = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
-    for said in (
+    exported = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
+    for expected in (
         "optimizer.learning_rate = 0.003: not set",
         "training.steps = 1000: a default of Phalanx",
         "optimizer.warmup_steps = 50: a default of Phalanx",
     ):
-        assert any(note.startswith(said) for note in left.notes)
-        assert trainer == "deepspeed" or f"# {said}" in left.text
-    assert any(note.startswith("checkpoint.every = 500: ") for note in left.notes) == (trainer == "nanotron")
-    chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
-    chosen["checkpoint"] = {"every": 3}
-    assert not any("default" in note for note in export(run_from_table(chosen), WORLD_SIZE, trainer).notes)
+        assert any(note.startswith(expected) for note in exported.notes)
+        assert trainer == "deepspeed" or f"# {expected}" in exported.text
+    assert any(note.startswith("checkpoint.every = 500: ") for note in exported.notes) == (trainer == "nanotron")
+    tuned = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
+    tuned["checkpoint"] = {"every": 3}
+    assert not any("default" in note for note in export(run_from_table(tuned), WORLD_SIZE, trainer).notes)
 
 
 def test_export_rejects_unknown_trainer() -> None:
@@ -497,9 +502,9 @@ def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
     run = make_run(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
-    cut = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
-    assert (cut[0], cut[-1]) == ("E", "L")
-    assert [stage.count("t") for stage in cut.split("|")] == lengths
+    split = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
+    assert (split[0], split[-1]) == ("E", "L")
+    assert [stage.count("t") for stage in split.split("|")] == lengths
     exported = export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD_SIZE, "torchtitan")
     parts = parse_torchtitan_calls(exported)["ParallelismConfig"]["module_fqns_per_model_part"]
     blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
@@ -548,10 +553,10 @@ def test_exported_sharding_options_match_data_parallel_strategy(
 def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
     run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2)
     training = parse_torchtitan_calls(export(run, WORLD_SIZE, "torchtitan"))["TrainingConfig"]
-    cut = plan_batch(run, WORLD_SIZE)
-    assert cut.gradient_accumulation_steps > 1
-    assert training["local_batch_size"] == 2 * cut.gradient_accumulation_steps
-    assert training["local_batch_size"] * cut.dp_size == cut.global_batch_size
+    batch_plan = plan_batch(run, WORLD_SIZE)
+    assert batch_plan.gradient_accumulation_steps > 1
+    assert training["local_batch_size"] == 2 * batch_plan.gradient_accumulation_steps
+    assert training["local_batch_size"] * batch_plan.dp_size == batch_plan.global_batch_size
 
 
 @pytest.mark.parametrize(
@@ -584,21 +589,21 @@ def test_megatron_export_asks_for_all_to_all_only_with_enough_key_value_heads(
 
 def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
     model = {**SMALL, "vocab_size": 256, "num_layers": 64}
-    found = parse_megatron_flags(
+    flags = parse_megatron_flags(
         export(
             make_run(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD_SIZE, "megatron"
         )
     )
-    assert found["num-virtual-stages-per-pipeline-rank"] == "2"
-    assert "pipeline-model-parallel-layout" not in found
+    assert flags["num-virtual-stages-per-pipeline-rank"] == "2"
+    assert "pipeline-model-parallel-layout" not in flags
 
 
 def test_megatron_export_sets_expert_parallel_sizes() -> None:
     for ep, split in ((4, "1"), (1, "2")):
-        found = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
-        assert (found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]) == (str(ep), split)
-        assert (found["num-experts"], found["moe-router-topk"]) == ("8", "2")
-        assert found["moe-shared-expert-intermediate-size"] == "128"
+        flags = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
+        assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == (str(ep), split)
+        assert (flags["num-experts"], flags["moe-router-topk"]) == ("8", "2")
+        assert flags["moe-shared-expert-intermediate-size"] == "128"
 
 
 def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:

@@ -34,17 +34,17 @@ def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
     """Tensor parallelism stays on a node (0-1, 2-3), and gradients stay on rails (0-2, 1-3). Each rank reduces half
     of them, and an all-reduce of two ranks sends it once."""
     run = make_run({"tp": 2})
-    found = traffic_matrices(run, 4, island=2)
-    assert set(found) == {"tp", "dp"}
+    matrices = traffic_matrices(run, 4, island=2)
+    assert set(matrices) == {"tp", "dp"}
     rows = traffic_by_group(run, 4)["rank"]
     products = sum(row.bytes for row in rows if row.group_kind in ("tp", "copies"))
     (gradients,) = (row.bytes for row in rows if row.group_kind == "data")
-    assert matrix_entries(found["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
-    assert matrix_entries(found["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
-    assert bytes_by_link(found["tp"], make_node_layout(2)) == pytest.approx(
+    assert matrix_entries(matrices["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
+    assert matrix_entries(matrices["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
+    assert bytes_by_link(matrices["tp"], make_node_layout(2)) == pytest.approx(
         {"fast": 4 * products, "node": 0, "rail": 0, "spine": 0}
     )
-    assert bytes_by_link(found["dp"], make_node_layout(2)) == pytest.approx(
+    assert bytes_by_link(matrices["dp"], make_node_layout(2)) == pytest.approx(
         {"fast": 0, "node": 0, "rail": 4 * gradients, "spine": 0}
     )
 
@@ -60,9 +60,9 @@ def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
     its half of the tokens, and receives its gradient."""
     run = make_run({"pp": 2, "tp": 2}, tokens=8 * 32)
     message = 4 * 32 * 32 / 2
-    found = traffic_matrices(run, 4, island=2)["pp"]
-    assert matrix_entries(found) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
-    assert bytes_by_link(found, make_node_layout(2))["rail"] == pytest.approx(found.total)
+    matrix = traffic_matrices(run, 4, island=2)["pp"]
+    assert matrix_entries(matrix) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
+    assert bytes_by_link(matrix, make_node_layout(2))["rail"] == pytest.approx(matrix.total)
 
 
 def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
@@ -71,17 +71,17 @@ def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
     message = 4 * 32 * 32
     sent = matrix_entries(traffic_matrices(run, 3, island=1)["pp"])
     forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
-    back = {(b, a): count for (a, b), count in forward.items()}
-    assert sent == {pair: 3 * count * message for pair, count in {**forward, **back}.items()}
+    backward = {(b, a): count for (a, b), count in forward.items()}
+    assert sent == {pair: 3 * count * message for pair, count in {**forward, **backward}.items()}
 
 
 def test_expert_all_to_all_traffic_is_even() -> None:
     run = make_run({"ep": 4}, MOE)
-    found = traffic_matrices(run, 4, island=2)["ep"]
-    each = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
-    assert matrix_entries(found) == {(a, b): pytest.approx(each) for a in range(4) for b in range(4) if a != b}
-    assert bytes_by_link(found, make_node_layout(2)) == pytest.approx(
-        {"fast": 4 * each, "node": 0, "rail": 4 * each, "spine": 4 * each}
+    matrix = traffic_matrices(run, 4, island=2)["ep"]
+    pair_bytes = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
+    assert matrix_entries(matrix) == {(a, b): pytest.approx(pair_bytes) for a in range(4) for b in range(4) if a != b}
+    assert bytes_by_link(matrix, make_node_layout(2)) == pytest.approx(
+        {"fast": 4 * pair_bytes, "node": 0, "rail": 4 * pair_bytes, "spine": 4 * pair_bytes}
     )
 
 
@@ -111,16 +111,16 @@ def test_traffic_matrix_row_sums_equal_counted_traffic(
     """Each rank sends the bytes that `traffic_by_role` counts for its position, and none to itself."""
     run = make_run(layout, model, tokens=48 * 32)
     sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
-    whole = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
-    sent = np.bincount(whole.source, whole.bytes, world_size)
+    total = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
+    sent = np.bincount(total.source, total.bytes, world_size)
     for rank in range(world_size):
-        place = sizes.coordinates(rank)["pp"]
-        rows = counted["rank" if sizes.pp == 1 else f"pp{place}"]
+        stage = sizes.coordinates(rank)["pp"]
+        rows = counted["rank" if sizes.pp == 1 else f"pp{stage}"]
         assert sent[rank] == pytest.approx(sum(row.bytes for row in rows if row.operation != "recv"), rel=1e-12)
-    assert (whole.source != whole.target).all()
-    assert sum(bytes_by_link(whole, make_node_layout(nproc)).values()) == pytest.approx(whole.total)
-    assert whole.aggregated(nproc).total == pytest.approx(whole.total)
-    assert whole.to_dense().sum() == pytest.approx(whole.total)
+    assert (total.source != total.target).all()
+    assert sum(bytes_by_link(total, make_node_layout(nproc)).values()) == pytest.approx(total.total)
+    assert total.aggregated(nproc).total == pytest.approx(total.total)
+    assert total.to_dense().sum() == pytest.approx(total.total)
 
 
 @pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=LAYOUT_IDS)
@@ -182,18 +182,18 @@ def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: in
     members = np.arange(count)[None]
     if count == 1:
         return
-    where = make_node_layout(devices)
+    layout = make_node_layout(devices)
 
     def loads(matrix: TrafficMatrix) -> tuple[float, float, float]:
-        links = bytes_by_link(matrix, where)
-        away = links["rail"] + links["spine"]
-        return away / count, links["fast"] / count, links["spine"] / away if away else 0.0
+        links = bytes_by_link(matrix, layout)
+        leaving = links["rail"] + links["spine"]
+        return leaving / count, links["fast"] / count, links["spine"] / leaving if leaving else 0.0
 
     ring = TrafficMatrix(count, *_ring_transfers(members, sent_bytes("all_reduce", size, count), devices))
     expected = flat_ring_all_reduce(size, nodes, devices)
     assert loads(ring) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, 0.0))
     tokens = TrafficMatrix(count, *_all_to_all_transfers(members, sent_bytes("all_to_all", size, count)))
-    for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, where))):
+    for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, layout))):
         expected = all_to_all(size, nodes, devices, pxn)
         assert loads(matrix) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, expected.spine_share))
 
@@ -203,8 +203,8 @@ def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int,
     """Includes groups with different numbers of ranks on their islands."""
     members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
     sent = TrafficMatrix(2 * count * stride, *_ring_transfers(members, 6.0, island))
-    for ends in (sent.source, sent.target):
-        assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
+    for devices in (sent.source, sent.target):
+        assert np.bincount(devices, sent.bytes) == pytest.approx(6.0)
     group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
     assert all(group[a] == group[b] and a != b for a, b in matrix_entries(sent))
 

@@ -65,11 +65,11 @@ def fastest_mix(run):
 
     Time and memory are linear in the numbers of blocks, except for the peak of recomputation, which is left out."""
     seconds, size = predict(with_recomputation(run, "none", [0]))
-    one = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
+    one_block = {method: predict(with_recomputation(run, method, [1])) for method in METHODS}
     limit, layers = safe_capacity_bytes(run.cluster), run.model.num_layers
 
     def mixed(counts, part, base):
-        return base + sum(count * (one[method][part] - base) for method, count in counts.items())
+        return base + sum(count * (one_block[method][part] - base) for method, count in counts.items())
 
     mixes = [
         dict(zip(METHODS, counts, strict=True))

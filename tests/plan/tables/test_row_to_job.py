@@ -39,16 +39,16 @@ def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
 
 
 def test_job_from_row_joins_l40s_of_a_node_by_pcie():
-    (alone,) = job_from_row(L40S_ROW).choices
-    assert (alone["fast_link_domain"], alone["link_bytes_per_second"], alone["shard_group_size"]) == (8, 31.5e9, 8)
+    (choice,) = job_from_row(L40S_ROW).choices
+    assert (choice["fast_link_domain"], choice["link_bytes_per_second"], choice["shard_group_size"]) == (8, 31.5e9, 8)
     sixteen = {**L40S_ROW, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
     assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # a node's
 
 
 def test_job_from_row_counts_mi250x_gcds_as_devices():
-    whole, half = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
-    assert whole.choices == half.choices
-    assert (whole.assumed, half.assumed) == (["gpus counts GCDs; an MI250X has two"], [])
+    module, gcd = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
+    assert module.choices == gcd.choices
+    assert (module.assumed, gcd.assumed) == (["gpus counts GCDs; an MI250X has two"], [])
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])

@@ -32,7 +32,9 @@ def two_run_report():
 
 
 def test_report_speed_and_mfu_ratios_agree_on_shared_cores(two_run_report):
-    speed, mfu = (formatting.measured_row(two_run_report["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    speed, mfu = (
+        formatting.measured_row(two_run_report["runs"][0], quantity) for quantity in ("tokens_per_second", "mfu")
+    )
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
@@ -62,8 +64,8 @@ def test_report_page_is_small_enough_to_send(two_run_report):
 def test_report_page_figures_are_valid_plotly(two_run_report):
     from plotly.graph_objects import Figure
 
-    drawn = parse_embedded_json(main(two_run_report), "figures")
-    assert set(drawn) == {
+    figures = parse_embedded_json(main(two_run_report), "figures")
+    assert set(figures) == {
         "ranks-0",
         "ranks-1",
         "timeline-0",
@@ -73,7 +75,7 @@ def test_report_page_figures_are_valid_plotly(two_run_report):
         "traffic-1",
         "experts-0",
     }
-    for figure in drawn.values():
+    for figure in figures.values():
         Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
 
 

@@ -64,7 +64,7 @@ def test_model_table_reads_rope_keys_of_older_transformers():
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_hf_config_round_trips_model_presets(preset):
     spec = load_model_spec(preset)
-    back = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
+    reread = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
     moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
     # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
     ffn = (
@@ -72,15 +72,15 @@ def test_hf_config_round_trips_model_presets(preset):
         if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")
         else spec.ffn_hidden_size
     )
-    assert back == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
+    assert reread == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
     transformers = pytest.importorskip("transformers")
     config = hf_config(parse_table(ModelSpec, SHAPES[kind]))
-    theirs = transformers.AutoConfig.for_model(**config)
-    assert model_table(theirs.to_dict()) == model_table(config)
+    auto_config = transformers.AutoConfig.for_model(**config)
+    assert model_table(auto_config.to_dict()) == model_table(config)
 
 
 UNSUPPORTED_SETTINGS = [
@@ -144,9 +144,9 @@ def test_model_table_reads_sliding_window_of_qwen3(change, window, full_layers):
     config = QWEN3_WINDOW | change
     table = model_table(config)
     assert (table.get("sliding_window"), table.get("full_attention_layers", [])) == (window, full_layers)
-    theirs = transformers.AutoConfig.for_model(**config)
-    layers = getattr(theirs, "layer_types", [SLIDING])
-    assert (theirs.sliding_window if SLIDING in layers else None) == window
+    auto_config = transformers.AutoConfig.for_model(**config)
+    layers = getattr(auto_config, "layer_types", [SLIDING])
+    assert (auto_config.sliding_window if SLIDING in layers else None) == window
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "qwen3_moe"])
@@ -210,6 +210,6 @@ UNEXPORTABLE_FIELDS = {
 @pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
 def test_hf_config_rejects_model_without_hugging_face_architecture(field):
     spec = parse_table(ModelSpec, {**BASE, **UNEXPORTABLE_FIELDS[field]})
-    with pytest.raises(UserError, match="fix: export a model with") as caught:
+    with pytest.raises(UserError, match="fix: export a model with") as error_info:
         hf_config(spec)
-    assert caught.value.field == field
+    assert error_info.value.field == field

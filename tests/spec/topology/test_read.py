@@ -41,8 +41,8 @@ def test_read_topology_parses_output_of_real_machines(file, gpus, nics, nvlinks,
     assert node.nvlinks == (nvlinks,) * gpus
     assert " ".join(node.nearest_nics(2)) == nearest
     assert node.numa_nodes == tuple(numa)
-    known = infer_cluster(node).fields
-    assert (known["nproc_per_node"], known["fast_link_domain"]) == (gpus, domain)
+    fields = infer_cluster(node).fields
+    assert (fields["nproc_per_node"], fields["fast_link_domain"]) == (gpus, domain)
 
 
 def test_read_topology_returns_link_kinds_of_gpus_and_nics():
@@ -122,8 +122,8 @@ def test_parse_topology_handles_escape_codes_and_blank_cpu_affinity():
         "GPU0\t X \tNV18\t44-51,148-155\t0\t\tN/A\nGPU1\tNV18\t X \t\t1\t\tN/A\n"
     )
     assert (node.gpus, node.numa_nodes, node.links) == (("GPU0", "GPU1"), (0, 1), (("X", "NV18"), ("NV18", "X")))
-    alone = parse_topology("[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID[0m\nGPU0\t X \t\t\t\tN/A\n")
-    assert (alone.numa_nodes, alone.nvlinks, alone.nvlink_domains()) == ((None,), (0,), ((0,),))
+    topology = parse_topology("[4mGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID[0m\nGPU0\t X \t\t\t\tN/A\n")
+    assert (topology.numa_nodes, topology.nvlinks, topology.nvlink_domains()) == ((None,), (0,), ((0,),))
 
 
 def test_parse_topology_counts_nvlinks_of_switchless_4_gpu_node():
