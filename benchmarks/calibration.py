@@ -88,7 +88,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Short:
+class ShortRun:
     """Short run to train: model, number of processes, layout."""
 
     model: str
@@ -103,8 +103,8 @@ class Short:
         return f"{self.model}, {self.ranks} processes: {self.layout}"
 
 
-def _all(model: str, ranks: int, *layouts: str) -> list[Short]:
-    return [Short(model, ranks, layout) for layout in layouts]
+def _all(model: str, ranks: int, *layouts: str) -> list[ShortRun]:
+    return [ShortRun(model, ranks, layout) for layout in layouts]
 
 
 CALIBRATED = [
@@ -194,7 +194,7 @@ SWEPT = [
 """Layouts whose operations `phalanx bench` times."""
 
 
-def command_of(words: Sequence[str], short: Short, work: Path) -> None:
+def run_phalanx(words: Sequence[str], short: ShortRun, work: Path) -> None:
     """Run a `phalanx` command on the run file of a layout."""
     file = work / f"{short.name}.toml"
     file.write_text(RUN.format(model=MODELS[short.model], steps=STEPS))
@@ -207,27 +207,27 @@ def command_of(words: Sequence[str], short: Short, work: Path) -> None:
         raise SystemExit(f"{short}: {done.stderr[-2000:]}")
 
 
-def sweep(short: Short, work: Path) -> BenchmarkFile:
+def sweep(short: ShortRun, work: Path) -> BenchmarkFile:
     """Return the measurements of `phalanx bench` for a layout; measure them unless their file exists."""
     file = work / f"{short.name}.json"
     if not file.exists():
-        command_of(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
+        run_phalanx(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
     return read_benchmark_file(file)
 
 
-def train(short: Short, work: Path) -> MeasuredRun:
+def train(short: ShortRun, work: Path) -> MeasuredRun:
     """Train a run unless it is finished, and return its measurements."""
     directory = work / short.name
     if not (directory / "done").exists():
         shutil.rmtree(directory, ignore_errors=True)
-        command_of(["train", "--profile-memory", "--profile-steps", CLOSELY], short, work)
+        run_phalanx(["train", "--profile-memory", "--profile-steps", CLOSELY], short, work)
         shutil.rmtree(directory / "checkpoints")
         (directory / "done").touch()
     return with_measured_parts(replace(read_measured_run(directory), name=str(short)), directory)
 
 
 @dataclass(frozen=True)
-class Loop:
+class HeldOutErrors:
     """Errors of plans before and after `phalanx calibrate`: predicted / measured - 1, for bubbles the difference."""
 
     before: dict[str, list[float]]
@@ -245,9 +245,11 @@ class Loop:
         return "\n".join(lines)
 
 
-def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
+def held_out_errors(
+    runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec
+) -> HeldOutErrors:
     """Return the errors on held-out runs for machines with the peak only, calibrated, and calibrated with bench."""
-    return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
+    return HeldOutErrors(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 
 def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, list[float]]:
@@ -288,7 +290,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Table of runs, and the errors of predicted step time, tensor memory and process memory."""
 
     lines: str
@@ -308,14 +310,14 @@ class Compared:
     def __str__(self) -> str:
         return f"""{self.lines}
 
-Step time: {within(self.time, TIME_GOAL)}.
-Tensors: {within(self.tensors, MEMORY_GOAL)}.
-Process: {within(self.process, MEMORY_GOAL)}."""
+Step time: {describe_errors(self.time, TIME_GOAL)}.
+Tensors: {describe_errors(self.tensors, MEMORY_GOAL)}.
+Process: {describe_errors(self.process, MEMORY_GOAL)}."""
 
 
-def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]) -> Compared:
+def compare_runs(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequence[float]) -> Comparison:
     """Compare runs with predicted seconds and process bytes, and with the exact count of tensor bytes."""
-    found = Compared("", [], [], [])
+    found = Comparison("", [], [], [])
     lines = [
         "| run | "
         + " | ".join(f"{what} | predicted | error %" for what in ("step time, s", "tensors, MiB", "process, MiB"))
@@ -336,14 +338,14 @@ def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequ
     return replace(found, lines="\n".join(lines))
 
 
-def within(errors: Sequence[float], goal: float) -> str:
+def describe_errors(errors: Sequence[float], goal: float) -> str:
     """Describe the number of errors within a goal, and the median and the worst error."""
     near = sum(abs(error) <= goal for error in errors)
     median = statistics.median(abs(error) for error in errors)
     return f"{near} of {len(errors)} within {goal:.0%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}"
 
 
-def not_calibrated(machine: ClusterSpec) -> ClusterSpec:
+def uncalibrated(machine: ClusterSpec) -> ClusterSpec:
     """Return a machine without calibration except its peak FLOP/s, which every run measures at its start."""
     assert machine.calibration is not None
     nothing = {
@@ -375,7 +377,7 @@ def constants_of(machine: ClusterSpec) -> str:
 def page(fitted: list[MeasuredRun], found: Calibration, others: list[MeasuredRun]) -> str:
     """Return the page with all measurements and predictions."""
     seconds, widths, memory = zip(*(predict_run(found.machine, run) for run in others), strict=True)
-    held_out = compared(others, seconds, memory)
+    held_out = compare_runs(others, seconds, memory)
     inside = sum(
         low <= run.step_seconds <= high
         for run, time, width in zip(others, seconds, widths, strict=True)
@@ -401,7 +403,7 @@ tensors, the value of `torch.cuda.max_memory_allocated` on a GPU; its prediction
 
 ## Layouts used for calibration
 
-{compared(fitted, list(found.after), list(found.memory))}
+{compare_runs(fitted, list(found.after), list(found.memory))}
 
 Before calibration, the median error of these step times was {before:.0%}. That plan had the peak FLOP/s that these
 runs measured, default values for memory and links, and constants fitted to published runs on GPUs.
@@ -421,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
-    made: dict[Short, MeasuredRun] = {}
+    made: dict[ShortRun, MeasuredRun] = {}
     to_fit, to_predict = (CALIBRATED[::2], HELD_OUT[::3]) if given.few else (CALIBRATED, HELD_OUT)
     every = [*to_fit, *to_predict]
     # In random order, because the speed of a machine that other programs use changes over time.
@@ -440,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(text)
         PAGE.write_text(text)
     directories = {given.work / short.name: made[short] for short in to_predict}
-    table = loop(directories, not_calibrated(found.machine), found.machine, with_sweeps.machine)
+    table = held_out_errors(directories, uncalibrated(found.machine), found.machine, with_sweeps.machine)
     few = " --few" if given.few else ""
     section = LOOP_TEXT.format(runs=len(others), fitted=len(fitted), sweeps=len(sweeps), table=table, few=few)
     print(section)

@@ -63,22 +63,22 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
     """Kill a rank `kills` times, and return the steps lost by each kill."""
     finished = []
     for number in range(kills):
-        wait_until(lambda number=number: happened(directory, STARTED) > number, "a start")
+        wait_until(lambda number=number: count_events(directory, STARTED) > number, "a start")
         after = read_events(directory)[-1]["step"]
         wait_until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
         time.sleep(chance.uniform(0, LATEST_SECONDS))
         os.kill(rank_pids(directory)[chance.randrange(2)], signal.SIGKILL)
-        wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
+        wait_until(lambda number=number: count_events(directory, FAILED) > number, "a failure")
         # The remaining rank reports this step.
         failed_at = [event["step"] for event in read_events(directory) if event["kind"] == FAILED][-1]
         finished.append(max(failed_at, read_metrics(directory)[-1]["step"]))
-    wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
+    wait_until(lambda: count_events(directory, STARTED) > kills, "the last start")
     again = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][1:]
     # A copy of a step is complete shortly before metrics.jsonl contains the step.
     return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
 
 
-def happened(directory: Path, what: str) -> int:
+def count_events(directory: Path, what: str) -> int:
     """Return the number of events of this kind."""
     return sum(event["kind"] == what for event in read_events(directory))
 

@@ -74,7 +74,7 @@ class Row:
         return f"| {' | '.join(words)} |"
 
 
-def planned(model: str, machine: str, nodes: int, tokens: int, choices: int) -> list[tuple[RunSpec, str]]:
+def plan_layouts(model: str, machine: str, nodes: int, tokens: int, choices: int) -> list[tuple[RunSpec, str]]:
     """Return the run with each of the planner's first choices of a layout, and descriptions of them."""
     run = run_from_table(
         {
@@ -90,7 +90,7 @@ def planned(model: str, machine: str, nodes: int, tokens: int, choices: int) -> 
     ]
 
 
-def traced(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[int]) -> list[Row]:
+def trace(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[int]) -> list[Row]:
     """Trace these ranks of a run."""
     rows = []
     for rank in trace_ranks(run, world_size, ranks, max_workers=1):
@@ -101,25 +101,25 @@ def traced(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[i
     return rows
 
 
-def traced_large_run(model: str) -> list[Row]:
+def trace_large_run(model: str) -> list[Row]:
     """Trace the corner ranks of a large run with the planner's best layout."""
     world_size, tokens = RUNS[model]
-    ((run, layout),) = planned(model, "h100", world_size // NPROC, tokens, choices=1)
-    return traced(run, model, layout, world_size, corner_ranks(run, world_size))
+    ((run, layout),) = plan_layouts(model, "h100", world_size // NPROC, tokens, choices=1)
+    return trace(run, model, layout, world_size, corner_ranks(run, world_size))
 
 
-def traced_choices(model: str, machine: str) -> list[Row]:
+def trace_choices(model: str, machine: str) -> list[Row]:
     """Trace the first and the last rank of the planner's first choices; a model that does not fit has no rows."""
     world_size = NUM_NODES * NPROC
     try:
-        choices = planned(model, machine, NUM_NODES, tokens=SEQUENCE * world_size * 4, choices=NUM_CHOICES)
+        choices = plan_layouts(model, machine, NUM_NODES, tokens=SEQUENCE * world_size * 4, choices=NUM_CHOICES)
     except UserError as error:
         print(f"{model} on {machine}: {error.problem}", flush=True)
         return []
     return [
         row
         for run, layout in choices
-        for row in traced(run, model, layout, world_size, [0, world_size - 1] if run.layout.pp > 1 else [0])
+        for row in trace(run, model, layout, world_size, [0, world_size - 1] if run.layout.pp > 1 else [0])
     ]
 
 
@@ -127,9 +127,9 @@ def main(models: list[str]) -> None:
     """Trace the runs and write the page."""
     print(HEADER)
     begun = time.perf_counter()
-    large = [row for model in models or RUNS if model in RUNS for row in traced_large_run(model)]
+    large = [row for model in models or RUNS if model in RUNS for row in trace_large_run(model)]
     print(HEADER)
-    choices = [row for model in models or PRESETS for machine in MACHINES for row in traced_choices(model, machine)]
+    choices = [row for model in models or PRESETS for machine in MACHINES for row in trace_choices(model, machine)]
     took = time.perf_counter() - begun
     if models:
         return

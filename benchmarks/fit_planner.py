@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.stats import norm
 
-from benchmarks.published import Known, known_rows, step_time_rows
+from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
 from phalanx.cost.estimate import constants
 from phalanx.cost.estimate.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
 from phalanx.cost.estimate.job_table import JobTable, job_table
@@ -40,7 +40,7 @@ Array = NDArray[np.float64]
 Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
 
 
-def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
+def fit_time(known: list[PublishedRun], start: TimeConstants, evaluations: int = 60) -> TimeConstants:
     """Fit the constants of step times to rows with a step time."""
     names, low, high = _bounded(TimeConstants)
     middle = (low + high) / 2
@@ -59,12 +59,12 @@ def fit_time(known: list[Known], start: TimeConstants, evaluations: int = 60) ->
     return start
 
 
-def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
+def fit_memory(known: list[PublishedRun], start: MemoryConstants) -> MemoryConstants:
     """Fit the constants of memory to rows with published memory or an out-of-memory label."""
     names, low, high = _bounded(MemoryConstants)
     jobs = job_table([row.job.choices[0] for row in known])
     out = np.array([row.out_of_memory for row in known])
-    labeled = out | np.array([row.ran_beside_failures for row in known])
+    labeled = out | np.array([row.ran_in_sweep_with_failures for row in known])
     measured = np.array([row.memory_gib is not None for row in known])
     truth = np.array([row.memory_gib or 1.0 for row in known]) * GIB
     weights = _weights([row for row, has in zip(known, measured, strict=True) if has])
@@ -83,7 +83,7 @@ def fit_memory(known: list[Known], start: MemoryConstants) -> MemoryConstants:
     return _constants(MemoryConstants, found.x)
 
 
-def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
+def fit_intervals(known: list[PublishedRun], time: TimeConstants, memory: MemoryConstants) -> IntervalConstants:
     """Fit the half-widths that contain 80 % of each kind of run."""
     jobs = chosen_jobs(known, time, memory)
     error = np.abs(np.log(step_seconds(time, jobs).total / np.array([row.step_seconds for row in known])))
@@ -94,14 +94,14 @@ def fit_intervals(known: list[Known], time: TimeConstants, memory: MemoryConstan
     )
 
 
-def chosen_jobs(known: list[Known], time: TimeConstants, memory: MemoryConstants) -> JobTable:
+def chosen_jobs(known: list[PublishedRun], time: TimeConstants, memory: MemoryConstants) -> JobTable:
     """Return one job per row: of the possible layouts of an incomplete row, the one that a trainer would choose."""
     jobs = [row.job for row in known]
     table = job_table([choice for job in jobs for choice in job.choices])
     return table.select(np.array(best_choice_per_job(jobs, table, time, memory)))
 
 
-def _weights(known: list[Known]) -> Array:
+def _weights(known: list[PublishedRun]) -> Array:
     count = Counter(row.group for row in known)
     each = [min(count[row.group], A_SOURCE_COUNTS) / count[row.group] for row in known]
     low = [LOW_PRECISION_COUNTS if row.low_precision else 1.0 for row in known]
@@ -129,9 +129,9 @@ def write(time: TimeConstants, memory: MemoryConstants, interval: IntervalConsta
 
 def main(path: Path) -> None:
     """Fit and write all three tables."""
-    known = known_rows(path)
+    known = read_published_runs(path)
     timed = [row for row in step_time_rows(known) if not row.four_bits]
-    memory = fit_memory([row for row in known if row.tells_memory], constants.memory_constants())
+    memory = fit_memory([row for row in known if row.has_rank_memory], constants.memory_constants())
     time = fit_time(timed, constants.time_constants())
     time = fit_time(timed, time)
     at_bounds = [f.name for f in fields(time) if min(abs(np.log(getattr(time, f.name) / np.array(bounds(f))))) < 0.01]

@@ -55,7 +55,7 @@ MODEL = {
 }
 
 
-def described(out: Path, every_seconds: float | None) -> RunSpec:
+def make_run(out: Path, every_seconds: float | None) -> RunSpec:
     """Return a run that would last for days.
 
     `every_seconds` is its mean time between failures, or None for a run without failures and checkpoints.
@@ -82,7 +82,7 @@ def described(out: Path, every_seconds: float | None) -> RunSpec:
 
 
 @dataclass(frozen=True)
-class Watched:
+class Observations:
     """Observations of a run from outside. Times are those of time.time()."""
 
     killed: Sequence[float]
@@ -92,14 +92,14 @@ class Watched:
     """Time of the stop signal."""
 
 
-def watched(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Watched:
+def observe_and_kill(directory: Path, seconds: float, every_seconds: float | None, seed: int) -> Observations:
     """Watch a run for `seconds` after its first step, and kill ranks every `every_seconds` on average (None: never)."""
     chance, seen, killed = random.Random(seed), [], []
 
     def next_one() -> float:
         return chance.expovariate(1 / every_seconds) if every_seconds else math.inf
 
-    with watching(directory / METRICS_FILE, seen):
+    with record_steps(directory / METRICS_FILE, seen):
         wait_until(lambda: seen, "a first step")
         end = time.time() + seconds
         at = time.time() + next_one()
@@ -108,7 +108,7 @@ def watched(directory: Path, seconds: float, every_seconds: float | None, seed: 
             killed.append(kill_one(directory, chance))
             at += next_one()
         time.sleep(max(0.0, end - time.time()))
-        return Watched(killed, list(seen), time.time())
+        return Observations(killed, list(seen), time.time())
 
 
 def kill_one(directory: Path, chance: random.Random) -> float:
@@ -123,13 +123,13 @@ def kill_one(directory: Path, chance: random.Random) -> float:
 
 
 @contextmanager
-def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
+def record_steps(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
     """Append the time of each new step in `file` to `seen` while the context is open."""
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(LOOK_SECONDS):
-            step = last_written(file)
+            step = last_recorded_step(file)
             if step is not None and (not seen or seen[-1][1] != step):
                 seen.append((time.time(), step))
 
@@ -142,7 +142,7 @@ def watching(file: Path, seen: list[tuple[float, int]]) -> Iterator[None]:
         thread.join()
 
 
-def last_written(file: Path) -> int | None:
+def last_recorded_step(file: Path) -> int | None:
     """Return the step of the last complete line."""
     try:
         with file.open("rb") as opened:
@@ -164,7 +164,7 @@ class Failure:
     steps_lost: int
 
 
-def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
+def read_failures(watched: Observations, events: Sequence[Mapping[str, Any]]) -> list[Failure]:
     """Return the failures in the events of a run."""
     failed = [event for event in events if event["kind"] == "failed"]
     ends = [*(float(event["time"]) for event in failed[1:]), watched.ended]
@@ -181,7 +181,7 @@ def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[F
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Measurements of a run, named as the inputs of the planner's formula."""
 
     wall_seconds: float
@@ -225,7 +225,7 @@ class Measured:
         return goodput(self.interval_seconds, write_seconds, self.mtbf_seconds, self.restart_seconds)
 
 
-def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
+def measure_run(directory: Path, watched: Observations, undisturbed_seconds: float) -> Measurements:
     """Compute the measurements of a run from its files."""
     events = read_events(directory)
     began = float(next(event["time"] for event in events if event["kind"] == "started"))
@@ -233,7 +233,7 @@ def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> M
     lines = [json.loads(line) for line in rank_record_file(directory, 0).read_text().splitlines()]
     saves = [line for line in lines if "pause" in line or "format" in line]
     between = [b["step"] - a["step"] for a, b in pairwise(saves) if "pause" in a and "pause" in b]
-    return Measured(
+    return Measurements(
         wall_seconds=watched.ended - began,
         steps=watched.seen[-1][1],
         undisturbed_seconds=undisturbed_seconds,
@@ -241,7 +241,7 @@ def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> M
         interval_seconds=median(between) * undisturbed_seconds,
         wait_seconds=mean(line["seconds"] for line in saves if "pause" in line),
         slowed_seconds=slowed_seconds(lines),
-        failures=failures_of(watched, events),
+        failures=read_failures(watched, events),
     )
 
 
@@ -259,17 +259,17 @@ def slowed_seconds(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 @contextmanager
-def run_through(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Watched]]:
+def run_with_kills(seconds: float, every_seconds: float | None, seed: int) -> Iterator[tuple[Path, Observations]]:
     """Train a run and kill ranks; yield the run directory and the observations."""
     with tempfile.TemporaryDirectory(prefix="phalanx-goodput-") as scratch:
         folder = Path(scratch)
-        run = described(folder, every_seconds)
+        run = make_run(folder, every_seconds)
         file, directory = folder / "run.toml", folder / run.name
         file.write_text(to_toml(run))
         with (folder / "said").open("w+") as said:
             train = subprocess.Popen([sys.executable, "-m", "phalanx", "train", str(file)], stdout=said, stderr=said)
             try:
-                found = watched(directory, seconds, every_seconds, seed)
+                found = observe_and_kill(directory, seconds, every_seconds, seed)
                 train.send_signal(signal.SIGTERM)
                 code = train.wait(timeout=END_SECONDS)
             finally:
@@ -280,14 +280,14 @@ def run_through(seconds: float, every_seconds: float | None, seed: int) -> Itera
         yield directory, found
 
 
-def undisturbed(seconds: float) -> float:
+def undisturbed_step_seconds(seconds: float) -> float:
     """Return the step interval of a run without kills and checkpoints, measured for `seconds`."""
-    with run_through(seconds, None, 0) as (_, found):
+    with run_with_kills(seconds, None, 0) as (_, found):
         (first, before), (last, after) = found.seen[0], found.seen[-1]
         return (last - first) / (after - before)
 
 
-def page(found: Measured, every_seconds: float) -> str:
+def page(found: Measurements, every_seconds: float) -> str:
     """Return the page of the benchmark."""
     failures, off = found.failures, found.goodput / found.predicted - 1
     by_median = found.goodput * found.median_step_seconds / found.undisturbed_seconds
@@ -346,9 +346,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=90.0, help="mean seconds between failures")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    step = undisturbed(60 * asked.alone)
-    with run_through(60 * asked.minutes, asked.every, asked.seed) as (directory, seen):
-        found = measured(directory, seen, step)
+    step = undisturbed_step_seconds(60 * asked.alone)
+    with run_with_kills(60 * asked.minutes, asked.every, asked.seed) as (directory, seen):
+        found = measure_run(directory, seen, step)
     print(found, file=sys.stderr)
     text = page(found, asked.every)
     print(text)

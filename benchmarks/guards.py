@@ -26,7 +26,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from benchmarks.recording import LARGER, SMALL, described
+from benchmarks.recording import LARGER, SMALL, make_run
 from phalanx.data.loader import prefetch
 from phalanx.launch.process import BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES, init_distributed
 from phalanx.runs.create import read_run_directory
@@ -72,20 +72,20 @@ def serve(directory: str) -> None:
         "replicas": lambda: check_replica_consistency(trainer.strategy, trainer.optimizers, trainer.mesh.dims, 1, 1),
     }
     for line in sys.stdin:
-        before, clocks = recorded(), [clock() for clock in CLOCKS]
+        before, clocks = num_recorded_collectives(), [clock() for clock in CLOCKS]
         asked[line.strip()]()
         took = [clock() - begun for clock, begun in zip(CLOCKS, clocks, strict=True)]
-        print(json.dumps([*took, recorded() - before]), flush=True)
+        print(json.dumps([*took, num_recorded_collectives() - before]), flush=True)
     os._exit(0)
 
 
-def recorded() -> int:
+def num_recorded_collectives() -> int:
     """Return the number of collectives recorded so far."""
     entries = pickle.loads(c10d._dump_fr_trace(True, False, False))["entries"]  # type: ignore[attr-defined]
     return int(entries[-1]["record_id"]) if entries else 0
 
 
-def started(directory: Path, guarded: bool) -> Ranks:
+def start_pair(directory: Path, guarded: bool) -> Ranks:
     """Start a pair of ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -104,7 +104,7 @@ def started(directory: Path, guarded: bool) -> Ranks:
     ]
 
 
-def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
+def measure(pair: Ranks, what: str) -> tuple[float, float, float, int]:
     """Let both ranks execute `what`, and measure it.
 
     Returns:
@@ -121,33 +121,35 @@ def ask(pair: Ranks, what: str) -> tuple[float, float, float, int]:
 
 def row(name: str, out: Path) -> tuple[str, float]:
     """Measure a run; return its row and its computed ratio."""
-    directory = create_run(described(out, *RUNS[name]), 2, resume=False)
+    directory = create_run(make_run(out, *RUNS[name]), 2, resume=False)
     walls, works, steps, recorder, looks, replicas, calls = [], [], [], [], [], [], 0
     for start in range(STARTS):
-        pairs = {guarded: started(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}
+        pairs = {guarded: start_pair(directory, guarded) for guarded in ((True, False), (False, True))[start % 2]}
         for pair in pairs.values():
             for _ in range(3):
-                ask(pair, "step")
+                measure(pair, "step")
         for at in range(ROUNDS):
-            took = {guarded: ask(pairs[guarded], "step") for guarded in ((True, False), (False, True))[at % 2]}
+            took = {guarded: measure(pairs[guarded], "step") for guarded in ((True, False), (False, True))[at % 2]}
             walls.append(took[True][0] / took[False][0])
             works.append(took[True][1] / took[False][1])
             steps.append(took[False][0])
             calls = took[True][3]
-        each = {guarded: min(ask(pair, "collectives")[2] for _ in range(5)) / CALLS for guarded, pair in pairs.items()}
+        each = {
+            guarded: min(measure(pair, "collectives")[2] for _ in range(5)) / CALLS for guarded, pair in pairs.items()
+        }
         recorder.append(each[True] - each[False])
-        looks.append(min(ask(pairs[True], "looks")[2] for _ in range(3)) / CALLS)
-        replicas.append(ask(pairs[True], "replicas")[0])
+        looks.append(min(measure(pairs[True], "looks")[2] for _ in range(3)) / CALLS)
+        replicas.append(measure(pairs[True], "replicas")[0])
         for rank in (rank for pair in pairs.values() for rank in pair):
             rank.communicate()
     step, each_call, look = median(steps), median(recorder), median(looks)
     least = 1 + calls * each_call / step + look / MAX_POLL_SECONDS
-    cells = [f"{step * 1e3:.0f}", str(calls), about(walls), about(works), f"{each_call * 1e6:.1f}"]
+    cells = [f"{step * 1e3:.0f}", str(calls), format_median(walls), format_median(works), f"{each_call * 1e6:.1f}"]
     cells += [f"{look * 1e6:.0f}", f"{least:.4f}", f"{median(replicas) * 1e3:.0f}"]
     return f"| {' | '.join([name, *cells])} |", least
 
 
-def about(ratios: Sequence[float]) -> str:
+def format_median(ratios: Sequence[float]) -> str:
     """Format the median and its uncertainty: the notch of a box plot.
 
     McGill, Tukey and Larsen, The American Statistician 32, 1978, section 7.

@@ -104,7 +104,7 @@ class Run:
         return counts["read_bytes"], counts["write_bytes"]
 
 
-def described(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
+def make_run(out: Path, name: str, tokens: int, steps: int, offload: Path | None, layers: int) -> RunSpec:
     """Return the run with its state in memory or on disk."""
     model = {
         "vocab_size": 257,
@@ -153,21 +153,21 @@ def table(memory: Run, disk: Run, state_bytes: int, limit_bytes: int) -> str:
     for run in (memory, disk):
         limited = run is disk
         peak = run.limit.peak_bytes() or run.peak_rss_bytes
-        read, written = middle(run, "read_bytes"), middle(run, "written_bytes")
-        bandwidth = 2 * state_bytes / middle(run, "optimizer_seconds") / 1e9
+        read, written = median_of(run, "read_bytes"), median_of(run, "written_bytes")
+        bandwidth = 2 * state_bytes / median_of(run, "optimizer_seconds") / 1e9
         lines.append(
             f"| {'on disk' if limited else 'in memory'} | {limit_bytes / 1e9 if limited else 0:.2f} "
             f"| {state_bytes / 1e9:.2f} | {state_bytes / limit_bytes:.1f} | {peak / 1e9:.2f} "
-            f"| {middle(run, 'seconds'):.1f} | {read / 1e9:.1f} / {written / 1e9:.1f} | {bandwidth:.2f} "
+            f"| {median_of(run, 'seconds'):.1f} | {read / 1e9:.1f} / {written / 1e9:.1f} | {bandwidth:.2f} "
             f"| {ratio(memory, disk):.2f} |"
             if limited
-            else f"| in memory | none | {state_bytes / 1e9:.2f} | | {peak / 1e9:.2f} | {middle(run, 'seconds'):.1f} "
+            else f"| in memory | none | {state_bytes / 1e9:.2f} | | {peak / 1e9:.2f} | {median_of(run, 'seconds'):.1f} "
             f"| | | 1 |"
         )
     return "\n".join(lines)
 
 
-def middle(run: Run, name: str) -> float:
+def median_of(run: Run, name: str) -> float:
     """Return the median of a field over the steps."""
     return statistics.median(getattr(step, name) for step in run.steps[1:])
 
@@ -178,7 +178,7 @@ def ratio(memory: Run, disk: Run) -> float:
     return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
 
 
-def same(memory: Run, disk: Run) -> bool:
+def has_equal_losses(memory: Run, disk: Run) -> bool:
     """Return whether the losses and gradient norms of both runs are bitwise equal."""
     learned = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
     return learned[0] == learned[1]
@@ -194,7 +194,7 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 {table(memory, disk, state_bytes, limit_bytes)}
 
 The speed with the state on disk is {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of
-all {len(disk.steps)} steps are bitwise equal: {"yes" if same(memory, disk) else "no"}.
+all {len(disk.steps)} steps are bitwise equal: {"yes" if has_equal_losses(memory, disk) else "no"}.
 
 - The model has {total / 1e6:.0f} M parameters and width {WIDTH}. One rank with one thread trains it in bf16 with
   `layout.data_parallel = "zero2"` and recomputed blocks. An update has {tokens:,}
@@ -233,8 +233,8 @@ def main() -> None:
         out = Path(place)
         # One more step than is measured, so that no run reaches its end, where it would evaluate and save.
         cut = (asked.tokens, asked.steps + 1)
-        described_memory = described(out, "memory", *cut, None, asked.layers)
-        described_disk = described(out, "disk", *cut, out, asked.layers)
+        described_memory = make_run(out, "memory", *cut, None, asked.layers)
+        described_disk = make_run(out, "disk", *cut, out, asked.layers)
         total = count_parameters(described_disk.model).total
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]

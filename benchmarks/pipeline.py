@@ -31,7 +31,7 @@ UNIT_SECONDS = 0.03
 """Waiting time of a rank for the forward pass of a micro-batch, and for each half of its backward pass."""
 
 
-def times_of(schedule: Schedule, step: Timeline) -> ActionTimes:
+def mean_action_times(schedule: Schedule, step: Timeline) -> ActionTimes:
     """Return the mean times of each stage's actions in a step; a full backward pass counts as its input half."""
     taken: dict[tuple[int, str], list[float]] = defaultdict(list)
     for spans in step.spans:
@@ -74,7 +74,7 @@ COLUMNS = (
 HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
-def waited(p: int, m: int, steps: int) -> str:
+def waiting_table(p: int, m: int, steps: int) -> str:
     """Return the table of ranks that wait instead of computing."""
     lines, seconds = [HEAD], {}
     for name in PUBLISHED:
@@ -90,7 +90,7 @@ def waited(p: int, m: int, steps: int) -> str:
     return "\n".join([*lines, "", f"Speed of a step relative to 1F1B: {faster}."])
 
 
-def trained(shape: str, steps: int) -> str:
+def training_table(shape: str, steps: int) -> str:
     """Return the table of two ranks that train."""
     data, lines = prepare(DataSpec(tokenizer="bytes")).train, [HEAD]
     for name in PUBLISHED:
@@ -100,7 +100,9 @@ def trained(shape: str, steps: int) -> str:
         run = run.model_copy(update={"layout": layout.model_copy(update={"micro_batch_size": 1})})
         ran = by_step(rank_pool(2).run(train, run, data, steps, timeout=600))
         schedule = layout_schedule(layout, m)
-        expected = statistics.median(float(simulate(schedule, times_of(schedule, step)).bubble) for step in ran)
+        expected = statistics.median(
+            float(simulate(schedule, mean_action_times(schedule, step)).bubble) for step in ran
+        )
         line, *_ = row(name, 2, m, ran, expected)
         lines.append(line)
         print(line, flush=True)
@@ -124,12 +126,12 @@ def main() -> None:
     tables = [
         (
             f"Two ranks that train the {asked.shape} shape, simulated with the measured times of their actions",
-            trained(asked.shape, asked.steps),
+            training_table(asked.shape, asked.steps),
         )
     ]
     for p in (4, 8):
         title = f"{p} ranks that wait {UNIT_SECONDS * 1e3:g} ms per forward pass, input half and weight half"
-        tables.append((title, waited(p, 2 * p, asked.steps)))
+        tables.append((title, waiting_table(p, 2 * p, asked.steps)))
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page(tables, asked.steps))
 

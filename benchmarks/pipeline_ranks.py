@@ -34,7 +34,7 @@ SMALL = ModelSpec(
 )
 
 
-class Waits(StageModule):
+class WaitingStages(StageModule):
     """Stages that wait instead of computing."""
 
     def __init__(self, layers: dict[int, range], stages: int, seconds: float) -> None:
@@ -48,7 +48,7 @@ class Waits(StageModule):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, part: Waits) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: WaitingStages) -> Tensor:
         ctx.part, ctx.weight = part, weight
         time.sleep(part.seconds)
         return x.clone()
@@ -76,7 +76,7 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]
     """Wait through the steps of a pipeline; return the spans of this rank by step."""
     mesh, some = build_mesh(layout, layout.pp, "cpu"), representative_schedule(layout)
     mine = {stage: range(stage, stage + 1) for stage in some.stages_of(mesh.rank)}
-    part = Waits(mine, some.stages, seconds / len(mine))
+    part = WaitingStages(mine, some.stages, seconds / len(mine))
     everybody = mesh.pipeline_groups[0]
     order, like = partial(layout_schedule, layout), torch.empty(0)
     strategy = PipelineStrategy(Strategy(part), part, some, order, mesh.pipeline_groups, everybody, nullcontext, like)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from benchmarks.published import Known, met
+from benchmarks.published import PublishedRun, format_verdict
 from phalanx.cost.estimate.constants import memory_constants, time_constants
 from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability
@@ -36,9 +36,9 @@ PLACED = (20, 26)
 """Target: number of best published layouts among the first three predicted, and number of sweeps."""
 
 
-def sweeps(known: list[Known]) -> Iterator[str]:
+def sweeps(known: list[PublishedRun]) -> Iterator[str]:
     """Yield a row per source: failures and slowdown of the first choice, and the rank correlation."""
-    found: dict[tuple[str, ...], list[Known]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for row in known:
         if row.source in SWEPT:
             found[row.source, *(row.row[column] for column in SAME)].append(row)
@@ -48,14 +48,14 @@ def sweeps(known: list[Known]) -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|"
     for source in SWEPT:
-        results = [_sweep(rows) for key, rows in found.items() if key[0] == source]
+        results = [_evaluate_sweep(rows) for key, rows in found.items() if key[0] == source]
         kept = [result for result in results if result is not None]
         if kept:
             failed, behind, alike = (np.array(part, dtype=float) for part in zip(*kept, strict=True))
-            yield f"| {source} | {len(kept)} | {_judged(failed, behind[failed == 0], alike)} |"
+            yield f"| {source} | {len(kept)} | {_format_cells(failed, behind[failed == 0], alike)} |"
 
 
-def _judged(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
+def _format_cells(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
     """Format the cells of a source: failures and slowdown of the first choice, and the rank correlation.
 
     A failed choice misses the target of the maximum slowdown.
@@ -64,14 +64,16 @@ def _judged(failed: Sweeps, behind: Sweeps, alike: Sweeps) -> str:
     return " | ".join(
         [
             f"{int(failed.sum())}",
-            f"{100 * mean:.1f} %, {met(mean <= MEAN_BEHIND)}" if len(behind) else "-, no",
-            f"{100 * worst:.1f} %, {met(worst <= MOST_BEHIND and not failed.any())}" if len(behind) else "-, no",
-            f"{alike.mean():.2f}, {met(alike.mean() >= ALIKE)}",
+            f"{100 * mean:.1f} %, {format_verdict(mean <= MEAN_BEHIND)}" if len(behind) else "-, no",
+            f"{100 * worst:.1f} %, {format_verdict(worst <= MOST_BEHIND and not failed.any())}"
+            if len(behind)
+            else "-, no",
+            f"{alike.mean():.2f}, {format_verdict(alike.mean() >= ALIKE)}",
         ]
     )
 
 
-def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:
+def _evaluate_sweep(rows: list[PublishedRun]) -> tuple[bool, float, float] | None:
     ran = [row for row in rows if row.step_seconds]
     if len({_layout(row) for row in ran}) < LEAST:
         return None
@@ -85,7 +87,7 @@ def _sweep(rows: list[Known]) -> tuple[bool, float, float] | None:
     return pick.step_seconds is None, behind, float(spearmanr(*zip(*both, strict=True)).statistic)
 
 
-def _layout(row: Known) -> tuple[str, ...]:
+def _layout(row: PublishedRun) -> tuple[str, ...]:
     return tuple(row.row[column] for column in VARIED)
 
 
@@ -105,7 +107,7 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
         places.append(order.index(mine) + 1 if mine in order else len(order))
     first_three = sum(place <= 3 for place in places)
     placed, published = PLACED
-    reached = met(first_three * published >= placed * len(rows))
+    reached = format_verdict(first_three * published >= placed * len(rows))
     yield (
         f"The best published layout is among the first three predicted layouts for {first_three} of {len(rows)} sweeps "
         f"(target {placed} of {published}): {reached}."

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.copies import happened
+from benchmarks.copies import count_events
 from phalanx.runs.events import STARTED, read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.load import run_from_table
@@ -52,7 +52,7 @@ def run_file(folder: Path) -> Path:
 
 def has_stepped(directory: Path, starts: int) -> bool:
     """Return whether a step is finished since start number `starts`."""
-    if happened(directory, STARTED) < starts:
+    if count_events(directory, STARTED) < starts:
         return False
     start = [event["step"] for event in read_events(directory) if event["kind"] == STARTED][-1]
     records = read_metrics(directory)
@@ -64,7 +64,7 @@ def restart_seconds(file: Path, kills: int, is_warm: bool) -> list[float]:
     """Kill a rank `kills` times; return the seconds from each kill to the next step."""
     directory, seconds = file.parent / "restart", []
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", "--resume"]
-    before = happened(directory, STARTED) if directory.exists() else 0
+    before = count_events(directory, STARTED) if directory.exists() else 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as launcher:
         try:
             wait_until(lambda: has_stepped(directory, before + 1), "a first step")

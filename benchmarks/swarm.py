@@ -112,7 +112,7 @@ NOTES = (
 )
 
 
-def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
+def write_run_file(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
     """Write a run file with these lines of [swarm], or for central training without lines; return its path."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = [str(library / name) for name in ("asyncio", "email", "http", "json", "unittest", "xml", "multiprocessing")]
@@ -130,10 +130,10 @@ def described(folder: Path, swarm: str, seed: int, steps: int = 600) -> Path:
     return file
 
 
-def central(folder: Path, seed: int) -> Row:
+def train_centrally(folder: Path, seed: int) -> Row:
     """Train one process with the batches of all nodes."""
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "phalanx", "train", str(described(folder, "", seed)), "--nproc", "1"]
+    command = [sys.executable, "-m", "phalanx", "train", str(write_run_file(folder, "", seed)), "--nproc", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
     seconds = time.perf_counter() - begun
     return {"loss": held_out_loss(folder / "runs" / "swarm"), "seconds": seconds}
@@ -144,16 +144,16 @@ def held_out_loss(directory: Path) -> float:
     return float([record["held_out_loss"] for record in read_metrics(directory) if "held_out_loss" in record][-1])
 
 
-def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
+def train_swarm(folder: Path, way: str, seed: int, mbit: float) -> Row:
     """Train four nodes with a coordinator on links of `mbit` Mbit/s."""
-    file, lead = described(folder, WAYS[way], seed), folder / "runs" / "swarm"
+    file, lead = write_run_file(folder, WAYS[way], seed), folder / "runs" / "swarm"
     prepare(load_run(file).data)
     with star_network(NODES, mbit) as made, swarm_processes(made, folder, file, lead) as under_way:
         under_way.start_all()
         under_way.wait_all(SECONDS)
-        wire = {name: _carried(made, name) for name in NODES}
+        wire = {name: _link_bytes(made, name) for name in NODES}
         at = [event["at"] for event in under_way.events("opened", "committed")]
-    rounds = {name: _lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
+    rounds = {name: _read_json_lines(folder / "nodes" / name / "swarm.jsonl") for name in NODES}
     later = [line for lines in rounds.values() for line in lines[1:]]  # nodes may join during the first round
     whole = WEIGHT_BYTES * count_parameters(load_run(file).model).total  # initial weights
     return {
@@ -169,7 +169,7 @@ def together(folder: Path, way: str, seed: int, mbit: float) -> Row:
     }
 
 
-def _carried(made: StarNetwork, name: str) -> int:
+def _link_bytes(made: StarNetwork, name: str) -> int:
     """Return all bytes on a host's link, in both directions."""
     host = made.hosts[name]
     counters = [f"/sys/class/net/{host.interface}/statistics/{way}_bytes" for way in ("rx", "tx")]
@@ -177,21 +177,21 @@ def _carried(made: StarNetwork, name: str) -> int:
     return sum(map(int, subprocess.run(inside, check=True, capture_output=True, text=True).stdout.split()))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def owned(run: RunSpec) -> int:
+def num_owned_experts(run: RunSpec) -> int:
     """Return the number of experts per layer that a node trains."""
     assert run.model.moe is not None
     return run.model.moe.num_experts * (run.swarm.replication if run.swarm else len(NODES)) // len(NODES)
 
 
-def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
+def predict_row(run: RunSpec, mbit: float, row: Row) -> Row:
     """Predict the row with cost/exact/swarm.py."""
     swarm = run.swarm
     assert swarm is not None
-    node = node_share(run.model, swarm.method, owned(run))
+    node = node_share(run.model, swarm.method, num_owned_experts(run))
     each = round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication)
     rounds = run.training.steps // swarm.steps_per_round
     speed = mbit * 1e6 / 8
@@ -209,15 +209,15 @@ def measure(way: str, seed: int, mbit: float) -> Row:
     with tempfile.TemporaryDirectory(prefix="phalanx-swarm-") as folder:
         place = Path(folder) / "one"
         place.mkdir()
-        row = central(place, seed) if way == "central" else together(place, way, seed, mbit)
+        row = train_centrally(place, seed) if way == "central" else train_swarm(place, way, seed, mbit)
         run = load_run(place / "swarm.toml")
-        row["predicted"] = predicted(run, mbit, row) if run.swarm else {}
+        row["predicted"] = predict_row(run, mbit, row) if run.swarm else {}
     return {"way": way, "seed": seed, "mbit": 0 if way == "central" else mbit, **row}
 
 
 def rows_of(way: str) -> list[Row]:
     """Return the recorded rows of a method, the last one for each seed and speed."""
-    lines = _lines(ROWS) if ROWS.exists() else []
+    lines = _read_json_lines(ROWS) if ROWS.exists() else []
     return list({(row["seed"], row["mbit"]): row for row in lines if row["way"] == way}.values())
 
 
@@ -227,7 +227,7 @@ def losses(rows: Sequence[Row]) -> dict[int, float]:
     return {seed: best[seed] for seed in sorted(best)}
 
 
-def beyond(rows: Sequence[Row], others: Sequence[Row]) -> float:
+def loss_difference(rows: Sequence[Row], others: Sequence[Row]) -> float:
     """Return the relative difference of losses over the seeds of both."""
     found, compared = losses(rows), losses(others)
     seeds = found.keys() & compared.keys()
@@ -248,7 +248,7 @@ def table() -> Iterator[str]:
             continue
         found = [*losses(rows).values()]
         cells = [f"{statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"]
-        cells.append(f"{beyond(rows, spes):+.2%}" if spes else "")
+        cells.append(f"{loss_difference(rows, spes):+.2%}" if spes else "")
         cells += _bytes(rows[0], diloco[0] if diloco else None)
         for mbit in SPEEDS:
             cells += _times([row for row in rows if row["mbit"] == mbit])
@@ -309,12 +309,12 @@ def page() -> str:
     if spes and int8 and diloco and alone and overlap:
         sent = {name: rows[0]["up"] + rows[0]["down"] for name, rows in (("spes", spes), ("int8", int8))}
         whole = diloco[0]["up"] + diloco[0]["down"]
-        loss = beyond(int8, spes)
+        loss = loss_difference(int8, spes)
         slow = [row["utilization"] for row in overlap if row["mbit"] == SPEEDS[0]]
-        gap = beyond(spes, alone)
+        gap = loss_difference(spes, alone)
         lines += [
             f"- spes sends {1 - sent['spes'] / whole:.1%} less than diloco (target 33 %; formula for this model "
-            f"{1 - _said(spes[0]) / _said(diloco[0]):.1%}).",
+            f"{1 - _predicted_bytes(spes[0]) / _predicted_bytes(diloco[0]):.1%}).",
             f"- spes+ in int8 sends {sent['int8'] / whole:.3f} of diloco's bytes (target 0.17). Its loss differs by "
             f"{loss:+.2%} from that of spes in fp32 (target 0.5 %).",
             f"- At {SPEEDS[0]} Mbit/s with overlap, nodes train {statistics.median(slow):.1%} of the time "
@@ -326,7 +326,7 @@ def page() -> str:
     return "\n".join([*lines, *NOTES, ""])
 
 
-def _said(row: Row) -> float:
+def _predicted_bytes(row: Row) -> float:
     return float(row["predicted"]["up"] + row["predicted"]["down"])
 
 

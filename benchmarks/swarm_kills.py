@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swarm import PAGE, described
+from benchmarks.swarm import PAGE, write_run_file
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.runs.jsonl import read_jsonl
@@ -220,7 +220,7 @@ def check_nodes(swarm: KilledSwarm, findings: Findings) -> None:
 def started_swarm(folder: Path) -> Iterator[KilledSwarm]:
     """Start a coordinator and nodes, and end them on exit."""
     folder.mkdir()
-    file = described(folder, "", seed=0, steps=1000 * EVERY)
+    file = write_run_file(folder, "", seed=0, steps=1000 * EVERY)
     small = {"tokens_per_step = 4096": "tokens_per_step = 512", "tokens = 131072": "tokens = 2048"}
     text = file.read_text()
     for old, new in small.items():

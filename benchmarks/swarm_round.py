@@ -73,7 +73,7 @@ outlier = 0.0
 """
 
 
-def node(name: str, address: str, folder: str, results: Any) -> None:
+def run_node(name: str, address: str, folder: str, results: Any) -> None:
     """Run a node without training, which sends slightly changed weights and writes the received weights."""
     place = Path(folder)
     link = SwarmClient(address, place / "certs" / name)
@@ -135,7 +135,7 @@ def _round(
     return dict(took)
 
 
-def lead(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
+def start_coordinator(folder: Path, run: str) -> tuple[subprocess.Popen[str], str]:
     """Start a coordinator; return its process and its address."""
     file = folder / "swarm.toml"
     file.write_text(run)
@@ -164,10 +164,10 @@ def measure(method: str, codec: str) -> dict[str, Any]:
         issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
         for name in NODES:
             issue_certificate(folder / "certs", name, [])
-        process, address = lead(folder, RUN.format(rounds=ROUNDS, method=method, codec=codec))
+        process, address = start_coordinator(folder, RUN.format(rounds=ROUNDS, method=method, codec=codec))
         idle, context = peak_memory(process), multiprocessing.get_context("spawn")
         results = context.Queue()
-        members = [context.Process(target=node, args=(name, address, str(folder), results)) for name in NODES]
+        members = [context.Process(target=run_node, args=(name, address, str(folder), results)) for name in NODES]
         for member in members:
             member.start()
         each = [results.get(timeout=600) for _ in members]
@@ -192,7 +192,7 @@ def measure(method: str, codec: str) -> dict[str, Any]:
     }
 
 
-def stream() -> tuple[float, float]:
+def measure_model_transfer() -> tuple[float, float]:
     """Return the median bytes per second of the upload and the download of a model by a single node."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
@@ -200,10 +200,10 @@ def stream() -> tuple[float, float]:
         issue_certificate(folder / "certs", "lead", ["127.0.0.1"])
         issue_certificate(folder / "certs", "ann", [])
         text = RUN.format(rounds=ROUNDS, method="fedavg", codec="fp32").replace("nodes = 4", "nodes = 1")
-        process, address = lead(folder, text)
+        process, address = start_coordinator(folder, text)
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
-        member = context.Process(target=node, args=("ann", address, str(folder), results))
+        member = context.Process(target=run_node, args=("ann", address, str(folder), results))
         member.start()
         rounds = results.get(timeout=600)
         member.join(60)
@@ -214,7 +214,7 @@ def stream() -> tuple[float, float]:
     return tuple(model / statistics.median(found[what] for found in rounds[1:]) for what in ("send", "receive"))  # type: ignore[return-value]
 
 
-def wire() -> tuple[float, float]:
+def measure_wire() -> tuple[float, float]:
     """Return the median bytes per second of the wire, the limit: chunks over mutual TLS without checks."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-swarm-"))
     try:
@@ -231,7 +231,7 @@ def wire() -> tuple[float, float]:
         with grpc.secure_channel(f"127.0.0.1:{ports.get(timeout=60)}", credentials, OPTIONS) as channel:
             send, receive = channel.stream_unary("/wire/put"), channel.unary_stream("/wire/get")
             times = [
-                (_took(lambda: send(iter([chunk] * CHUNKS))), _took(lambda: list(map(len, receive(b"")))))
+                (_seconds(lambda: send(iter([chunk] * CHUNKS))), _seconds(lambda: list(map(len, receive(b"")))))
                 for _ in range(ROUNDS)
             ]
         server.kill()
@@ -241,7 +241,7 @@ def wire() -> tuple[float, float]:
     return up, down
 
 
-def _took(call: Callable[[], object]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
@@ -311,7 +311,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as for nodes that share cores
     ways = [measure(method, codec) for method, codec in (("spes", "fp32"), ("spes+", "int8"), ("diloco", "fp32"))]
-    text = page(ways, wire(), *stream())
+    text = page(ways, measure_wire(), *measure_model_transfer())
     print(text)
     print(json.dumps([way["parts"] for way in ways]), file=sys.stderr)
     PAGE.write_text(text)

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swarm import EVERY, NODES, PAGE, described, held_out_loss
+from benchmarks.swarm import EVERY, NODES, PAGE, held_out_loss, write_run_file
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.load import load_run
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
@@ -73,12 +73,12 @@ def link_cut(under_way: SwarmProcesses, name: str) -> None:
 
 def invalid_update_of_member(under_way: SwarmProcesses, name: str) -> None:
     """Send an invalid update with the certificate of a member."""
-    _lied(under_way, name, name)
+    _send_from_host(under_way, name, name)
 
 
 def update_of_stranger(under_way: SwarmProcesses, name: str) -> None:
     """Send an invalid update with a certificate of the authority, from a node that has not joined."""
-    _lied(under_way, STRANGER, name)
+    _send_from_host(under_way, STRANGER, name)
 
 
 FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
@@ -91,15 +91,15 @@ FAULTS: tuple[Callable[[SwarmProcesses, str], None], ...] = (
 )
 
 
-def _lied(under_way: SwarmProcesses, who: str, where: str) -> None:
+def _send_from_host(under_way: SwarmProcesses, who: str, where: str) -> None:
     """Send an invalid update from the network namespace of a host."""
     host = under_way.network.hosts[where]
     arguments = under_way.address(host), str(under_way.folder), who, where
-    code = f"from benchmarks.swarm_soak import lie; lie(*{arguments!r})"
+    code = f"from benchmarks.swarm_soak import send_invalid_update; send_invalid_update(*{arguments!r})"
     subprocess.run([*host.prefix, sys.executable, "-c", code], check=True, timeout=120)
 
 
-def lie(address: str, folder: str, who: str, where: str) -> None:
+def send_invalid_update(address: str, folder: str, who: str, where: str) -> None:
     """Send the last update of a node to the open round, with all bits of its values set, which makes scales NaN."""
     told, path = Path(folder) / "nodes" / where / "update", Path(folder) / "lie"
     if not told.exists():
@@ -113,12 +113,12 @@ def lie(address: str, folder: str, who: str, where: str) -> None:
         link.upload_update(path, link.heartbeat().round, 1024, 1)
 
 
-def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
+def run_rounds(seed: int, replication: int, faults: bool) -> dict[str, Any]:
     """Run all rounds, and return the measurements."""
     with tempfile.TemporaryDirectory(prefix="phalanx-soak-") as scratch:
         folder = Path(scratch) / "one"
         folder.mkdir()
-        file = described(folder, SOAK.format(replication=replication), seed, steps=EVERY * ROUNDS)
+        file = write_run_file(folder, SOAK.format(replication=replication), seed, steps=EVERY * ROUNDS)
         prepare(load_run(file).data)
         done: Counter[str] = Counter()
         with (
@@ -128,7 +128,7 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
             issue_certificate(folder / "certs", STRANGER, [])
             under_way.start_all()
             if faults:
-                _break_things(under_way, random.Random(seed), done)
+                _inject_faults(under_way, random.Random(seed), done)
             under_way.wait_all(SECONDS)
             events = under_way.events()
         refused = Counter(event["reason"] for event in events if event["kind"] == "refused")
@@ -144,7 +144,7 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
         }
 
 
-def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
+def _inject_faults(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
     """Cause a fault every FAULT_EVERY rounds, except in the last rounds."""
     for number in range(FAULT_EVERY, ROUNDS - FAULT_EVERY, FAULT_EVERY):
         under_way.wait_until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
@@ -192,7 +192,7 @@ def main() -> None:
     pairs = []
     for seed in asked.seeds:
         for replication in asked.replication:
-            calm, rough = (soaked(seed, replication, faults) for faults in (False, True))
+            calm, rough = (run_rounds(seed, replication, faults) for faults in (False, True))
             print(json.dumps([calm, rough]), file=sys.stderr, flush=True)
             assert calm["rounds"] == rough["rounds"] == ROUNDS
             pairs.append((replication, seed, calm, rough))

@@ -30,7 +30,7 @@ from phalanx.train.training_data import await_checkpoint
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks" / "weights.md"
 
 
-def whole_seconds(spec: ModelSpec) -> float:
+def all_weights_seconds(spec: ModelSpec) -> float:
     """Return the seconds for all weights of a model, extrapolated from one block, the embedding and the head."""
     weights = DrawnWeights(spec, 0)
     with torch.device("meta"):
@@ -71,7 +71,7 @@ def main() -> None:
 
 | {asked.model}, zero3 on {asked.ranks} ranks | seconds per rank |
 |---|---:|
-| all weights of the model, the previous method | {whole_seconds(spec):.1f} |
+| all weights of the model, the previous method | {all_weights_seconds(spec):.1f} |
 | only the rows of the rank | {own:.1f} |
 | no weights, before a checkpoint is loaded | {awaited:.1f} |
 

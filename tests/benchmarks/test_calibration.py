@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.calibration import Compared, constants_of, write_section
+from benchmarks.calibration import Comparison, constants_of, write_section
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 
 
 def test_calibration_benchmark_counts_layouts_within_time_and_memory_targets():
     def both(time: list[float], tensors: list[float]) -> str:
-        return Compared("", time, tensors, []).both
+        return Comparison("", time, tensors, []).both
 
     text = both([0.09] * 20 + [-0.11], [-0.05] * 20 + [0.0])
     assert text.startswith("20 of 21 layouts are within 10% of the step time")

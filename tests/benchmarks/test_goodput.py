@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.goodput import BEHIND, Failure, Measured, Watched, failures_of, page, slowed_seconds
+from benchmarks.goodput import BEHIND, Failure, Measurements, Observations, page, read_failures, slowed_seconds
 from phalanx.cost.formulas.reliability import goodput
 
 EVENTS = [
@@ -21,13 +21,13 @@ OBSERVED_STEPS = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (
 def test_goodput_benchmark_times_failures_from_kill() -> None:
     """A second kill during recovery is not a separate failure. A kill before the first step after another kill
     leaves the first failure without a resume time, and loses no further steps."""
-    observations = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
-    assert failures_of(observations, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
+    observations = Observations(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
+    assert read_failures(observations, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
 
 def test_goodput_benchmark_predicts_goodput_from_measured_times() -> None:
     failures = [Failure(0.5, 9.0, 8), Failure(1.0, None, 0), Failure(0.5, 11.0, 1)]
-    measured = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
+    measured = Measurements(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
     assert measured.goodput == pytest.approx(0.8)
     assert measured.predicted == goodput(
         interval_seconds=5.0, write_seconds=0.15, mtbf_seconds=100.0, restart_seconds=10.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import head, held_rows, interval_lines, memory_lines, search_speed, step_time_table
+from benchmarks.planner import head, interval_lines, memory_lines, rows_with_baseline, search_speed, step_time_table
 from benchmarks.planner_choice import sweeps
-from benchmarks.published import Known, known_rows, step_time_rows
+from benchmarks.published import PublishedRun, read_published_runs, step_time_rows
 from phalanx.plan.tables.predict import Prediction, predict_rows
 from tests.helpers.published_rows import MEGATRON_22B_ROW
 
@@ -49,17 +49,17 @@ def predict_all(rows: list[dict[str, str]]) -> list[Prediction]:
 
 
 @pytest.fixture
-def known_runs(tmp_path: Path) -> list[Known]:
+def known_runs(tmp_path: Path) -> list[PublishedRun]:
     """Return runs that took 10 % longer than predicted."""
     rows = sweep_rows()
     for row, prediction in zip(rows, predict_all(rows), strict=True):
         row["step_time_s"], row["memory_gib"] = str(1.1 * prediction.step_time_s), str(prediction.memory_gib)
     rows.append({**MEGATRON_22B_ROW, "id": "vtm-9999", "layers": ""})
-    return known_rows(write_csv(tmp_path / "runs.csv", rows))
+    return read_published_runs(write_csv(tmp_path / "runs.csv", rows))
 
 
 def test_accuracy_report_computes_step_time_errors(known_runs):
-    predicted_rows = held_rows(step_time_rows(known_runs))
+    predicted_rows = rows_with_baseline(step_time_rows(known_runs))
     assert len(predicted_rows) == len(sweep_rows())
     lines = list(step_time_table(predicted_rows, {"vtm": 12.0}))
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
@@ -77,7 +77,7 @@ def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known_runs)
 def test_accuracy_report_counts_failed_first_choice(known_runs):
     rows = [dict(row.row) for row in known_runs]
     best = min(range(len(rows)), key=lambda index: float(rows[index]["step_time_s"]))
-    failed = Known(rows[best], known_runs[best].job, None, None, out_of_memory=True)
+    failed = PublishedRun(rows[best], known_runs[best].job, None, None, out_of_memory=True)
     line = list(sweeps([*known_runs[:best], failed, *known_runs[best + 1 :]]))[-1]
     assert line.startswith("| vtm | 1 | 1 | -, no | -, no |")
 

@@ -4,7 +4,7 @@
 
 import pytest
 
-from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned, recorded_rows
+from benchmarks.gpu_memory import KNOWN_LIMITS, LIMITS, planned_memory, recorded_rows
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
@@ -27,7 +27,7 @@ def make_run(machine: str, **layout: object) -> RunSpec:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model} {row.layout} {row.world_size}")
 def test_planned_memory_of_cuda_rank_matches_recorded_allocator(row):
-    memory = planned(row)
+    memory = planned_memory(row)
     limits = KNOWN_LIMITS.get((row.model, row.layout), LIMITS)
     assert memory.total == pytest.approx(row.allocated, rel=limits["allocated"])
     assert memory.reserved == pytest.approx(row.reserved, rel=limits["reserved"])
