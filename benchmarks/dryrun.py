@@ -58,8 +58,10 @@ class Row:
         calls_equal = all(line.traced_calls == line.planned_calls for line in collectives)
         bytes_equal = all(abs(line.traced - line.planned) <= 1e-9 * line.planned for line in collectives)
         state = all(line.agrees for line in self.lines if line.kind == "memory" and line.quantity != "total")
-        total, flops = (next(line for line in self.lines if line.quantity == what) for what in ("total", "step"))
-        words = [
+        total, flops = (
+            next(line for line in self.lines if line.quantity == quantity) for quantity in ("total", "step")
+        )
+        cells = [
             self.model,
             f"{self.world_size:,}",
             self.layout,
@@ -71,7 +73,7 @@ class Row:
             f"{self.seconds:.0f}",
             f"{self.process_bytes / 1e9:.2f} GB",
         ]
-        return f"| {' | '.join(words)} |"
+        return f"| {' | '.join(cells)} |"
 
 
 def plan_layouts(model: str, machine: str, nodes: int, tokens: int, choices: int) -> list[tuple[RunSpec, str]]:
@@ -94,9 +96,9 @@ def trace(run: RunSpec, model: str, layout: str, world_size: int, ranks: list[in
     """Trace these ranks of a run."""
     rows = []
     for rank in trace_ranks(run, world_size, ranks, max_workers=1):
-        took = rank["tracing"]
+        tracing = rank["tracing"]
         lines = compare_with_plan(run, world_size, rank)
-        rows.append(Row(model, world_size, layout, rank["rank"], lines, took["seconds"], took["process_bytes"]))
+        rows.append(Row(model, world_size, layout, rank["rank"], lines, tracing["seconds"], tracing["process_bytes"]))
         print(rows[-1], flush=True)
     return rows
 
@@ -126,11 +128,11 @@ def trace_choices(model: str, machine: str) -> list[Row]:
 def main(models: list[str]) -> None:
     """Trace the runs and write the page."""
     print(HEADER)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     large = [row for model in models or RUNS if model in RUNS for row in trace_large_run(model)]
     print(HEADER)
     choices = [row for model in models or PRESETS for machine in MACHINES for row in trace_choices(model, machine)]
-    took = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     if models:
         return
     agreeing = sum(all(line.agrees for line in row.lines) for row in choices)
@@ -140,7 +142,7 @@ def main(models: list[str]) -> None:
         f"- Sequences have {SEQUENCE:,} tokens, and nodes have 8 GPUs. Tokens per update of the first table: "
         f"{', '.join(f'{name} {tokens:,}' for name, (_, tokens) in RUNS.items())}.",
         "- Documents are masked, which is the default. Experts are balanced. Equal micro-batches ran once.",
-        f"- Ranks were traced one at a time, in {took / 60:.0f} minutes. Machine: {platform.machine()}, 2 cores, "
+        f"- Ranks were traced one at a time, in {seconds / 60:.0f} minutes. Machine: {platform.machine()}, 2 cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
         "- Written by `python -m benchmarks.dryrun`.",
     ]

@@ -69,8 +69,8 @@ def on_one_machine(folder: Path) -> Iterator[FaultResult]:
     with breakable_run(folder) as run, memory_limited(ROOM_BYTES) as join:
         command = train_command(run, 2)
 
-        def rank(sent: signal.Signals) -> Callable[[], None]:
-            return lambda: os.kill(rank_pids(run.directory)[1], sent)
+        def rank(number: signal.Signals) -> Callable[[], None]:
+            return lambda: os.kill(rank_pids(run.directory)[1], number)
 
         def ended() -> None:
             code = run.launchers["one"].wait(timeout=60)
@@ -79,10 +79,13 @@ def on_one_machine(folder: Path) -> Iterator[FaultResult]:
 
         run.start("one", command)
         run.wait_for_steps(0, 2, EVERY)
-        one, stands = run.launchers, f"a rank is stopped (SIGSTOP); the timeout of collectives is {TIMEOUT_SECONDS} s"
-        found = [
+        launchers, stopped = (
+            run.launchers,
+            f"a rank is stopped (SIGSTOP); the timeout of collectives is {TIMEOUT_SECONDS} s",
+        )
+        results = [
             run.measure_fault("a rank is killed (SIGKILL)", rank(signal.SIGKILL)),
-            run.measure_fault(stands, rank(signal.SIGSTOP)),
+            run.measure_fault(stopped, rank(signal.SIGSTOP)),
             measure_slow_rank(run),
             run.measure_fault("a rank runs out of memory", lambda: join(rank_pids(run.directory)[1])),
             run.measure_fault(
@@ -92,16 +95,16 @@ def on_one_machine(folder: Path) -> Iterator[FaultResult]:
             run.measure_fault("a rank is killed, and a bit of that file is flipped", damage_and_kill(run, flip_bit)),
             run.measure_fault("a rank is killed, and that file is missing", damage_and_kill(run, Path.unlink)),
             run.measure_fault(
-                "the run is stopped (SIGTERM) and restarted", lambda: one["one"].terminate(), again=ended
+                "the run is stopped (SIGTERM) and restarted", lambda: launchers["one"].terminate(), react=ended
             ),
             run.measure_fault(
                 "the terminal is closed (SIGHUP), and the run is restarted",
-                lambda: one["one"].send_signal(signal.SIGHUP),
-                again=ended,
+                lambda: launchers["one"].send_signal(signal.SIGHUP),
+                react=ended,
             ),
-            run.measure_fault("the launcher is killed and restarted", lambda: one["one"].kill(), again=ended),
+            run.measure_fault("the launcher is killed and restarted", lambda: launchers["one"].kill(), react=ended),
         ]
-        yield from compare_with_references(run, found, alike=2)
+        yield from compare_with_references(run, results, num_ranks=2)
 
 
 def train_command(run: RunUnderTest, ranks: int) -> list[str]:
@@ -110,30 +113,30 @@ def train_command(run: RunUnderTest, ranks: int) -> list[str]:
 
 
 def compare_with_references(
-    run: RunUnderTest, found: Sequence[FaultResult], alike: int | None = None
+    run: RunUnderTest, results: Sequence[FaultResult], num_ranks: int | None = None
 ) -> Iterator[FaultResult]:
     """End a run; compare it with one process, and with `alike` ranks if its number of ranks was constant."""
     run.end()
-    off, same = (
+    difference, same = (
         max_loss_difference(run),
-        has_same_bits(run, lambda other: train_command(other, alike)) if alike else None,
+        has_same_bits(run, lambda reference: train_command(reference, num_ranks)) if num_ranks else None,
     )
-    for each in found:
-        each.loss_difference, each.same_bits = off, same
-        yield each
+    for result in results:
+        result.loss_difference, result.same_bits = difference, same
+        yield result
 
 
 def measure_slow_rank(run: RunUnderTest) -> FaultResult:
     """Stop a rank several times for less than the timeout of collectives, which is not a failure."""
     run.wait_between_saves()
-    ranks, begun = rank_pids(run.directory), len(run.starts())
+    ranks, num_starts = rank_pids(run.directory), len(run.starts())
     for _ in range(PAUSES):
         os.kill(ranks[1], signal.SIGSTOP)
         time.sleep(PAUSE_SECONDS)
         os.kill(ranks[1], signal.SIGCONT)
         step = run.seen[-1][1]
-        wait_until(lambda before=step: run.seen[-1][1] > before + 2, "more steps")  # type: ignore[misc]
-    assert (rank_pids(run.directory), len(run.starts())) == (ranks, begun)
+        wait_until(lambda last_step=step: run.seen[-1][1] > last_step + 2, "more steps")  # type: ignore[misc]
+    assert (rank_pids(run.directory), len(run.starts())) == (ranks, num_starts)
     return FaultResult(f"a rank is slow: it is stopped for {PAUSE_SECONDS} s, {PAUSES} times", None, None, 0, "2 ranks")
 
 
@@ -156,10 +159,10 @@ def on_one_rank(folder: Path) -> Iterator[FaultResult]:
     with breakable_run(folder) as run:
         run.start("one", train_command(run, 1))
         run.wait_for_steps(0, 1, EVERY)
-        found = run.measure_fault(
+        result = run.measure_fault(
             "the only rank of a run is killed", lambda: os.kill(rank_pids(run.directory)[0], signal.SIGKILL), ranks=1
         )
-        yield from compare_with_references(run, [found], alike=1)
+        yield from compare_with_references(run, [result], num_ranks=1)
 
 
 def on_a_full_disk(folder: Path) -> Iterator[FaultResult]:
@@ -177,7 +180,7 @@ def on_a_full_disk(folder: Path) -> Iterator[FaultResult]:
         run.wait_for_steps(0, 2, EVERY)
         full = "the disk is full; after the run has ended, space is freed and the run is restarted"
         yield from compare_with_references(
-            run, [run.measure_fault(full, lambda: fill_disk(disk), again=space)], alike=2
+            run, [run.measure_fault(full, lambda: fill_disk(disk), react=space)], num_ranks=2
         )
 
 
@@ -192,13 +195,13 @@ def on_two_nodes(folder: Path) -> Iterator[FaultResult]:
         start("first")
         start("second")
         run.wait_for_steps(0, 2, EVERY)
-        found = [
+        results = [
             run.measure_fault("a node is killed", lambda: run.launchers["second"].kill(), 1),
             run.measure_fault("the killed node rejoins", lambda: start("second"), 2),
             run.measure_fault("the link to a node is cut", lambda: network.disconnect("second"), 1),
             run.measure_fault("the link is restored", lambda: network.reconnect("second"), 2),
         ]
-        yield from compare_with_references(run, found)
+        yield from compare_with_references(run, results)
 
 
 # -- faults of the program ---------------------------------------------------------------------------------------------
@@ -214,12 +217,12 @@ def launch_faulty_ranks(fault: str, file: Path) -> int:
     run = load_run(file)
     directory = create_run(run, 2, resume=False)
     set_worker_environment(2)
-    recovery, words = (
+    recovery, module_and_arguments = (
         FailurePolicy(directory, run.recovery, SINGLE_NODE),
         ("benchmarks.faults", "--rank", fault, str(directory)),
     )
     with stop_signals_as_exit():
-        return 0 if run_until_done(2, lambda _: words, recovery.decide, SINGLE_NODE) else recovery.code
+        return 0 if run_until_done(2, lambda _: module_and_arguments, recovery.decide, SINGLE_NODE) else recovery.code
 
 
 def with_wrong_calls(folder: Path) -> Iterator[FaultResult]:
@@ -241,8 +244,8 @@ def with_wrong_calls(folder: Path) -> Iterator[FaultResult]:
             "shape": "a rank calls a collective with a wrong shape",
             "order": "a rank calls two collectives in the wrong order",
         }
-        found = [run.measure_fault(name, ordered(fault), again=order.unlink) for fault, name in faults.items()]
-        yield from compare_with_references(run, found, alike=2)
+        results = [run.measure_fault(name, ordered(fault), react=order.unlink) for fault, name in faults.items()]
+        yield from compare_with_references(run, results, num_ranks=2)
 
 
 def with_nan(folder: Path) -> Iterator[FaultResult]:
@@ -251,11 +254,13 @@ def with_nan(folder: Path) -> Iterator[FaultResult]:
         run.start("one", faulty_command(run, "nan"))
         wait_until(lambda: any(event["kind"] == ROLLED_BACK for event in read_events(run.directory)), "a rollback")
         event = next(event for event in read_events(run.directory) if event["kind"] == ROLLED_BACK)
-        at = next(when for when, step in run.seen if step >= NAN_STEPS[0] - 1)
+        first_nan_time = next(observed_at for observed_at, step in run.seen if step >= NAN_STEPS[0] - 1)
         resumed = run.wait_for_steps(1, 2, EVERY)
         name = f"gradients are NaN in {BAD_STEPS} successive steps (recovery.max_rollbacks = 1)"
-        lost = event["after"] - event["to"]
-        yield from compare_with_references(run, [FaultResult(name, event["time"] - at, resumed - at, lost, "2 ranks")])
+        steps_lost = event["after"] - event["to"]
+        yield from compare_with_references(
+            run, [FaultResult(name, event["time"] - first_nan_time, resumed - first_nan_time, steps_lost, "2 ranks")]
+        )
 
 
 def call_wrongly(directory: Path) -> None:
@@ -263,8 +268,8 @@ def call_wrongly(directory: Path) -> None:
     step, order = Trainer.launch_step, directory.parent / "order"
 
     def wrong(self: Trainer, batches: Any) -> Any:
-        at, fault = order.read_text().split() if order.exists() else ("-1", "")
-        if self.step == int(at):
+        ordered_step, fault = order.read_text().split() if order.exists() else ("-1", "")
+        if self.step == int(ordered_step):
             ALL_RANK_FAULTS[fault]()
         return step(self, batches)
 
@@ -296,14 +301,14 @@ def rank(fault: str, directory: Path) -> None:
     exit_rank(run_rank(directory, RankOptions(resume=True)))
 
 
-def page(found: Sequence[FaultResult]) -> str:
+def page(results: Sequence[FaultResult]) -> str:
     """Return the page of the benchmark."""
     lines = "\n".join(
-        f"| {each.fault} | {format_seconds(each.detect_seconds)} | {format_seconds(each.resume_seconds)} "
-        f"| {each.steps_lost} | "
-        f"{each.continues_with} | {'yes' if each.loss_difference < SAME else 'no'} ({each.loss_difference:.0e}) | "
-        f"{'-' if each.same_bits is None else 'yes' if each.same_bits else 'no'} |"
-        for each in found
+        f"| {result.fault} | {format_seconds(result.detect_seconds)} | {format_seconds(result.resume_seconds)} "
+        f"| {result.steps_lost} | {result.continues_with} "
+        f"| {'yes' if result.loss_difference < SAME else 'no'} ({result.loss_difference:.0e}) | "
+        f"{'-' if result.same_bits is None else 'yes' if result.same_bits else 'no'} |"
+        for result in results
     )
     return f"""# Failures of a run and their cost
 
@@ -347,19 +352,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launch", nargs=2, metavar=("FAULT", "FILE"), help="run as the launcher of faulty ranks")
     parser.add_argument("--rank", nargs=2, metavar=("FAULT", "DIRECTORY"), help="run as a faulty rank")
-    asked = parser.parse_args()
-    if asked.rank:
-        rank(asked.rank[0], Path(asked.rank[1]))
-    if asked.launch:
-        sys.exit(launch_faulty_ranks(asked.launch[0], Path(asked.launch[1])))
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.rank[0], Path(args.rank[1]))
+    if args.launch:
+        sys.exit(launch_faulty_ranks(args.launch[0], Path(args.launch[1])))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore the signal
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as scratch:
         for number, kind in enumerate(KINDS):
-            for each in kind(Path(scratch) / str(number)):
-                print(each, file=sys.stderr, flush=True)
-                found.append(each)
-    text = page(found)
+            for result in kind(Path(scratch) / str(number)):
+                print(result, file=sys.stderr, flush=True)
+                results.append(result)
+    text = page(results)
     print(text)
     PAGE.write_text(text)
 

@@ -94,12 +94,12 @@ def recorded_rows() -> list[Row]:
 
 def table_line(row: Row) -> str:
     """Format a row of the table."""
-    memory, words = planned_memory(row), [row.model, row.layout, str(row.world_size)]
+    memory, cells = planned_memory(row), [row.model, row.layout, str(row.world_size)]
     if row.problem:
-        return f"| {' | '.join(words)} | {memory.total / 1e9:.2f} | {row.problem} |"
+        return f"| {' | '.join(cells)} | {memory.total / 1e9:.2f} | {row.problem} |"
     pairs = (memory.total, row.allocated), (memory.reserved, row.reserved)
-    words += [f"{plan / 1e9:.2f} | {found / 1e9:.2f} | {plan / found - 1:+.1%}" for plan, found in pairs]
-    return f"| {' | '.join(words)} |"
+    cells += [f"{plan / 1e9:.2f} | {measured / 1e9:.2f} | {plan / measured - 1:+.1%}" for plan, measured in pairs]
+    return f"| {' | '.join(cells)} |"
 
 
 def summary(rows: list[Row]) -> Iterator[str]:

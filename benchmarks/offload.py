@@ -68,15 +68,15 @@ class Run:
 
     def step(self) -> None:
         """Continue the process for one step."""
-        before, begun = self._disk_bytes(), time.perf_counter()
+        disk_before, start = self._disk_bytes(), time.perf_counter()
         self.process.send_signal(signal.SIGCONT)
         while len(records := self._records()) <= len(self.steps):
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended with {self.process.returncode} after {len(self.steps)} steps")
             time.sleep(0.01)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         self.process.send_signal(signal.SIGSTOP)
-        after, record = self._disk_bytes(), records[-1]
+        disk_after, record = self._disk_bytes(), records[-1]
         self.peak_rss_bytes = record["peak_memory_bytes"]
         self.steps.append(
             Step(
@@ -84,8 +84,8 @@ class Run:
                 record["loss"],
                 record["grad_norm"],
                 record["optimizer_seconds"],
-                after[0] - before[0],
-                after[1] - before[1],
+                disk_after[0] - disk_before[0],
+                disk_after[1] - disk_before[1],
             )
         )
 
@@ -115,7 +115,7 @@ def make_run(out: Path, name: str, tokens: int, steps: int, offload: Path | None
         "ffn_hidden_size": FFN,
         "max_seq_len": SEQUENCE,
     }
-    rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
+    offload_fields = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
     return run_from_table(
         {
             "name": name,
@@ -123,7 +123,12 @@ def make_run(out: Path, name: str, tokens: int, steps: int, offload: Path | None
             "model": model,
             "data": {"tokenizer": "bytes"},
             "training": {"steps": steps, "seq_len": SEQUENCE, "tokens_per_step": tokens, "precision": "bf16"},
-            "layout": {"data_parallel": "zero2", "micro_batch_size": 2, "activation_checkpointing": "full", **rests},
+            "layout": {
+                "data_parallel": "zero2",
+                "micro_batch_size": 2,
+                "activation_checkpointing": "full",
+                **offload_fields,
+            },
             "optimizer": {"warmup_steps": 1, "learning_rate": 3e-4},
             "evaluation": {"tokens": 1024},
             "checkpoint": {"every": 0},
@@ -175,13 +180,13 @@ def median_of(run: Run, name: str) -> float:
 def ratio(memory: Run, disk: Run) -> float:
     """Return the speed on disk relative to that in memory: the median over neighboring steps."""
     pairs = zip(memory.steps[1:], disk.steps[1:], strict=True)
-    return statistics.median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+    return statistics.median(memory_step.seconds / disk_step.seconds for memory_step, disk_step in pairs)
 
 
 def has_equal_losses(memory: Run, disk: Run) -> bool:
     """Return whether the losses and gradient norms of both runs are bitwise equal."""
-    learned = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
-    return learned[0] == learned[1]
+    results = [[(step.loss, step.grad_norm) for step in run.steps] for run in (memory, disk)]
+    return results[0] == results[1]
 
 
 def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> str:
@@ -228,13 +233,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--directory", type=Path, help="folder of the files (default: a temporary directory)")
     parser.add_argument("--no-page", action="store_true", help="only print")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.directory) as place, ExitStack() as stack:
-        out = Path(place)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory, ExitStack() as stack:
+        out = Path(directory)
         # One more step than is measured, so that no run reaches its end, where it would evaluate and save.
-        cut = (asked.tokens, asked.steps + 1)
-        described_memory = make_run(out, "memory", *cut, None, asked.layers)
-        described_disk = make_run(out, "disk", *cut, out, asked.layers)
+        tokens_and_steps = (args.tokens, args.steps + 1)
+        described_memory = make_run(out, "memory", *tokens_and_steps, None, args.layers)
+        described_disk = make_run(out, "disk", *tokens_and_steps, out, args.layers)
         total = count_parameters(described_disk.model).total
         limit_bytes = STATE_BYTES_PER_PARAMETER * total // SHARE
         limits = [stack.enter_context(memory_limit(limit)) for limit in (None, limit_bytes)]
@@ -246,10 +251,10 @@ def main() -> None:
             stack.callback(runs[-1].end)
             runs[-1].step()
             print(f"{run.name}: started, one step done", flush=True)
-        measure(runs, asked.steps - 1)
-        text = page(runs[0], runs[1], total, limit_bytes, asked.tokens)
+        measure(runs, args.steps - 1)
+        text = page(runs[0], runs[1], total, limit_bytes, args.tokens)
     print(text)
-    if not asked.no_page:
+    if not args.no_page:
         PAGE.parent.mkdir(parents=True, exist_ok=True)
         PAGE.write_text(text)
 
