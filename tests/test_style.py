@@ -49,7 +49,7 @@ def is_unrelated_assignment(node: ast.AST) -> bool:
         return False
     assigned = {ast.unparse(name) for name in target.elts}
     used = {ast.unparse(name) for name in ast.walk(value) if isinstance(name, ast.Name | ast.Attribute)}
-    return not assigned & used  # exchanged or advanced together: related
+    return not assigned & used  # related, because they are exchanged or advanced together
 
 
 def findings(path: Path, is_source: bool = True) -> Iterator[Finding]:

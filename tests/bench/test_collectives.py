@@ -61,7 +61,7 @@ def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[st
     run = make_run(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
     for kind, roles in collective_kinds_of_run(run, traffic).items():
-        n = 4  # whatever it is: what is sent for a size and the size that is sent for are each other's inverse
+        n = 4  # any number: the conversions between sizes and sent bytes are inverse functions
         share = BUS_FACTORS[kind.operation]
         cases = benchmark_cases(kind, roles, n)
         sent_bytes = sum(case.calls * case.size_bytes * share for case in cases)

@@ -11,7 +11,7 @@ from phalanx.bench.latency_bandwidth_fit import LinearPiece, fit_latency_bandwid
 
 SIZES = [2.0**power for power in range(10, 31)]
 MIB = 2**20
-# nccl-tests on 8 GPUs of one node, 1 MiB to 8 GiB doubling, out-of-place microseconds: as stored in SimuMax,
+# nccl-tests on 8 GPUs of one node, 1 MiB to 8 GiB doubling, out-of-place microseconds, from SimuMax,
 # simu_tools/efficency_test/nccl_fit.py.
 ALL_REDUCE_US = [46.24, 45.71, 57.93, 86.55, 125.9, 203.3, 328.4, 579.2, 1090.5, 2106.2, 4022.4, 7924.8, 15736, 31450]
 ALL_TO_ALL_US = [75.76, 75.06, 76.64, 79.10, 82.85, 129.9, 220.1, 398.7, 761.2, 1461.0, 2822.3, 5520.5, 10937, 21730]

@@ -61,7 +61,7 @@ def test_time_torchtitan_is_median_of_last_steps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("steps"))
     monkeypatch.setattr(speed_torchtitan, "STEPS", 8)
     result = time_torchtitan(SHAPE)
-    assert result["seconds"] == SHAPE.tokens / 1518  # of steps 5 to 12
+    assert result["seconds"] == SHAPE.tokens / 1518  # the mean of steps 5 to 12
     assert result["first"] == SHAPE.tokens / 11
     assert result["peak_bytes"] == 0.11 * 2**30
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("failed_step"))

@@ -56,7 +56,7 @@ def test_node_facts_include_nccl_conf_variables(tmp_path: Path) -> None:
     h100_snapshot.write_h100_snapshot(tmp_path)
     create_file("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
     facts = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
-    assert (facts["NCCL_IB_QPS_PER_CONNECTION"], facts["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
+    assert (facts["NCCL_IB_QPS_PER_CONNECTION"], facts["NCCL_IB_TC"]) == ("4", "106")  # the environment has priority
 
 
 def test_compare_nodes_has_no_findings_for_equal_nodes(nodes: list[NodeReport]) -> None:
@@ -261,7 +261,7 @@ def test_counter_findings_report_increased_counter(name: str, tmp_path: Path) ->
     (finding,) = filter_problems(error_counters.counter_findings(before, after))
     assert (finding.id, finding.severity, finding.device) == (rule, severity, device)
     assert finding.remedy
-    assert filter_problems(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
+    assert filter_problems(error_counters.counter_findings(after, after)) == []  # the counter did not increase
 
 
 def test_counter_findings_use_ratio_of_ecn_marked_packets(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
     (damaged,) = filter_problems(cross_node_bandwidth.check_collectives([replace(result, wrong=3)]))
     assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
-    small = replace(result, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
+    small = replace(result, size_bytes=1024, bus_bytes_per_second=1.0)  # dominated by latency
     assert filter_problems(cross_node_bandwidth.check_collectives([small])) == []
 
 
@@ -383,9 +383,10 @@ def test_check_collectives_accepts_published_busbw(name: str) -> None:
             name=name, ranks=8, size_bytes=size, bus_bytes_per_second=speed, link_bytes_per_second=links, wrong=0
         )
         assert filter_problems(cross_node_bandwidth.check_collectives([result])) == []
+        # At half the published bandwidth there is a finding.
         assert filter_problems(
             cross_node_bandwidth.check_collectives([replace(result, bus_bytes_per_second=speed / 2)])
-        )  # by half its links
+        )
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))

@@ -67,13 +67,14 @@ def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypa
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    limit = 40  # more than nvidia-smi's 10 s and the start of all checks beside other tests
+    limit = 40  # more than the 10 s of nvidia-smi and the start of all checks while other tests run
     monkeypatch.setattr(run_checks, "CHECK_SECONDS", limit)
     start = time.monotonic()
     findings = run_checks.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
-    assert time.monotonic() - start < 60  # what --quick promises
+    assert time.monotonic() - start < 60  # the limit of --quick
     wrong = {finding.id: finding for finding in findings if finding.severity in ("FAIL", "WARN")}
-    by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
+    # Other tests are killed for memory, or fill the disk, at the same time.
+    by_others = {"kernel.out_of_memory", "disk.write"}
     assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.gloo_interface", "nccl.left_over"}
     assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
     assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", f"no answer in {limit} s")
@@ -212,9 +213,8 @@ def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
     assert skipped["rdma_ports"] == skipped["host.memlock"] == "no RDMA device"
     assert all(skipped.values())
     assert "memory.headroom" in {finding.id for finding in findings if finding.severity == "OK"}
-    anywhere = run_checks.run_all_checks(
-        Machine(CPU_SNAPSHOT), Expectations(ranks=2, rank_bytes=2**50)
-    )  # where there are no GPUs, on CPUs
+    # Without `gpus`, a node without GPUs is checked for a run on CPUs.
+    anywhere = run_checks.run_all_checks(Machine(CPU_SNAPSHOT), Expectations(ranks=2, rank_bytes=2**50))
     assert "memory.headroom" in {finding.id for finding in anywhere if finding.severity == "FAIL"}
 
 

@@ -85,11 +85,8 @@ def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
     first, *others = rank_pool(2).run(_check_nodes)
     findings = {finding["id"]: finding for finding in first}
     assert others == [first]
-    assert {finding["severity"] for finding in first} <= {
-        "OK",
-        "SKIP",
-        "WARN",
-    }  # others may use the network of this machine
+    # Other programs may use the network of this machine, which causes warnings.
+    assert {finding["severity"] for finding in first} <= {"OK", "SKIP", "WARN"}
     assert findings["between.wrong"]["severity"] == "OK"
     assert findings["nodes.clock"]["severity"] == "OK"
     assert findings["between.slow_node"]["measured"] == "one node"
@@ -103,9 +100,8 @@ def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -
         hang_dumps.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
-    assert (
-        multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
-    )  # one rank, which sends nothing
+    # A single rank sends nothing.
+    assert multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
     assert not (tmp_path / COLLECTIVES_FILE).exists()
     ((rank, record),) = hang_dumps.read_failures(tmp_path).items()
     assert (rank, record["host"]) == (0, Machine().host)

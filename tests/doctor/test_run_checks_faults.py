@@ -752,7 +752,7 @@ def test_doctor_passes_every_rule_on_healthy_h100_node(h100: Path) -> None:
     assert {finding.host for finding in findings} == {"node1"}
     passed = {finding.id for finding in findings if finding.severity == "OK"}
     rules = {rule.id for check in CHECKS for rule in SECTIONS[check].rules}
-    assert rules - passed == {"memory.headroom", "cpu.bf16"}  # those are for CPUs
+    assert rules - passed == {"memory.headroom", "cpu.bf16"}  # these rules are for CPUs
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -760,7 +760,7 @@ def test_doctor_reports_fault_with_device_and_remedy(name: str, h100: Path) -> N
     plant, rule, severity, device = FAULTS[name]
     plant(h100)
     (problem,) = find_problems(h100)
-    of_log = rule in {log_rule.id for log_rule in SECTIONS["nccl_log"].rules}  # which tells of all hosts of a run
+    of_log = rule in {log_rule.id for log_rule in SECTIONS["nccl_log"].rules}  # the log contains all hosts of a run
     assert (problem.id, problem.severity, problem.host) == (rule, severity, device if of_log and device else "node1")
     assert device in problem.device if rule == "doctor.stuck" else problem.device == device
     assert problem.remedy
@@ -816,7 +816,10 @@ def test_doctor_warns_about_bf16_on_cpu_without_vector_support(flags: str, slow:
     findings = find_problems(h100, on_cpus)
     assert [(finding.id, finding.severity) for finding in findings] == ([("cpu.bf16", "WARN")] if slow else [])
     assert all('training.precision = "fp32"' in finding.remedy for finding in findings)
-    for expectations in (replace(on_cpus, precision="fp32"), replace(EXPECTED, precision="bf16")):  # and on GPUs
+    for expectations in (
+        replace(on_cpus, precision="fp32"),
+        replace(EXPECTED, precision="bf16"),
+    ):  # on CPUs with fp32, and on GPUs
         assert find_problems(h100, expectations) == []
 
 

@@ -45,7 +45,7 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         self._last, self._bytes = 0, b""
-        # A shell puts the pipes where Chromium looks for them: 3 to read from, 4 to write to.
+        # A shell duplicates the pipes to the descriptors that Chromium uses: 3 for reading, 4 for writing.
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
@@ -132,7 +132,7 @@ class Browser:
         """Return the CPU seconds of the processes that draw pages, which do not depend on other programs."""
         ticks = 0
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it may have ended
+            with suppress(OSError):  # the process may have exited
                 command = (process / "cmdline").read_bytes()
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 if b"--type=renderer" in command and self._home.name.encode() in command:

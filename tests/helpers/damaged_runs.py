@@ -298,7 +298,7 @@ def _read_by_coordinator(directory: Path) -> str:
         return ""
     coordinator = Coordinator(run, directory, initial_pieces(run))
     try:
-        with suppress(TensorFileError):  # `run_rounds` reports that an update is missing, and tries again
+        with suppress(TensorFileError):  # `run_rounds` reports the missing update, and tries again
             coordinator.tick()
         return json.dumps(coordinator.status())
     finally:

@@ -33,7 +33,7 @@ def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[
     computing = world_size - (layout.get("num_servers", 1) if layout.get("data_parallel") == "parameter_server" else 0)
     micro_batch, count = (1, 8) if "pp" in layout else (2, 2)
     tokens = computing // shared * micro_batch * count * 128
-    if "pp" in layout or ("tp" in layout and "ep" not in layout):  # four stages; estimates of the peak need more, too
+    if "pp" in layout or ("tp" in layout and "ep" not in layout):  # for four stages, and for estimates of the peak
         model = {**model, "num_layers": 4}
     return world_size, {
         **BASE_SETTINGS,

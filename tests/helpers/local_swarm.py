@@ -106,7 +106,7 @@ class LocalSwarm:
         return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
     def base(self) -> dict[str, Tensor]:
-        with self.coordinator.changed:  # not while a round is put into it
+        with self.coordinator.changed:  # wait until no round is being written
             return read_pieces(self.run, self.coordinator.store.base)
 
 

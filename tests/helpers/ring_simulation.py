@@ -62,7 +62,7 @@ def ring_all_reduce(values: Sequence[Sequence[float]]) -> RingResult:
     sizes = [len(chunk) for chunk in chunks_by_rank[0]]
     scatter, gather = reduce_scatter_sends(ranks), all_gather_sends(ranks)
     owner = list(range(ranks))
-    for send in scatter:  # one by one is as good as at once: in a step, no rank receives the chunk that it sends
+    for send in scatter:  # the order does not matter: in a step, no rank receives the chunk that it sends
         source, target = chunks_by_rank[send.source], chunks_by_rank[send.target]
         target[send.chunk] = [a + b for a, b in zip(source[send.chunk], target[send.chunk], strict=True)]
         owner[send.chunk] = send.target

@@ -20,7 +20,7 @@ def serving(*arguments: object) -> Iterator[str]:
     """Yield the address that a command serves; the command opens no browser, and exits on Ctrl-C without output."""
     command = [sys.executable, "-m", "phalanx", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
     disposition = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = start_python(command, **pipes, text=True, env={**os.environ, "BROWSER": "true"})

@@ -17,7 +17,7 @@ HOST_PER_RANK = "NULL_GPU_HOST_PER_RANK"
 """Environment variable: each rank is on a host of its own, by name."""
 HOST_SYNCS_FILE = "NULL_GPU_HOST_SYNCS_FILE"
 """Environment variable: the file for the waits of rank 0 in its last step."""
-CLONE_NEWUTS = 0x04000000  # linux/sched.h: a hostname of one's own
+CLONE_NEWUTS = 0x04000000  # linux/sched.h: a UTS namespace, which has its own hostname
 
 
 def take_hostname() -> None:

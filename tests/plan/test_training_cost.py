@@ -25,7 +25,7 @@ def test_training_cost_uses_llama3_failure_rate_by_default():
 @pytest.mark.parametrize(
     ("cluster", "host_watts", "pue"),
     [
-        ({}, 575, 1.56),  # DGX H100: 10.2 kW for a node, of which eight cards draw 5.6
+        ({}, 575, 1.56),  # DGX H100: 10.2 kW for a node, of which eight GPUs draw 5.6
         ({"host_watts_per_device": 250, "pue": 1.1}, 250, 1.1),
         ({"preset": "a100", "pue": 1}, 412.5, 1),  # DGX A100: 6.5 kW
         ({"preset": "l40s"}, 350 * 575 / 700, 1.56),  # no published node: the share of a DGX H100

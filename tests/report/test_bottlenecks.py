@@ -156,7 +156,7 @@ def simulate_pipeline_passes(run: RunSpec, ranks: int, fault: Fault, slower: dic
                 for action in actions(span.step):
                     kinds = stage_seconds.setdefault(str(action.stage), {})
                     kinds[action.kind] = kinds.get(action.kind, 0.0) + float(span.end - span.start)
-            passes[rank] = float(timeline.spans[pp_rank][-1].end)  # then it waits in the collective
+            passes[rank] = float(timeline.spans[pp_rank][-1].end)  # then the rank waits in the collective
             stages[rank] = stage_seconds
             waits[rank] = passes[rank] - sum(sum(kinds.values()) for kinds in stage_seconds.values())
     return passes, stages, waits

@@ -55,7 +55,8 @@ def test_read_measured_run_uses_steps_of_last_world_size(tmp_path):
 
 def test_read_measured_run_uses_steps_since_last_start(tmp_path):
     path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
-    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
+    # The records are those of a version that did not record ranks.
+    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")
     restarted = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
     (path / "metrics.jsonl").write_text(old + (restarted / "metrics.jsonl").read_text())
     assert read_measured_run(path).step_seconds == 1

@@ -84,9 +84,8 @@ def test_swarm_report_bytes_and_memory_match_formulas(swarm_run):
         per_round, total = comparison_row(facts, "round", quantity), comparison_row(facts, "rounds", quantity)
         assert per_round["predicted"] == predicted_bytes
         assert total["predicted"] == 4 * predicted_bytes
-        assert (
-            predicted_bytes < per_round["measured"] < 1.5 * predicted_bytes
-        )  # of this model names, checksums and short blocks are a large part
+        # Names, checksums and short blocks are a large part of the bytes of this small model.
+        assert predicted_bytes < per_round["measured"] < 1.5 * predicted_bytes
         assert total["measured"] == 4 * per_round["measured"]
     initial_weights = comparison_row(facts, "rounds", "initial weights")
     assert initial_weights["measured"] == initial_weights["predicted"] == 4 * count_parameters(run.model).total
@@ -150,7 +149,7 @@ def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm_run):
     assert predicted["round", "whole round"] == pytest.approx(round_seconds, rel=1e-6)
     assert predicted["round", "utilization"] == pytest.approx(3.0 / round_seconds, rel=1e-6)
     several = {row.quantity: row.predicted for row in round_rows(run, 2, [record]) if row.role == "round"}
-    assert several["state held"] is None  # what ranks share is the layout's affair
+    assert several["state held"] is None  # unknown for several ranks, whose shares depend on the layout
 
 
 def truncate_swarm_records(node: Path) -> None:
@@ -210,7 +209,7 @@ def test_report_page_swarm_figure_matches_facts(swarm_run, name):
     facts = report_facts(read_run(swarm_run[1] / name))
     text = main(report_data([facts]))
     figure = parse_embedded_json(text, "figures")["rounds-0"]
-    Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
+    Figure(data=figure["data"], layout=figure["layout"])  # raises for unknown properties
     traces = {trace["name"]: trace["y"] for trace in figure["data"]}
     rounds, updates = facts["swarm"]["rounds"], facts["swarm"]["updates"]
     if rounds:
@@ -246,7 +245,7 @@ def test_watch_follows_swarm_node_until_last_round(node_directory):
     watch = [sys.executable, "-m", "phalanx", "watch", str(node_directory), "--every", "0.1"]
     with start_python(watch, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert any(line.startswith("round 2") for line in process.stdout)  # all steps are done by then
+            assert any(line.startswith("round 2") for line in process.stdout)  # all steps are finished then
             with (node_directory / "swarm.jsonl").open("a") as file:
                 file.write(last)
             stdout, _ = process.communicate(timeout=60)

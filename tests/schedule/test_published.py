@@ -118,7 +118,7 @@ def test_zb_h2_has_no_bubble_within_a_rank(p: int, m: int, window: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (2, 3), (3, 5)])
 def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
-    timeline = simulate(zb_v(p, m), HALF)  # two stages to a rank
+    timeline = simulate(zb_v(p, m), HALF)  # two stages per rank
     assert [timeline.rank_span(rank) for rank in range(p)] == [3 * m] * p
     assert timeline.bubble == Frac(p - 1, 6 * m + p - 1)
     assert peak_activations_per_rank(zb_v(p, m)) == [p] * p
@@ -146,7 +146,7 @@ def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, 
         for v in (2, 3):
             chunk = ActionTimes(forward=forward / v, input_grad=input / v, weight_grad=weight / v)
             assert bubble_size(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
-    if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
+    if weight <= forward:  # longer weight halves delay the input halves instead of filling gaps between them
         assert bubble_size(zb_h1(p, m), action_times) == (p - 1) * (forward + input - weight)
         assert bubble_size(zb_h2(p, m), action_times) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
 

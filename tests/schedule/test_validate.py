@@ -16,7 +16,7 @@ from phalanx.schedule.simulate import ActionTimes, in_flight_by_step, peak_activ
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.errors import UserError
 
-# An article's drawings; on every rank the backward pass of micro-batch 0 runs in the same tick.
+# Drawings of an article with an error: the backward pass of micro-batch 0 runs in the same tick on every rank.
 WRONG_1F1B = """
 F0 F1 F2 F3 B0 B1 B2 B3
 - F0 F1 F2 B0 F3 B1 B2 B3

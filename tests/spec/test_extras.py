@@ -33,7 +33,8 @@ def test_missing_package_names_extra_that_installs_it(package: str) -> None:
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npreset = "tiny"\n')
     program = "import sys; sys.modules['torch'] = None; from phalanx.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "train", "run.toml"]  # anew: the warm process has torch
+    # Use a new process, because the warm process has imported torch.
+    command = [sys.executable, "-c", program, "train", "run.toml"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2
     assert process.stderr.endswith("requires torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")

@@ -91,7 +91,7 @@ def test_learning_rate_of_another_optimizer_is_that_of_the_model() -> None:
 def test_muon_learning_rate_is_required_to_train_pretrained_weights() -> None:
     table = {**load_model_spec("tiny").model_dump(mode="json"), "from_hf": "weights"}
     run = run_of(table, name="muon").replace(data={"tokenizer": "bytes"})
-    reread = run_from_table(tomllib.loads(to_toml(run)))  # as by `phalanx plan --out`
+    reread = run_from_table(tomllib.loads(to_toml(run)))  # as `phalanx plan --out` writes it
     for unset in (run, reread):
         with pytest.raises(
             UserError, match=r"optimizer.muon_learning_rate = 0.02: is a rate for new weights"

@@ -243,6 +243,6 @@ def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, run_file: Path)
 def test_dryrun_command_resolves_auto_layout(run_file: Path) -> None:
     automatic = run_file.with_name("automatic.toml")
     text = run_file.read_text().partition("[layout]")[0]
-    text = text.replace("tokens_per_step = 1024", "tokens_per_step = 8192")  # buffers are a smaller part
+    text = text.replace("tokens_per_step = 1024", "tokens_per_step = 8192")  # so that buffers are a smaller part
     automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')
     assert cli_runner.command_json("dryrun", automatic, "--trace", "0")["world_size"] == 4

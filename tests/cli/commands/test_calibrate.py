@@ -39,7 +39,7 @@ def test_plan_uses_machine_file_written_by_calibrate(run_directory, tmp_path):
     assert "measured by 1 runs on this machine" in table
     plan = command_json("plan", run_directory / "run.toml", "--machine", machine_file, "--nproc", 2)
     assert plan["measured"] == machine.calibration.identified_constants
-    # The same as the preset of a run file.
+    # The machine file as the preset of a run file gives the same plan.
     plan_by_preset = command_json(
         "plan", run_directory / "run.toml", "--set", f"cluster.preset={machine_file}", "--nproc", 2
     )

@@ -140,7 +140,7 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
 
 def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.txt"
-    for _ in range(2):  # it replaces an earlier one
+    for _ in range(2):  # the second call replaces the file of the first
         stderr = cli_runner.command_stderr("doctor", "--from-snapshot", h100, "--topology", file)
     assert f"phalanx placement RUN.toml --topology {file}" in stderr
     node = read_topology(file)

@@ -53,7 +53,7 @@ def test_generate_command_samples_from_trained_weights(finished_trainer):
         expected = generate(
             finished_trainer.module, tokens, 30, temperature=0, context=finished_trainer.run.training.seq_len
         )
-    assert 256 not in expected  # the end of the text
+    assert 256 not in expected  # 256 is the end of a text
     text = command_output(
         "generate", finished_trainer.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0
     )
@@ -75,7 +75,7 @@ def test_exported_model_logits_match_when_loaded_by_transformers(finished_traine
     with torch.no_grad():
         logits = reloaded(ids).logits
         torch.testing.assert_close(logits, finished_trainer.module(ids)[0], rtol=0, atol=2e-5)
-    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
+    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # the model has learned
 
 
 def test_export_writes_config_json_and_rejects_non_empty_directory(run_directory, tmp_path):
@@ -120,7 +120,7 @@ def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path)
     directory = create_run(run, 1, resume=False)
     train_to_end(make_trainer(run))
     source.rename(moved)
-    create_run(run, 1, resume=True)  # which does not need the source, and keeps its files
+    create_run(run, 1, resume=True)  # resuming does not need the source, and keeps its files
     command_output("export", directory, tmp_path / "out")
     handed_on = {file.name for file in moved.iterdir()} - {"README.md", "model.safetensors"}
     assert {"chat_template.jinja", "generation_config.json", "LICENSE", "tokenizer_config.json"} < handed_on

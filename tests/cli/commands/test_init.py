@@ -86,7 +86,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     lines = text.splitlines()
     begin = lines.index("# [model.moe]")
     moe = slice(begin, lines.index("", begin))
-    swarm = lines.index("# [swarm]")  # and what stands below, which are tables of it
+    swarm = lines.index("# [swarm]")  # [swarm] and its tables below
     for number, line in enumerate(lines[:swarm]):
         key = re.match(r"# (\w+) = ", line)
         if key and key[1] not in examples and not moe.start <= number < moe.stop:

@@ -127,7 +127,7 @@ def test_memory_prints_one_row_per_pipeline_stage(run):
 def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "4")
     assert rows["ddp rank"]["fits"] is None
-    total, libraries = rows["hsdp rank"]["memory"]["total"], 0  # planned as CPUs, which have no context
+    total, libraries = rows["hsdp rank"]["memory"]["total"], 0  # planned for CPUs, which have no CUDA context
     small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(min_safe_memory_bytes(total, libraries))}"]
     rows = rows_by_strategy_and_role(run, *small)
     assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)

@@ -139,7 +139,7 @@ def test_placement_heatmap_aggregates_ranks_to_nodes_and_node_blocks(run: Path, 
     facts = placement_json(run, "--ranks", "256", *layout_options(tp=4), "--out", str(file))
     assert facts["sent"]["unit"] == "node"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
-    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
+    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each block with itself, and with the next one on the ring
     assert placement_json(run, "--ranks", "256", "--nproc", "2", *layout_options(tp=4))["sent"]["unit"] == "node"
     facts = placement_json(run, "--ranks", "256", "--nproc", "1", *layout_options(tp=4))
     assert facts["sent"]["unit"] == "block of 2 nodes"

@@ -528,7 +528,7 @@ def read_terminal(terminal: int) -> bytes:
     """Return the output since the last call; an empty string when the program has ended."""
     try:
         return os.read(terminal, 4096)
-    except OSError:  # so Linux says that the other end was closed
+    except OSError:  # Linux raises this when the other end is closed
         return b""
 
 

@@ -155,7 +155,7 @@ def test_parse_choices_returns_numbers_beside_choices():
 def test_parse_choices_refuses_numbers_above_those_of_real_clusters(field, number):
     with pytest.raises(InvalidChoiceError, match=rf"{field} = {number}: .*\n.*fix: use a whole number from 1 to"):
         parse_choices({**CHOICES, field: number}, (), FIRST)
-    parse_choices({**CHOICES, field: number}, (), replace(FIRST, **{field: number}))  # of the command line
+    parse_choices({**CHOICES, field: number}, (), replace(FIRST, **{field: number}))  # the values of the command line
     parse_choices({**CHOICES, "nodes": 16_384, "batch": 65_536, "seq_len": 2**20}, (), FIRST)
 
 

@@ -48,7 +48,7 @@ warmup_steps = 2
 FOUR_HEADS = {"model.num_heads": 4, "model.head_dim": 48}
 NVME = {"layout.data_parallel": '"zero1"', "layout.offload": '"nvme"'}
 
-# What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
+# Settings (or an edit of the run file), more arguments, and texts of the message: field, value, fix.
 INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.stepz": 3}, ("training.stepz = 3", "did you mean 'steps'")),
     ({"trainin.steps": 3}, ("trainin", "did you mean 'training'")),
@@ -270,7 +270,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         {"layout.ddp_static_graph": "true", "layout.micro_batch_size": 2},
         ("layout.ddp_static_graph = True", "accumulation", "2 micro-batches", "layout.micro_batch_size = 4"),
     ),
-    (  # context-parallel ranks are DDP's, also without data-parallel ones
+    (  # DDP also averages over context-parallel ranks, without data-parallel ones too
         {"layout.ddp_static_graph": "true", "layout.cp": 2, "layout.micro_batch_size": 2},
         ("layout.ddp_static_graph = True", "accumulation", "4 micro-batches", "layout.micro_batch_size = 8"),
     ),
@@ -384,7 +384,7 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
     for text in expected_texts:
         assert text in stderr
     assert stderr.count("phalanx: ") == 1
-    if "cluster.nodes" not in changes:  # where nodes meet is known where they start, and not needed to print
+    if "cluster.nodes" not in changes:  # printing needs no rendezvous address
         assert error_output([*command, "--print-config"], monkeypatch, capsys) == stderr
     assert directory_contents(workspace) == before
 

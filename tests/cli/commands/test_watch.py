@@ -84,7 +84,7 @@ def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
             failure_message = "phalanx: rank 1 failed: was killed by SIGKILL; waiting for the run to continue\n"
             assert process.stderr.readline() == failure_message
             (failed_run / "failures" / "rank-00001.json").unlink()
-            append_event(failed_run, STARTED, step=5, ranks=2)  # and its lock is not held yet
+            append_event(failed_run, STARTED, step=5, ranks=2)  # the restarted run has not acquired its lock yet
             assert "the run has stopped; the run failed once and resumed" in process.stderr.readline()
             shutil.copy(two_rank_run() / "metrics.jsonl", failed_run)
             stdout, stderr = process.communicate(timeout=60)

@@ -128,5 +128,5 @@ def test_block_hides_the_copy_of_its_input_on_a_fast_link(speed, is_hidden):
     assert after.compute[0] == pytest.approx(before.compute[0])
     steps = [step_seconds(TIME_CONSTANTS, jobs) for jobs in (full, offloaded)]
     assert steps[0].offload[0] == 0
-    if is_hidden:  # but the first input that a micro-batch's backward pass needs
+    if is_hidden:  # except for the first input that the backward pass of a micro-batch needs
         assert steps[1].total[0] - steps[0].total[0] == pytest.approx(8 * copy_seconds)

@@ -110,7 +110,7 @@ def measure_saved_bytes(spec, batch, sequence, precision, layout, autocast, mask
     apply_activation_checkpointing(model, layout.activation_checkpointing, layout.recomputed_blocks)
     saved, recomputations = SavedStorages(model), []
 
-    def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
+    def entered(block, args):  # the rotary tables are a tuple, which a checkpoint keeps without autograd
         for table in args[1] or ():
             saved.record(table)
 
@@ -156,7 +156,7 @@ def measure_saved_bytes_on_rank(cases):
     for spec, precision, autocast, changes, masked in cases:
         layout = Layout(data_parallel="ddp" if autocast or precision != "bf16" else "zero1", **changes)
         mesh, cpu = build_mesh(layout, dist.get_world_size(), "cpu"), torch.device("cpu")
-        # Autocast, as of several replicas.
+        # Use autocast as with several replicas.
         with mock.patch.object(apply, "effective_strategy", lambda layout, *_: layout.data_parallel):
             strategy = apply.apply_layout(
                 spec, layout, mesh, cpu, lambda name, shape: 0.1 * torch.randn(shape), precision
@@ -196,7 +196,7 @@ def make_balanced_router_logits(logits):
 
 DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
-# Three heads of eight columns: of two ranks each has one and a half.
+# Three heads of eight columns: each of two ranks has one and a half.
 THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
 THREE_HEAD_SPECS = {f"{name}-of-columns": SPECS[name].replace(**THREE_HEADS) for name in (*DENSE, "mixtral")}
 GATHERED_HEADS_LAYOUT = {"tp": 2, "tp_attention": "gathered"}
@@ -267,7 +267,7 @@ def test_activation_bytes_is_linear_in_batch_size(name, mode):
     )
     for part in ("checkpoints", "norms", "attention", "mlp", "loss"):
         assert getattr(two, part) == 2 * getattr(one, part), part
-    assert three.total - two.total == two.total - one.total  # what is left does not depend on the batch
+    assert three.total - two.total == two.total - one.total  # the rest does not depend on the batch
     assert two.weight_copies == one.weight_copies
 
 
@@ -287,7 +287,7 @@ def test_autocast_weight_copies_count_each_matrix_once():
 def test_head_and_loss_dominate_activation_bytes_of_small_models():
     small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
-    assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and numbers of each row
+    assert small.loss == 2**20 * 4 + 4 * 64 * 46  # one of two chunks, and some numbers per row
 
 
 class PeakLiveBytes(TorchDispatchMode):

@@ -19,7 +19,7 @@ def test_attended_keys_are_pairs_of_mask_without_half_the_diagonal(window: int) 
     spec = SPEC.replace(sliding_window=window)
     mask = torch.ones(64, 64).tril().triu(1 - window)
     below, above = attended_keys(spec, 0, 64), attended_keys(spec, 0, 64, causal=False)
-    # As T / 2 stands for (T + 1) / 2: a triangle is half a square.
+    # T / 2 approximates (T + 1) / 2: a triangle is half a square.
     assert below == pytest.approx(mask.sum().item() / 64 - min(window, 64) / 128)
     assert above == min(window, 64)
 

@@ -12,8 +12,8 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 
-# The shapes that the peers were measured with, and their FLOPs per token. Those
-# count norms among the products: 0.03 % more in SMALL, 201.38 M against 201.33 M.
+# The shapes with which peers were measured, and their FLOPs per token. Peers count
+# norms as matrix products: 0.03 % more in SMALL, 201.38 M instead of 201.33 M.
 TINY = ModelSpec(num_layers=6, hidden_size=256, num_heads=16, ffn_hidden_size=768, vocab_size=2048, max_seq_len=512)
 SMALL = ModelSpec(
     num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_hidden_size=1536, vocab_size=8192, max_seq_len=512

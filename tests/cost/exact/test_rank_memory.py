@@ -48,7 +48,8 @@ ODD_SHAPES_MOE = {
     "moe": {
         "num_experts": 3,
         "top_k": 2,
-        "expert_ffn_size": 24,  # four ranks share the rows of each expert's first matrices, not those of its last
+        # Four ranks can share the rows of the first matrices of an expert, but not those of the last.
+        "expert_ffn_size": 24,
         "num_shared_experts": 1,
         "num_leading_dense_layers": 1,
     },
@@ -336,25 +337,19 @@ def test_communication_buffers_match_formulas_for_ddp_and_servers():
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
     assert rank_memory(make_run("parameter_server", "fp32"), 5)["server"].communication == size
     assert predict_rank_memory("ddp", 4).communication == 0
-    assert (
-        predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
-    )  # smaller than a bucket
+    # The model is smaller than a bucket.
+    assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
     assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
     assert predict_rank_memory("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
 
 
 def test_zero_communication_buffers_match_bucket_formula():
-    model = {
-        **ODD_SHAPES_MODEL,
-        "vocab_size": 600,
-        "hidden_size": 36,
-        "ffn_hidden_size": 100,
-    }  # no remainder on two ranks
+    # All parameters split evenly over two ranks.
+    model = {**ODD_SHAPES_MODEL, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}
     spec = make_run(model=model).model
     size = 4 * count_parameters(spec).total
-    assert (
-        predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
-    )  # one bucket, sent, received, its half
+    # The model is one bucket: its sent and received copies, and half of it.
+    assert predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
     assert predict_rank_memory("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
     small = {"bucket_mb": 1e-6}  # one bucket per parameter
     sizes = [4 * num_elements(shape) for shape in parameter_shapes(spec).values()]

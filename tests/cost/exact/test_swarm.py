@@ -21,7 +21,7 @@ def test_swarm_bytes_match_hand_count_of_tiny_model():
     ratio = both_ways(round_bytes(spes_share, "spes")) / both_ways(round_bytes(diloco_share, "diloco"))
     assert ratio == pytest.approx(0.6795, abs=5e-5)
     assert (state_bytes(spes_share), state_bytes(diloco_share)) == (3_822_592, 7_361_536)
-    stepped_elsewhere = node_share(TINY_MOE, "ddp")  # weights and gradients
+    stepped_elsewhere = node_share(TINY_MOE, "ddp")  # the node has weights and gradients only
     assert (both_ways(round_bytes(stepped_elsewhere, "ddp")), state_bytes(stepped_elsewhere)) == (3_680_768, 3_680_768)
 
 

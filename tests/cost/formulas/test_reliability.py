@@ -39,7 +39,7 @@ def test_mtbf_seconds_of_llama3_is_about_three_hours():
 def test_observed_mtbf_replaces_expected_after_two_early_failures():
     assert [observed_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
     assert observed_mtbf_seconds(100, 2, 600) == 100
-    assert observed_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
+    assert observed_mtbf_seconds(100, 2, -0.5) == 100  # clocks may differ
 
 
 def test_mtbf_seconds_match_published_failure_rate_per_node_day():

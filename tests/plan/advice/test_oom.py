@@ -357,7 +357,7 @@ def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
         make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"}),
     )
     assert effects_by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
-        "layout.cp=4",  # with 8, NCCL's buffers for more peers are larger than what is freed
+        "layout.cp=4",  # with 8, NCCL's buffers for more peers exceed the freed memory
         "layout.cp_method=ulysses",
     )
     assert effects_by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)

@@ -80,8 +80,9 @@ def test_calibration_reduces_error_on_calibration_runs(calibration):
 def test_calibration_lists_only_constants_identified_by_runs(calibration):
     measured = calibration.machine.calibration
     assert "link" in measured.identified_constants
-    assert measured.time_constants["link"] == pytest.approx(TRUE_CONSTANTS["link"], rel=0.5)  # it began at 0.65
-    # No run has experts, an engine of DeepSpeed's, or a device of another era.
+    # The initial value is 0.65.
+    assert measured.time_constants["link"] == pytest.approx(TRUE_CONSTANTS["link"], rel=0.5)
+    # No run has experts, the engine of DeepSpeed, or a device of another generation.
     for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
         assert name not in measured.time_constants
         assert name not in measured.identified_constants

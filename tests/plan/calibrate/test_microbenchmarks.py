@@ -177,7 +177,8 @@ def test_read_benchmark_file_parses_all_parts(tmp_path):
     benchmark = read_benchmark_file(write_benchmark_document(tmp_path, make_benchmark_document()))
     assert (benchmark.name, benchmark.ranks, benchmark.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(benchmark.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
-    np.testing.assert_array_equal(benchmark.core, [3, 6])  # of a layer: its own tokens, and twice others'
+    # Count per layer: its own tokens once, and those of other ranks twice.
+    np.testing.assert_array_equal(benchmark.core, [3, 6])
     np.testing.assert_array_equal(benchmark.passes, [[8, 2]])
     assert benchmark.exchanges == (
         CollectiveTiming(operation="all_reduce", ranks=2, stride=2, size_bytes=64, seconds=0.5),

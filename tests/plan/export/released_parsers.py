@@ -136,7 +136,7 @@ def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) 
 def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(MEGATRON_DIR)
     if sys.version_info < (3, 12):
-        # All that its package needs of Python 3.12 to be read.
+        # The only feature of Python 3.12 that importing the package needs.
         monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
     from megatron.training.arguments import parse_args, validate_args
 

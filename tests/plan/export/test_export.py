@@ -165,7 +165,7 @@ def read_torchtitan(exported: ExportedConfig) -> Table:
         "sequence": training["seq_len"],
         "layers": int(re.findall(r"range\((\d+)\)", model["layers"])[0]),
         "width": model["dim"],
-        # Of layers that all have experts, torchtitan is not told what a dense one would be.
+        # If all layers have experts, the export for torchtitan contains no dense width.
         "ffn": int(re.findall(r"\((\d+)\)", block["feed_forward"])[0])
         if "feed_forward" in block
         else SMALL["ffn_hidden_size"],

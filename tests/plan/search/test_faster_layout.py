@@ -52,7 +52,7 @@ def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
     missing = faster.missing_device_bytes if part == "device" else faster.missing_host_bytes
     assert missing > 0
     for share in (0.99, 1.02):
-        # memory that is enough grows a little less than memory itself
+        # the usable part of memory grows a little more slowly than memory itself
         memory = round(getattr(run.cluster, field) + share * missing / 0.978)
         larger = run.model_copy(update={"cluster": run.cluster.model_copy(update={field: memory})})
         fits = evaluate_layout(larger, 2, faster.option.candidate.layout()).p_oom < MAX_OOM_PROBABILITY

@@ -54,7 +54,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     for index in range(0, len(variants), 1 + len(variants) // 20):
         single = evaluate(run, ranks, [variants[index]])[0]
         assert (single.step_seconds, single.memory_bytes) == (options[index].step_seconds, options[index].memory_bytes)
-    # What one rank has is not looked for elsewhere where it fits: as ZeRO has it, it is another strategy.
+    # Variants with another strategy are searched only if the layout itself does not fit.
     needs = [layout.data_parallel == variant.data_parallel or layout not in likely for layout, variant in pairs]
     fitting = [
         option
@@ -284,18 +284,12 @@ def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
 @pytest.mark.parametrize(
     ("model", "layout", "min_ratio"),
     [
-        (
-            "llama3-8b",
-            {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"},
-            0.72,
-        ),  # one rank has both ends
+        # One rank has the embedding and the head.
+        ("llama3-8b", {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"}, 0.72),
         ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data_parallel": "zero1"}, 0.85),
-        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are cut as MLPs are
-        (
-            "mixtral-8x7b",
-            {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"},
-            0.68,
-        ),  # the fullest owns a whole expert's state
+        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are split as MLPs are
+        # The fullest rank has the state of a whole expert.
+        ("mixtral-8x7b", {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"}, 0.68),
     ],
 )
 def test_estimated_memory_is_close_to_exact_memory(model, layout, min_ratio):
@@ -360,7 +354,7 @@ def test_candidate_jobs_columns_match_layout():
     [
         ({}, (32, 32, 32)),
         ({"pp": 2}, (17, 17, 15)),
-        ({"pp": 5}, (7, 7, 4)),  # the head is as long as two or three blocks
+        ({"pp": 5}, (7, 7, 4)),  # the head takes as long as two or three blocks
         ({"pp": 5, "schedule": "zb-v"}, (4, 7, 4)),  # embedding and head are on one rank
         ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, (8, 9, 7)),
     ],

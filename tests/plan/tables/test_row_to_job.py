@@ -42,7 +42,7 @@ def test_job_from_row_joins_l40s_of_a_node_by_pcie():
     (choice,) = job_from_row(L40S_ROW).choices
     assert (choice["fast_link_domain"], choice["link_bytes_per_second"], choice["shard_group_size"]) == (8, 31.5e9, 8)
     sixteen = {**L40S_ROW, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
-    assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # a node's
+    assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # shards are within a node
 
 
 def test_job_from_row_counts_mi250x_gcds_as_devices():

@@ -110,4 +110,4 @@ def test_page_escapes_names(facts):
 def test_page_offers_colors_of_choices_that_differ_only(facts):
     text = page(facts | {"details": {}, "web": False})
     assert '<option value="tp">' in text
-    assert '<option value="ep">' not in text  # a model without experts
+    assert '<option value="ep">' not in text  # the model has no experts

@@ -72,7 +72,8 @@ def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
     assert after["otherData"]["clock_error_seconds"] == 0.25
     assert after["otherData"]["clock_error_seconds_of_ranks"]["3"] == 0.25
     for one, key in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
-        assert key["ts"] == pytest.approx(one["ts"], abs=1e3)  # what an hour costs in digits, and the steps' own clocks
+        # The offset of an hour costs digits, and each step has its own clock offset.
+        assert key["ts"] == pytest.approx(one["ts"], abs=1e3)
 
 
 def test_report_trace_rejects_run_without_records_and_several_runs(tmp_path):

@@ -129,12 +129,12 @@ def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Pa
     file = run / "trace" / "rank-00000.jsonl"
     opening, *lines = file.read_text().splitlines(keepends=True)
     restart_line = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
-    aside = file.with_suffix(".partial")  # as `JsonLinesLogger` does it
+    aside = file.with_suffix(".partial")  # as `JsonLinesLogger` does
     aside.write_text("".join([opening, *lines[:4], restart_line]))
     aside.replace(file)
     samples = read_metrics(run, run_metrics)
     assert [labels[-1] for labels in samples["phalanx_rank_info"]] == ["0"]
-    assert "phalanx_rank_step" not in samples  # it did no step yet
+    assert "phalanx_rank_step" not in samples  # the rank has finished no step yet
 
 
 def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
-# Hugging Face's mixtures have no router z-loss; Mixtral's and OLMoE's dense width is that of their experts.
+# Hugging Face's models with experts have no router z-loss. The dense width of Mixtral and OLMoE is that of experts.
 MOE = {"num_experts": 6, "top_k": 2, "expert_ffn_size": 48, "z_loss_coef": 0.0, "balance_loss_coef": 0.02}
 SHAPES = {
     "llama": {**BASE, "num_kv_heads": 2, "rope": {"theta": 5e5}},
@@ -66,7 +66,7 @@ def test_hf_config_round_trips_model_presets(preset):
     spec = load_model_spec(preset)
     reread = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
     moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
-    # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
+    # In Mixtral and OLMoE only experts have a width. The original context length matters only with RoPE scaling.
     ffn = (
         spec.moe.expert_ffn_size
         if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")

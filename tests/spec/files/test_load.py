@@ -18,7 +18,7 @@ def write_run_file(tmp_path, text):
 
 
 INVALID_RUNS = [
-    # text, the field it must name, its value as shown, and a part of the fix
+    # text of the run file, named field, printed value, and a part of the fix
     ('[training]\nsteps = "many"', "training.steps", "'many'", "write a whole number, such as steps = 4"),
     ("[training]\nsteps = 1.5", "training.steps", "1.5", "write a whole number"),
     ("[training]\nsteps = 0", "training.steps", "0", "increase steps"),
@@ -350,7 +350,7 @@ def test_hf_config_is_read_when_run_file_gives_the_required_shape(tmp_path):
     table = resolve_model({"from_hf": str(tmp_path), **shape})
     assert (table["rope"]["theta"], table["norm_eps"], table["tie_embeddings"]) == (5e5, 1e-6, True)
     resolved = parse_table(ModelSpec, table).model_dump(mode="json", exclude_none=True)
-    (tmp_path / "config.json").unlink()  # a run directory needs it no more
+    (tmp_path / "config.json").unlink()  # a run directory no longer needs the file
     assert resolve_model(resolved) == resolved
 
 

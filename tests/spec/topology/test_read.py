@@ -5,7 +5,7 @@ import pytest
 from phalanx.spec.errors import UserError
 from phalanx.spec.topology.read import infer_cluster, parse_topology, read_topology
 
-# What real machines printed, from public reports. Rows of NICs, which are not read, are left out where it says so.
+# Output of real machines, from public reports. Rows of NICs, which are not read, are left out of some files.
 # a100-nv12: Lightning-AI/litgpt tests/test_utils.py. h100-nv18: NVIDIA/nccl#1453 (without rows of NICs).
 # rtx4090-pcie: NVIDIA/go-gpuallocator#17. k40-soc: tensorflow/tensorflow tensorflow/contrib/gdr/README.md (2017).
 # v100-cube-mesh: Oneflow-Inc/DLPerf, HugeCTR report (driver 470, tabs added by hand).
