@@ -44,7 +44,9 @@ def _case_id(value: object) -> str:
         for name, model_table in models
         if value["model"] == {**model_table, "num_layers": value["model"]["num_layers"]}
     ]
-    layout = [f"{key[7:]}={value}" for key, value in value.items() if key.startswith("layout.") and "micro" not in key]
+    layout = [
+        f"{key[7:]}={setting}" for key, setting in value.items() if key.startswith("layout.") and "micro" not in key
+    ]
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
 
 

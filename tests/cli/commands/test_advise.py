@@ -136,9 +136,9 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
 )
 def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    arguments = [run if argument == "RUN" else argument for argument in arguments]
+    command = [run if argument == "RUN" else argument for argument in arguments]
     with pytest.raises(UserError, match=message) as error_info:
-        advise_output(*arguments)
+        advise_output(*command)
     assert error_info.value.fix
 
 

@@ -114,13 +114,13 @@ def test_render_live_shows_progress_bottleneck_and_rank_times():
     console = Console(width=160, file=io.StringIO())
     console.print(render_live(facts))
     text = console.file.getvalue()
-    for text in (
+    for expected in (
         "step 8/8",
         formatting.bottleneck_headline(facts["verdict"]),
         formatting.format_seconds(facts["ranks"][3]["compute"]),
         "▁",
     ):
-        assert text in text
+        assert expected in text
 
 
 def test_seconds_left_uses_duration_of_latest_steps():

@@ -224,7 +224,7 @@ def test_search_filter_finds_matching_layouts_at_any_rank():
 def test_search_reports_progress():
     progress: list[tuple[str, int, int]] = []
     result = search_layouts(make_run(), 16, 5, lambda *event: progress.append(event))
-    stages = {event: [(done, total) for name, done, total in progress if name == event] for event, _, _ in progress}
+    stages = {phase: [(done, total) for name, done, total in progress if name == phase] for phase, _, _ in progress}
     evaluating, counting = stages.values()
     assert evaluating[0][0] == 0
     assert evaluating[-1] == (result.searched, result.searched)

@@ -71,9 +71,9 @@ def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
     before, after = chrome_trace(read_run(hybrid_run())), chrome_trace(read_run(directory))
     assert after["otherData"]["clock_error_seconds"] == 0.25
     assert after["otherData"]["clock_error_seconds_of_ranks"]["3"] == 0.25
-    for one, key in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
+    for event, shifted in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
         # The offset of an hour costs digits, and each step has its own clock offset.
-        assert key["ts"] == pytest.approx(one["ts"], abs=1e3)
+        assert shifted["ts"] == pytest.approx(event["ts"], abs=1e3)
 
 
 def test_report_trace_rejects_run_without_records_and_several_runs(tmp_path):
