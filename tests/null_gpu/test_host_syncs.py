@@ -16,13 +16,13 @@ from tests.null_gpu.ranks import describe_failures, run_ranks
 
 TABLE = Path(__file__).parents[2] / "docs/results/benchmarks/host-syncs.md"
 CLOCK = "device_clock.py:resolve"
-"""Waits at most once per step, and not at all if the device has passed the recorded events."""
+"""This line waits at most once per step, and not at all if the device has passed the recorded events."""
 STEPS = 13
 """DDP waits for its timers in the first eleven steps; the last step but one is counted."""
 
 
 def read_table() -> dict[str, tuple[int, Counter[str]]]:
-    """Return the waits of each layout, and the number of waits by place, without those of CLOCK."""
+    """Return the total number of waits of each layout, and its waits by place without those of CLOCK."""
     rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
     table = {}
     for layout, _, total, cell in rows:

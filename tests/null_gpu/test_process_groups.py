@@ -29,7 +29,7 @@ def rank_0_of_8() -> Iterator[None]:
 
 
 def groups_with_cpu_backend() -> list[list[int]]:
-    """Return the number of ranks in each group with a CPU backend."""
+    """Return the ranks of each group with a CPU backend."""
     world: Any = dist.distributed_c10d._world  # type: ignore[attr-defined]
     groups = [group for group in world.pg_map if "cpu" in [device.type for device in group._device_types]]
     return [dist.get_process_group_ranks(group) for group in groups]

@@ -202,5 +202,5 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
 
 
 def test_doctor_does_not_import_torch() -> None:
-    """Only a separate process with a time limit imports it."""
+    """PyTorch is imported by a separate process with a time limit."""
     assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_SNAPSHOT)

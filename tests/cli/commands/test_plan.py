@@ -110,7 +110,7 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two GPUs with a slow network train long sequences. The best layout that fits is
-    three times as slow, as the printed commands show."""
+    about a third as fast, as the printed commands show."""
     slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=524288")
     memory = ("--set", f"cluster.memory_bytes={28 * GIB}", "--set", "training.seq_len=131072")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow, *memory)
@@ -333,7 +333,7 @@ def test_plan_rejects_invalid_values_before_search(run, monkeypatch, words, mess
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=message):
-        plan_output(*("run.toml" if word == "RUN" else word for word in words), *H100)
+        plan_output(*("run.toml" if argument == "RUN" else argument for argument in words), *H100)
 
 
 def test_plan_compare_explains_slower_layout(run):

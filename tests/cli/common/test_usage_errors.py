@@ -93,17 +93,20 @@ def _command(name):
     return group.get_command(None, name)
 
 
-def _arguments_with_url(command, words):
+def _arguments_with_url(command, command_words):
     """Yield command lines of a command and its subcommands: one for each option and argument, with a URL as value."""
     for name, subcommand in getattr(command, "commands", {}).items():
-        yield from _arguments_with_url(subcommand, (*words, name))
+        yield from _arguments_with_url(subcommand, (*command_words, name))
     for parameter in command.params:
         option = parameter.opts[0] if parameter.param_type_name == "option" else None
         if option is None:
-            yield (*words, URL), "argument"
+            yield (*command_words, URL), "argument"
         elif not getattr(parameter, "is_flag", False) and option not in FREE_TEXT_OPTIONS:
-            yield (*words, option, *["other"] * (parameter.nargs - 1), URL), option if parameter.nargs == 1 else URL
-            yield (*words, f"{option}={URL}"), option
+            yield (
+                (*command_words, option, *["other"] * (parameter.nargs - 1), URL),
+                option if parameter.nargs == 1 else URL,
+            )
+            yield (*command_words, f"{option}={URL}"), option
 
 
 def test_url_is_refused_in_every_option_and_argument_that_may_name_a_file():

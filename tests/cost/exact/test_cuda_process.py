@@ -109,7 +109,7 @@ def test_nccl_bytes_count_only_data_parallel_peers_of_one_node():
 
 
 def test_step_of_muon_is_planned_as_on_cpu_when_device_is_auto():
-    """Everything else in such a run is planned for a CPU."""
+    """Everything else in a run with a CPU preset and `cluster.device = "auto"` is planned for a CPU."""
     run = make_run("cpu", data_parallel="zero1")
     run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"name": "muon"})})
     tensors = rank_tensors(run, 8)[0]

@@ -78,7 +78,7 @@ def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
 
 
 def max_rank_bytes(run: RunSpec) -> int:
-    """Return the bytes of the fullest rank, as the advice counts them."""
+    """Return the device bytes of the fullest rank."""
     return max(memory.device for memory in rank_memory(run, run.cluster.ranks).values())
 
 

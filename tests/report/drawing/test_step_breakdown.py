@@ -53,12 +53,12 @@ def tooltips_of_class(text: str, name: str) -> list[str | None]:
 
 def test_step_breakdown_shows_seconds_and_share_of_each_part(tmp_path):
     text = render_svg(BREAKDOWN, tmp_path)
-    for parts, found in (
+    for parts, texts in (
         (STEP_SECONDS, tooltips_of_class(text, "time")[: len(STEP_SECONDS)]),
         (SLOWER_STEP_SECONDS, tooltips_of_class(text, "time")[len(STEP_SECONDS) :]),
     ):
         step = sum(parts.values())
-        assert found == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
+        assert texts == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
     assert texts_of_class(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
     assert texts_of_class(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
     assert texts_of_class(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
@@ -110,7 +110,7 @@ def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
     """Widths are those of matplotlib's font, which is wider than browsers' fonts."""
     textpath = pytest.importorskip("matplotlib.textpath")
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
-    compared = {place: Bar(long, SLOWER_STEP_SECONDS) for place in (102, 103, 104, 105)}
+    compared = {number: Bar(long, SLOWER_STEP_SECONDS) for number in (102, 103, 104, 105)}
     for num_counted in (1, 20, 79):
         breakdown = replace(
             BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, other_layouts=compared, counted_bytes=num_counted * GIB

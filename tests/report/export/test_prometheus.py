@@ -138,8 +138,8 @@ def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Pa
 
 
 def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:
-    """Prometheus reads a decreasing counter as a restart from 0. After a lost checkpoint, the records of
-    ranks contain both starts, and repeated steps."""
+    """Prometheus reads a decreasing counter as a restart from 0. When a run rolls back, later steps and
+    later starts are removed from the records of ranks."""
     run = copy_run(two_rank_run(), tmp_path)
     record, run_metrics = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
     opening = json.loads(record.read_text().splitlines()[0])
@@ -161,7 +161,7 @@ def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> No
 
 
 def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: Path) -> None:
-    """The start time is that of the last start, from which alerts measure the wait for the first step."""
+    """Before the first step, the time of the last step is that of the last start, so that alerts notice a long wait."""
     shutil.copy(two_rank_run() / "run.toml", tmp_path)
     start_time = (tmp_path / "run.toml").stat().st_mtime
     expected = {
