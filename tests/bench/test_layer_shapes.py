@@ -23,7 +23,7 @@ def layout_id(changes: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_id(changes) for _, changes in LAYOUTS])
 def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Counts the forward pass and twice as much for the backward pass, without recomputation. With a pipeline, the
+    """A backward pass counts twice as much as the forward pass, and recomputation is off. With a pipeline, the
     sum is at least that of the stage with the most FLOPs."""
     no_recomputation = {"layout.activation_checkpointing": "none", "layout.recomputed_blocks": None}
     run = small_run(TEXT, tmp_path, changes | no_recomputation)

@@ -48,7 +48,7 @@ def train_until_stop(out: Path, eval_every: int) -> Path:
 
 
 def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
-    """Resume from the checkpoint, train the second half, and return the tokens of each expert."""
+    """Train the second half from the checkpoint; return losses and gradient norms, and the tokens of each expert."""
     trainer = make_trainer(run)
     assert trainer.resume()[0]
     losses = train_until(trainer, TOTAL_STEPS)

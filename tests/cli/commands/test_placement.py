@@ -97,9 +97,9 @@ def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
         placement_json(run, *exchanged)["bytes"]["cp"],
         placement_json(run, *exchanged, "--pxn")["bytes"]["cp"],
     )
-    a_third = direct["spine"]
-    assert direct == pytest.approx({"fast": a_third, "node": 0, "rail": a_third, "spine": a_third})
-    assert relayed == pytest.approx({"fast": 2 * a_third, "node": 0, "rail": 2 * a_third, "spine": 0})
+    third_bytes = direct["spine"]
+    assert direct == pytest.approx({"fast": third_bytes, "node": 0, "rail": third_bytes, "spine": third_bytes})
+    assert relayed == pytest.approx({"fast": 2 * third_bytes, "node": 0, "rail": 2 * third_bytes, "spine": 0})
 
 
 def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:

@@ -139,8 +139,8 @@ def test_communicating_groups_partition_all_ranks(
 
 
 def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
-    """8 ranks are 2 replicas of 4. Expert groups are 0, 2 | 4, 6, and the
-    shards of one replica are reduced with the other."""
+    """8 ranks are 2 replicas of 4. Within a replica, every second rank has
+    the same experts; each shard is reduced with that of the other replica."""
     run = make_run({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
     assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
