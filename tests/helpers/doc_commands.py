@@ -24,7 +24,7 @@ class FencedBlock:
     """Number of the first line, which is the fence."""
     language: str
     title: str
-    """Name of the file with the content of the block; "" if the block is no file."""
+    """Name of the file with the content of the block; "" for other blocks."""
     not_run: str
     """Reason why the commands are not run; "" if they are."""
     body: tuple[str, ...]
