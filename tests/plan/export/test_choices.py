@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Literal, get_args, get_origin
 
 import pytest
 
 from phalanx.plan.export.common import TRAINER_SPECIFIC, ExportJob, Trainer
 from phalanx.plan.export.export import WRITERS
-from phalanx.spec.base import S, Spec
+from phalanx.spec.base import Spec
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import OptimizerSpec, TrainingSpec
+from tests.helpers.choices import choice_fields, with_unknown_value
 from tests.plan.export.test_export import EXPERTS, SMALL, make_run
 
 SECTIONS: dict[str, type[Spec]] = {
@@ -32,25 +31,7 @@ EVERY_VALUE_IS_FINE = {
 """Fields, or a trainer and a section, whose values no exporter can mistake for others, and why."""
 
 
-def choice_fields(spec_class: type[Spec], path: str) -> Iterator[str]:
-    """Yield the paths of all `Literal` fields of a table and of the tables in it."""
-    for name, info in spec_class.model_fields.items():
-        types = [info.annotation, *get_args(info.annotation)]
-        if any(get_origin(each) is Literal for each in types):
-            yield f"{path}.{name}"
-        for each in types:
-            if isinstance(each, type) and issubclass(each, Spec):
-                yield from choice_fields(each, f"{path}.{name}")
-
-
 CHOICES = [field for section, spec_class in SECTIONS.items() for field in choice_fields(spec_class, section)]
-
-
-def with_unknown_value(table: S, path: str) -> S:
-    """Return a copy of a table with a value in the field at `path` that its type does not allow yet."""
-    name, _, rest = path.partition(".")
-    value = with_unknown_value(getattr(table, name), rest) if rest else "unknown"
-    return table.model_copy(update={name: value})  # unchecked: the value is one of a later version
 
 
 def test_choices_include_nested_tables() -> None:
