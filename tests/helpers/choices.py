@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
 from phalanx.spec.base import S, Spec
+from phalanx.spec.components import ComponentSpec
 
 
 def choice_fields(spec_class: type[Spec], path: str) -> Iterator[str]:
-    """Yield the paths of all `Literal` fields of a table and of the tables in it."""
+    """Yield the paths of all fields of a table, and of the tables in it, that are a `Literal` or a user's component."""
     for name, info in spec_class.model_fields.items():
         types = [info.annotation, *get_args(info.annotation)]
-        if any(get_origin(each) is Literal for each in types):
+        if ComponentSpec in types or any(get_origin(each) is Literal for each in types):
             yield f"{path}.{name}"
         for each in types:
-            if isinstance(each, type) and issubclass(each, Spec):
+            if isinstance(each, type) and issubclass(each, Spec) and each is not ComponentSpec:
                 yield from choice_fields(each, f"{path}.{name}")
 
 

@@ -104,6 +104,8 @@ NO_SERVERS = {"parameter_server": 'use "zero1" or another strategy'}
 SUPPORTED_EVERYWHERE = (
     SupportedOption("model.attention_sinks"),
     SupportedOption("training.seconds", fix="set training.steps instead"),
+    SupportedOption("optimizer.implementation", fix="remove it"),
+    SupportedOption("optimizer.lr_function", fix="remove it: optimizer.lr_schedule then applies"),
     # In `ExportJob.learning_rate`.
     SupportedOption("training.batch_scaling", ("linear", "sqrt"), 'use "keep"'),
     # Expressed, or in a note of `common_notes`.

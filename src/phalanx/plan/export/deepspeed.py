@@ -41,7 +41,7 @@ SUPPORTED = (
     SupportedOption("layout.offload", ("cpu", "nvme"), 'use "cpu"'),
     SupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
 )
-"""Options besides those of the model, which the program creates."""
+"""Options besides those of the model and the loss, which the program creates."""
 
 
 def deepspeed(job: ExportJob) -> ExportedConfig:

@@ -42,8 +42,10 @@ LR_DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "wsd": "WSD", "none":
 
 SUPPORTED = (
     SupportedOption("training.precision", ("fp32",), 'use "bf16" or "fp32"'),
+    SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", OPTIMIZERS, 'use "adamw"', NO_MUON),
     SupportedOption("optimizer.lr_schedule", LR_DECAY_STYLES, 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
     SupportedOption("model.norm", NORMALIZATIONS),
     SupportedOption("model.activation", ("swiglu", "gelu", "gelu_tanh")),
     SupportedOption("model.position_embedding", ("rope", "learned")),

@@ -29,8 +29,10 @@ PP_ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
 
 SUPPORTED = (
     SupportedOption("training.precision", fix='use "bf16"'),
+    SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
     SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
     SupportedOption("model.norm"),
     SupportedOption("model.activation"),
     SupportedOption("model.position_embedding"),

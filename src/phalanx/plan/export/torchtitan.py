@@ -43,8 +43,10 @@ CHECKPOINTING_FIXES = {
 
 SUPPORTED = (
     SupportedOption("training.precision", PRECISIONS, 'use "bf16" or "fp32"'),
+    SupportedOption("training.loss", fix="remove it"),
     SupportedOption("optimizer.name", fix='use "adamw"', fixes=NO_MUON),
     SupportedOption("optimizer.lr_schedule", ("linear", "wsd", "none"), 'use "cosine"'),
+    SupportedOption("model.implementation", fix="remove it, or use another model"),
     SupportedOption("model.norm"),
     SupportedOption("model.activation"),
     SupportedOption("model.position_embedding"),
