@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from pathlib import Path
 
-from phalanx.schedule.registry import PUBLISHED
+from phalanx.schedule.published import PUBLISHED
 from phalanx.spec.errors import UserError
 from tests.helpers.covering import covering_subset
 from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, small_run

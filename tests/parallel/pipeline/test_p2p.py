@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.parallel.pipeline.p2p import count_delivered_before
-from phalanx.schedule.registry import PUBLISHED, build_schedule, layout_schedule
+from phalanx.schedule.published import PUBLISHED
+from phalanx.schedule.registry import build_schedule, layout_schedule
 from phalanx.schedule.schedule import Action, Schedule, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 from phalanx.spec.layout import Layout

@@ -13,6 +13,7 @@ from phalanx.data.loader import prefetch
 from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.schedule.published import PUBLISHED
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.layout import MAX_BF16_SUMS
@@ -56,7 +57,7 @@ def record_executed_actions(run: RunSpec) -> tuple[list[str], float, float]:
     return [str(step) for step, _, _ in pipeline.timeline], record["step_seconds"], record["pipeline_wait_seconds"]
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", PUBLISHED)
 def test_pipeline_executes_actions_in_schedule_order(schedule: str, text: Path, tmp_path: Path) -> None:
     choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
