@@ -16,7 +16,7 @@ import pytest
 from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
-from phalanx.testing.processes import WAIT_SECONDS, rank_pids, start_python, wait_until
+from phalanx.testing.processes import POLL_SECONDS, WAIT_SECONDS, rank_pids, start_python, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 
 STEPS = 24
@@ -65,4 +65,4 @@ def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) 
     while not ((directory / "metrics.jsonl").exists() and len(read_metrics(directory)) > count):
         assert process.poll() is None
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(POLL_SECONDS)

@@ -251,7 +251,11 @@ TRAFFIC_RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp-selective": (2, NO_SHARED_EXPERTS, {"layout.tp": 2, "layout.activation_checkpointing": "selective"}),
     "tp-full": (2, NO_SHARED_EXPERTS, {"layout.tp": 2, "layout.activation_checkpointing": "full"}),
     "ring-full": (2, MOE, {"layout.cp": 2, "layout.activation_checkpointing": "full"}),
-    "ulysses-full": (2, MOE, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.activation_checkpointing": "full"}),
+    "ulysses-full": (
+        2,
+        MOE,
+        {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.activation_checkpointing": "full"},
+    ),
     "ep-full": (2, MOE, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
     "ep-cp-zero3": (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data_parallel": "zero3"}),
 }

@@ -98,10 +98,12 @@ DAMAGES = [truncate_file, flip_bit, remove_file]
 
 def train_round(swarm: LocalSwarm, folder: Path) -> None:
     """Train a round with two nodes."""
-    for name, link in join_and_wait_for_round(swarm.run, swarm).items():
+    links = join_and_wait_for_round(swarm.run, swarm)
+    for name, link in links.items():
         link.upload_update(write_node_update(swarm, folder, name), 0, 10, 1)
+    links["ann"].wait(committed=1)  # the answer comes when the model is the round's result
+    for link in links.values():
         link.close()
-    wait_until(lambda: swarm.coordinator.state.committed == 1, "the round is committed")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

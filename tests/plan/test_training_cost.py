@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.cli.views.plan_notes import format_training
 from phalanx.cost.formulas.reliability import daly_interval_seconds, young_interval_seconds
+from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
 from tests.helpers.planned_runs import make_run
@@ -12,7 +13,7 @@ from tests.helpers.planned_runs import make_run
 def test_training_cost_uses_llama3_failure_rate_by_default():
     """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
     described = make_run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
-    (best,) = search_layouts(described, 16384, keep=1).layouts
+    best = evaluate_layout(described, 16384, parse_layout("data_parallel=zero1,tp=8,pp=16"))
     found = estimate_training_cost(described, 16384, best, 15.6e12)
     assert found.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
     assert (found.goodput, found.interval_seconds, found.rent) == (None, None, None)

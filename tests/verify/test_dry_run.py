@@ -130,7 +130,9 @@ def _total_traffic(measured: list[Table]) -> dict[tuple[str, int], tuple[int, in
 @pytest.fixture(scope="module")
 def traced_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Traced]:
     """A run of two tensor-parallel ranks, and its first."""
-    run = small_run(text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
+    run = small_run(
+        text, tmp_path_factory.mktemp("traced"), dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1]
+    )
     return run, next(trace_ranks(run, 4, [0]))
 
 
@@ -187,7 +189,7 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
 
 def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {})
-    broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
+    broken = run.model_copy(update={"model": run.model.model_copy(update={"ffn_hidden_size": -1})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
         next(trace_ranks(broken, 2, [0]))
 

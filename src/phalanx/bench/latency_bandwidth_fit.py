@@ -65,11 +65,9 @@ class PiecewiseFit:
 def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> PiecewiseFit | None:
     """Fit one line, or two lines with a break at any size, by relative least squares.
 
-    The two parameters of the second line and the break must improve the Bayesian information criterion (Schwarz, Ann.
-    Statist. 6, 1978). The result is None for fewer than two sizes.
-
-    Raises:
-        ValueError: A size or a time is not positive.
+    The two parameters of the second line and the break must improve the Bayesian information criterion (Schwarz,
+    Ann. Statist. 6, 1978). The result is None for fewer than two sizes. Raises ValueError if a size or a time is
+    not positive.
     """
     x = np.asarray(sizes_bytes, float)
     t = np.asarray(seconds, float)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from phalanx.cost.exact.flops import lm_head_shape, tokens_through_parameter
-from phalanx.cost.exact.parameter_shapes import Shape, strip_block_index
+from phalanx.cost.exact.parameter_shapes import strip_block_index
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.batch import plan_batch
@@ -65,10 +65,8 @@ class AttentionShape:
 def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
     """Return the products of a rank's forward pass on one micro-batch: their layers and counts.
 
-    The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the largest.
-
-    Raises:
-        UserError: The layout cannot run on `world_size` ranks.
+    The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the
+    largest. Raises UserError if the layout cannot run on `world_size` ranks.
     """
     tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
@@ -79,34 +77,27 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
         if head is not None:
             weights["head.weight"] = head
         for name, shape in weights.items():
-            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens), []).append(_layer_name(name))
+            rows = int(tokens_through_parameter(name, run, tokens))
+            if len(shape) == 3:
+                experts, n, k = shape
+                product = MatmulShape(experts, max(1, rows // experts), n, k)
+            else:
+                product = MatmulShape(1, rows, *shape)
+            # Names without the common part: "wq", "experts.gate"
+            inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
+            layer = inner.removeprefix("attention.").removeprefix("mlp.")
+            stage_layers.setdefault(product, []).append(layer)
         for product, names in stage_layers.items():
             layers, count = layers_by_shape.get(product, ((), 0))
             layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
     return layers_by_shape
 
 
-def _to_matmul_shape(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
-    rows = int(tokens_through_parameter(name, run, tokens))
-    if len(shape) == 3:
-        experts, n, k = shape
-        return MatmulShape(experts, max(1, rows // experts), n, k=k)
-    return MatmulShape(1, rows, *shape)
-
-
-def _layer_name(name: str) -> str:
-    """Return a parameter's name without the common part: "wq", "experts.gate"."""
-    inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
-    return inner.removeprefix("attention.").removeprefix("mlp.")
-
-
 def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]:
     """Return the attention calls of a rank's forward pass on one micro-batch, with their counts.
 
-    The first step of a ring is causal; each other step has half of the pairs.
-
-    Raises:
-        UserError: The layout cannot run on `world_size` ranks.
+    The first step of a ring is causal; each other step has half of the pairs. Raises UserError if the layout cannot
+    run on `world_size` ranks.
     """
     spec = run.model
     layout = run.layout

@@ -134,7 +134,14 @@ def benchmark_collectives(
             timings = [timing for timing in all_gather_objects(local_timing) if timing is not None]
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
-        environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
+        major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
+        environment = {
+            "args": sys.argv,
+            "env": [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(RECORDED_VARIABLES)],
+            "nccl_version": 10_000 * major + 100 * minor + patch,
+            "start_time": started_at,
+            "end_time": _timestamp(),
+        }
         document = nccl_tests_format.to_json_document(
             case_results, iterations, bool(sweep), environment=environment, devices=_device_list(device, groups)
         )
@@ -221,12 +228,6 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
         "device_info": _describe_device(device),
     }
     return all_gather_objects(local_device)
-
-
-def _environment_info(device: torch.device) -> dict[str, Any]:
-    major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(RECORDED_VARIABLES)]
-    return {"args": sys.argv, "env": variables, "nccl_version": 10_000 * major + 100 * minor + patch}
 
 
 def _timestamp() -> str:

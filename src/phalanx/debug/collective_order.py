@@ -61,8 +61,7 @@ class LoggedCall:
     def from_values(cls, values: Sequence[Any]) -> Self:
         """Return the call of a line of the log: its fields in the order of this class.
 
-        Raises:
-            ValueError: The line is damaged.
+        Raises ValueError if the line is damaged.
         """
         call = cls(**{entry.name: value for entry, value in zip(fields(cls), values, strict=True)})
         if len(call.ranks) < 1 + (call.kind == MESSAGE) or {len(call.sent), len(call.received)} - {0, len(call.ranks)}:

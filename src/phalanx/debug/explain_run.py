@@ -79,8 +79,7 @@ class RunRecords:
 def explain_run(directory: Path) -> Explanation:
     """Return why a run hung or failed, the last time and before.
 
-    Raises:
-        UserError: The directory is not a run directory.
+    Raises UserError if the directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
     records = RunRecords.read(directory)
@@ -139,7 +138,15 @@ def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -
     lifecycle_events = [event for event in records.events if event["kind"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"kind": None}
     if last_event["kind"] == STARTED:
-        return _describe_vanished_run(directory, last_event["ranks"])
+        # The run left neither an end nor failure records.
+        faults = {rank: describe_fault(directory, rank) for rank in range(last_event["ranks"])}
+        killed_ranks = tuple(rank for rank, fault in faults.items() if fault)
+        if not killed_ranks:
+            summary = "the run ended without a record: its launcher was killed, or the machine stopped"
+            return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+        summary = "; ".join(f"rank {rank} was killed by a signal: {faults[rank]}" for rank in killed_ranks)
+        fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
+        return Verdict("killed", killed_ranks, summary, fix=fix)
     summary = "the run is not known to be active, and no rank reported a pending collective"
     if last_event["kind"] == FINISHED:
         last_step = last_event["step"]
@@ -148,18 +155,6 @@ def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -
             return Verdict("nothing", (), summary, fix=_resume_advice(directory))
         summary = f"the run finished after step {last_step}"
     return Verdict("nothing", (), summary, fix=f"run phalanx report {directory} for a summary")
-
-
-def _describe_vanished_run(directory: Path, num_ranks: int) -> Verdict:
-    """Return the verdict on a run that started and left neither an end nor failure records."""
-    fault_by_rank = {rank: describe_fault(directory, rank) for rank in range(num_ranks)}
-    killed_ranks = tuple(rank for rank, fault in fault_by_rank.items() if fault)
-    if not killed_ranks:
-        summary = "the run ended without a record: its launcher was killed, or the machine stopped"
-        return Verdict("nothing", (), summary, fix=_resume_advice(directory))
-    summary = "; ".join(f"rank {rank} was killed by a signal: {fault_by_rank[rank]}" for rank in killed_ranks)
-    fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
-    return Verdict("killed", killed_ranks, summary, fix=fix)
 
 
 def _resume_advice(directory: Path) -> str:

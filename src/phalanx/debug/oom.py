@@ -77,21 +77,18 @@ def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int =
     if "SIGKILL" not in exit_reason:
         fault = describe_fault(directory, rank)
         return f"{exit_reason}: {fault}" if fault else f"{exit_reason} and wrote no failure record"
-    if oom_kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
-        limit = cgroup_memory_limit()
-        limit_text = f" (cgroup limit: {format_gb_or_mb(limit)})" if limit else ""
-        return f"{exit_reason}, by the kernel's OOM killer{limit_text}{_describe_last_peak(directory, rank)}"
-    return f"{exit_reason} and wrote no failure record; possible cause: out of memory"
-
-
-def _describe_last_peak(directory: Path, rank: int) -> str:
-    """Describe the last peak memory that a rank recorded; ranks record about once a second."""
+    if not oom_kills and not any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+        return f"{exit_reason} and wrote no failure record; possible cause: out of memory"
+    limit = cgroup_memory_limit()
+    limit_text = f" (cgroup limit: {format_gb_or_mb(limit)})" if limit else ""
+    peak_text = ""
+    # Ranks record their peak about once a second.
     with suppress(OSError):
-        for record in reversed(read_valid_jsonl(rank_record_file(directory, rank), [], decode_rank_line)):
+        for record in read_valid_jsonl(rank_record_file(directory, rank), [], decode_rank_line):
             if "peak_memory_bytes" in record:
                 peak = format_gb_or_mb(record["peak_memory_bytes"])
-                return f"; last recorded peak: {peak} by step {record['step']}"
-    return ""
+                peak_text = f"; last recorded peak: {peak} by step {record['step']}"
+    return f"{exit_reason}, by the kernel's OOM killer{limit_text}{peak_text}"
 
 
 def _find_cgroup_files(version_2: str, version_1: str) -> Iterator[Path]:

@@ -7,7 +7,6 @@ from statistics import median
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.run_data import RunData
-from phalanx.runs.jsonl import JsonRecord
 
 MIN_EXPOSED_FRACTION = 0.9
 """Minimum share of a collective's time in which its rank waits for it.
@@ -33,7 +32,10 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
             occurrences: Counter[Kind] = Counter()
             for call in line.get("collectives", ()):
                 kind = call["operation"], tuple(call["group"]), call["bytes"]
-                seconds_per_rank[kind, line["step"], occurrences[kind]].append(_blocking_seconds(call))
+                seconds = 0.0 if call["end"] is None else call["end"] - call["start"]
+                is_blocking = 0 < MIN_EXPOSED_FRACTION * seconds <= call["exposed"]
+                same_call = kind, line["step"], occurrences[kind]
+                seconds_per_rank[same_call].append(seconds if is_blocking else None)
                 occurrences[kind] += 1
     durations: dict[Kind, list[float]] = defaultdict(list)
     for (kind, _, _), per_rank in seconds_per_rank.items():
@@ -50,11 +52,3 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
         )
         for (operation, group, size_bytes), samples in sorted(durations.items())
     )
-
-
-def _blocking_seconds(call: JsonRecord) -> float | None:
-    """Return the seconds of a collective if its rank waited for all of it and its end is known, or None."""
-    if call["end"] is None:
-        return None
-    seconds = call["end"] - call["start"]
-    return seconds if 0 < MIN_EXPOSED_FRACTION * seconds <= call["exposed"] else None

@@ -247,19 +247,7 @@ def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
     """Return measures without a prediction: variation of steps and ranks, and overlap of collectives."""
     if times is None:
         return {}
-    steps = times.total.max(1)
-    rank_seconds = np.median(times.computing, 0)
-    return {
-        "steps": len(times.steps),
-        "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
-        "step_variation": float(steps.std() / steps.mean()),
-        "rank_variation": float(rank_seconds.std() / rank_seconds.mean()) if rank_seconds.mean() else 0.0,
-        "overlap": _overlap(run_data),
-    }
-
-
-def _overlap(run_data: RunData) -> float | None:
-    """Return the share of the collectives' time in profiled steps in which the rank did not wait for them."""
+    # The share of the collectives' time in profiled steps in which the rank did not wait for them
     calls = [
         call
         for record in run_data.ranks.values()
@@ -267,8 +255,17 @@ def _overlap(run_data: RunData) -> float | None:
         for call in line.get("collectives", ())
         if call["end"] is not None and "memory" not in line
     ]
-    total_seconds = sum(call["end"] - call["start"] for call in calls)
-    return 1 - sum(call["exposed"] for call in calls) / total_seconds if total_seconds else None
+    collective_seconds = sum(call["end"] - call["start"] for call in calls)
+    exposed_seconds = sum(call["exposed"] for call in calls)
+    steps = times.total.max(1)
+    rank_seconds = np.median(times.computing, 0)
+    return {
+        "steps": len(times.steps),
+        "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
+        "step_variation": float(steps.std() / steps.mean()),
+        "rank_variation": float(rank_seconds.std() / rank_seconds.mean()) if rank_seconds.mean() else 0.0,
+        "overlap": 1 - exposed_seconds / collective_seconds if collective_seconds else None,
+    }
 
 
 def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
@@ -286,6 +283,7 @@ def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
 
 
 def _curves(run_data: RunData) -> Facts:
+    """Return metrics over steps, and a curve of losses for each held-out text; that of the last evaluation is last."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))
@@ -294,23 +292,17 @@ def _curves(run_data: RunData) -> Facts:
             continue
         if any(line.get(name) is not None for line in step_metrics):
             curves[name] = [line.get(name) for line in step_metrics]
-    curves["held_out"] = _held_out_curves(run_data.evaluations)
-    return curves
-
-
-def _held_out_curves(evaluations: Sequence[JsonRecord]) -> list[Facts]:
-    """Return the held-out losses over steps, a curve for each held-out text; that of the last evaluation is last."""
-    curves: list[Facts] = []
-    for line in evaluations:
-        curve = next((curve for curve in curves if have_same_held_out_text(curve, line)), None)
+    held_out: list[Facts] = []
+    for line in run_data.evaluations:
+        curve = next((curve for curve in held_out if have_same_held_out_text(curve, line)), None)
         if curve is None:
             curve = {"held_out_tokens": line.get("held_out_tokens"), "held_out_set": None, "loss": []}
         else:
-            curves.remove(curve)
+            held_out.remove(curve)
         curve["held_out_set"] = line.get("held_out_set") or curve["held_out_set"]
         curve["loss"].append([line["step"], line["held_out_loss"]])
-        curves.append(curve)
-    return curves
+        held_out.append(curve)
+    return curves | {"held_out": held_out}
 
 
 def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[str]:

@@ -204,7 +204,17 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
         return []
     rounds = swarm["rounds"]
     if rounds:
-        return [_format_round(rounds, index) for index in range(len(rounds["round"]))]
+        lines = []
+        for index, number in enumerate(rounds["round"]):
+            sent, received = (format_number(rounds["bytes"][key][index], "B") for key in ("sent", "received"))
+            seconds = rounds["total_seconds"][index]
+            training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
+            refused = rounds["refused"][index]
+            lines.append(
+                f"round {number}: {rounds['steps'][index]} steps, {sent} sent, {received} received, "
+                f"{training_share} of {format_seconds(seconds)} training{f'; refused: {refused}' if refused else ''}"
+            )
+        return lines
     return [
         f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes sent "
         f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "
@@ -213,20 +223,6 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
         for row in swarm["updates"]
         if row["seconds"] is not None
     ]
-
-
-def _format_round(rounds: Mapping[str, Any], index: int) -> str:
-    """Return the line of one round of `swarm_rounds.node_rounds`."""
-    sent = format_number(rounds["bytes"]["sent"][index], "B")
-    received = format_number(rounds["bytes"]["received"][index], "B")
-    seconds = rounds["total_seconds"][index]
-    training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
-    refused = rounds["refused"][index]
-    line = (
-        f"round {rounds['round'][index]}: {rounds['steps'][index]} steps, {sent} sent, {received} received, "
-        f"{training_share} of {format_seconds(seconds)} training"
-    )
-    return f"{line}; refused: {refused}" if refused else line
 
 
 def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:

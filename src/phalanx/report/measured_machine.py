@@ -29,7 +29,7 @@ def on_measured_machine(
     if not world_size:
         return run
     peak = measured_peak(run, steps, world_size)
-    return run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks)})
+    return run.replace(cluster=_measured_machine(run.cluster, world_size, peak, ranks))
 
 
 def _measured_machine(
@@ -47,7 +47,7 @@ def _measured_machine(
         fields = {name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
         fields["memory_bytes"] = cluster.memory_bytes or record.memory_bytes
         fields["cores"] = cluster.cores or record.cores
-        machine = load_machine("cpu").model_copy(update=fields)
+        machine = load_machine("cpu").replace(**fields)
     if cluster.peak_flops is None and peak_flops is not None:
         peak = peak_flops * machine.ranks_per_core
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})

@@ -25,18 +25,22 @@ from phalanx.spec.files.load import load_run
 def read_measured_run(directory: Path) -> MeasuredRun:
     """Return the measured steps of a run directory since the last start.
 
-    Raises:
-        UserError: The directory is not a run directory, or has too few steps.
+    Raises UserError if the directory is not a run directory, or has too few steps.
     """
     records = _read_step_records(directory)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
         raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="repeat the run")
-    measured = _read_measured_step(directory)
+    # Rank 0 measures one slower step with --profile-memory.
+    measured: JsonRecord = {}
+    file = measured_file(directory, 0)
+    if file.exists():
+        measured = read_measured_since(directory, 0, world_size=0, problems=[]).get(0, {})
+        if not measured:
+            raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
     steady = _steady_records(directory, records, measured_step=measured.get("step"))
     run = load_run(directory / RUN_FILE, environment={})
-    cluster = run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})
-    run = run.model_copy(update={"cluster": cluster})
+    run = run.replace(cluster=run.cluster.replace(nproc_per_node=world_size // run.cluster.nodes))
     if "peak_memory_bytes" not in steady[-1]:
         raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")
     return MeasuredRun(
@@ -105,15 +109,3 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
         computing_seconds=float(np.median(times.compute.max(1))),
         waiting_seconds=float(np.median(times.communication.min(1))),
     )
-
-
-def _read_measured_step(directory: Path) -> JsonRecord:
-    """Return rank 0's measurements of one slower step (`--profile-memory`); {} if there are none."""
-    file = measured_file(directory, 0)
-    if not file.exists():
-        return {}
-    problems: list[str] = []
-    measured = read_measured_since(directory, 0, world_size=0, problems=problems).get(0)
-    if measured is None:
-        raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
-    return measured

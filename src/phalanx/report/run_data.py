@@ -102,8 +102,7 @@ class RunData:
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the metrics of steps as a pandas DataFrame with one row per step.
 
-        Raises:
-            UserError: pandas is not installed.
+        Raises UserError if pandas is not installed.
         """
         return data_frame(self.step_metrics)
 
@@ -175,7 +174,11 @@ def _read_training(directory: Path, machine: ClusterSpec | None) -> RunData:
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")
     if run is not None:
-        run = on_measured_machine(run, machine, steps, world_size, ranks)
+        try:
+            run = on_measured_machine(run, machine, steps, world_size, ranks)
+        except UserError as error:
+            first_line = str(error).partition("\n")[0]
+            problems.append(f"the recorded machine is not valid, so predictions use that of run.toml: {first_line}")
     failure = describe_first_failure(directory, problems)
     is_active = is_running(directory)
     events = read_events(directory, problems)

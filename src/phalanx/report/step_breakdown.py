@@ -38,10 +38,7 @@ class StepTimes:
     communication: Table
     """Seconds of waits for collectives; 0 on a GPU."""
     pipeline: Table
-    """Seconds of waits for other stages between passes.
-
-    After its last pass, a rank waits in the next collectives.
-    """
+    """Seconds of waits for other stages between passes. After its last pass, a rank waits in the next collectives."""
     passes: Table
     """Seconds from a rank's first pass to its last."""
     busy: Table

@@ -128,11 +128,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's content.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the checksum of a file's content. Raises OSError if the file cannot be read."""
     check_regular_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,8 +145,7 @@ def find_damage(checkpoint: Path) -> str | None:
 def read_checksums(checkpoint: Path) -> dict[str, str]:
     """Return the checksums of a checkpoint's files by file name.
 
-    Raises:
-        ValueError: The checksum file cannot be read, or does not list exactly the files of the checkpoint.
+    Raises ValueError if the checksum file cannot be read, or does not list exactly the files of the checkpoint.
     """
     try:
         lines = read_bytes(checkpoint / CHECKSUMS_FILE).decode().split("\n")
@@ -197,8 +192,7 @@ def recover_interrupted_rewrites(directory: Path) -> None:
 def require_valid_checkpoint(run_directory: Path) -> Path:
     """Return the newest undamaged checkpoint of a run, and print which damaged newer ones it skips.
 
-    Raises:
-        UserError: The run has no undamaged checkpoint.
+    Raises UserError if the run has no undamaged checkpoint.
     """
     checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
@@ -240,11 +234,7 @@ def check_not_all_damaged(directory: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        UserError: Phalanx did not write the checkpoint.
-    """
+    """Return the manifest of a checkpoint. Raises UserError if Phalanx did not write the checkpoint."""
     path = checkpoint / "manifest.json"
     try:
         return read_json(path, _decode_manifest)

@@ -53,10 +53,7 @@ FROM_HF_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
-"""Glob patterns of the Hugging Face files that remain valid for the trained model.
-
-The model card is not among them.
-"""
+"""Glob patterns of the Hugging Face files that remain valid for the trained model. The model card is not among them."""
 
 
 _decode_paths: Decode[dict[str, str]] = decoder(dict[str, str])
@@ -107,8 +104,7 @@ def check_claimable(directory: Path) -> None:
 def claim_run_directory(directory: Path) -> None:
     """Mark a new or empty directory as Phalanx's, before any other file is written to it.
 
-    Raises:
-        UserError: The directory contains files that Phalanx did not write, or is not writable.
+    Raises UserError if the directory contains files that Phalanx did not write, or is not writable.
     """
     check_claimable(directory)
     if (directory / MARKER_FILE).is_file():
@@ -124,9 +120,7 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     """Write the directory of a validated run, and return its path.
 
     An existing run file with an equal specification is not rewritten, so that the user's comments in it remain.
-
-    Raises:
-        UserError: The directory is not writable.
+    Raises UserError if the directory is not writable.
     """
     run = with_absolute_paths(run)
     directory = run_directory(run)
@@ -179,8 +173,7 @@ def directory_not_writable(directory: Path, error: OSError) -> UserError:
 def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
     """Return the manifest of the newest of these checkpoints that has a readable one.
 
-    Raises:
-        UserError: No checkpoint has a manifest of Phalanx.
+    Raises UserError if no checkpoint has a manifest of Phalanx.
     """
     for checkpoint in checkpoints:
         with suppress(UserError):
@@ -191,10 +184,8 @@ def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
 def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, PreparedData]:
     """Return the run and the prepared data of a run directory.
 
-    With `trust`, the components that it names may be imported.
-
-    Raises:
-        UserError: The directory is not a run directory.
+    With `trust`, the components that it names may be imported. Raises UserError if the directory is not a run
+    directory.
     """
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
         fix = "use a run file, or a run directory of phalanx train"

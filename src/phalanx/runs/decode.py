@@ -95,11 +95,7 @@ def check_regular_file(file: Path) -> None:
 
 
 def read_bytes(file: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the content of a file. Raises OSError if the file cannot be read."""
     check_regular_file(file)
     return file.read_bytes()
 
@@ -107,9 +103,7 @@ def read_bytes(file: Path) -> bytes:
 def read_json(file: Path, decode: Decode[T]) -> T:
     """Return the decoded content of a file.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The content is damaged.
+    Raises OSError if the file cannot be read, and ValueError if the content is damaged.
     """
     return decode(read_bytes(file))
 

@@ -33,10 +33,8 @@ def acquire_run_lock(
 ) -> IO[str] | None:
     """Lock a run directory until the returned file is closed; None if the file system does not support locks.
 
-    Waiting processes report `owner_pid` as the owner, by default this process.
-
-    Raises:
-        UserError: Another process still holds the lock after `timeout_seconds`, or there is a link in its place.
+    Waiting processes report `owner_pid` as the owner, by default this process. Raises UserError if another process
+    still holds the lock after `timeout_seconds`, or there is a link in its place.
     """
     try:
         file = open(directory / name, "a+", opener=open_no_link)  # noqa: SIM115 -- the caller closes it

@@ -11,7 +11,7 @@ the clock of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired
@@ -151,8 +151,7 @@ decode_rank_line = decoder(
 def parse_step_range(text: str) -> range:
     """Return the steps that a range such as "10:13" names, both ends included.
 
-    Raises:
-        UserError: The text is not a range of steps.
+    Raises UserError if the text is not a range of steps.
     """
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
@@ -247,7 +246,15 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
                 pauses=[line for line in lines if "pause" in line],
             )
     resumed_at_step, world_size = last_start
-    problems += _incomplete_records(records, world_size)
+    last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
+    if behind:
+        last_step = last_steps[behind[0]]
+        problems.append(f"the record of rank {behind[0]} ends at step {last_step}, earlier than other records")
+    missing = sorted(set(range(world_size)) - set(records))
+    if missing:
+        listed = [*map(str, missing[:MAX_LISTED_RANKS]), *(["..."] if len(missing) > MAX_LISTED_RANKS else [])]
+        problems.append(f"no record of {len(missing)} of {world_size} ranks: {', '.join(listed)}")
     return records, world_size, resumed_at_step
 
 
@@ -269,15 +276,3 @@ def _read_last_start(directory: Path, file: Path, problems: list[str]) -> list[J
         problems.append(unreadable_file(file))
         return []
     return last_start
-
-
-def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[str]:
-    """Yield which ranks have no records, or fewer steps than others."""
-    last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
-    behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
-    if behind:
-        yield f"the record of rank {behind[0]} ends at step {last_steps[behind[0]]}, earlier than other records"
-    missing = sorted(set(range(world_size)) - set(records))
-    if missing:
-        listed = [*map(str, missing[:MAX_LISTED_RANKS]), *(["..."] if len(missing) > MAX_LISTED_RANKS else [])]
-        yield f"no record of {len(missing)} of {world_size} ranks: {', '.join(listed)}"

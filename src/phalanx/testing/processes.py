@@ -21,6 +21,8 @@ from phalanx.launch.warm_process import (
 
 WAIT_SECONDS = 100.0
 """Maximum time for an event, on a machine with a high load."""
+POLL_SECONDS = 0.03
+"""Interval of polls, which read files of a run, or of /proc, and take processor time from it."""
 
 
 @cache
@@ -77,4 +79,4 @@ def wait_until(condition: Callable[[], object], description: str, seconds: float
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {seconds:g} s: {description}"
-        time.sleep(0.01)
+        time.sleep(POLL_SECONDS)

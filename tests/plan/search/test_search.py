@@ -1,7 +1,6 @@
 """The search against brute force, and what it may offer."""
 
 from bisect import bisect_left
-from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -20,7 +19,7 @@ from phalanx.plan.search.enumerate_layouts import ENUMERATED_METHODS, enumerate_
 from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
 from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
-from phalanx.plan.search.result import TIE_TOLERANCE, Plan
+from phalanx.plan.search.result import TIE_TOLERANCE
 from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_smaller_variants
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
@@ -164,18 +163,12 @@ NEAR_RUNS = {
 }
 
 
-@cache
-def every_schedule_planned(name: str) -> Plan:
-    run = NEAR_RUNS[name]
-    return plan_or_raise(run, run.cluster.ranks, keep=60, group_schedules=False)
-
-
 @pytest.mark.parametrize("name", NEAR_RUNS)
 def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
     """Equals are steps from one to another that is longer by the error of predictions."""
     described = NEAR_RUNS[name]
     ranks = described.cluster.ranks
-    plan = every_schedule_planned(name)
+    plan = plan_or_raise(described, ranks, keep=60, group_schedules=False)
     fastest = search_layouts(described, ranks, keep=1).layouts[0]
     assert plan.fastest == fastest
     bands = TimeBands(
@@ -196,7 +189,7 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
 def test_plan_groups_schedules_of_a_layout_and_takes_the_same(name):
     described = NEAR_RUNS[name]
     ranks = described.cluster.ranks
-    grouped, every = plan_or_raise(described, ranks, 20, group_schedules=True), every_schedule_planned(name)
+    grouped, every = (plan_or_raise(described, ranks, 20, group_schedules=kind) for kind in (True, False))
     assert grouped.best == every.best
     safe = [
         option.candidate._replace(schedule="", virtual_stages=1)

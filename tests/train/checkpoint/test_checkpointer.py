@@ -30,7 +30,7 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
-from phalanx.testing.processes import run_python, start_python
+from phalanx.testing.processes import POLL_SECONDS, run_python, start_python
 from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
@@ -256,12 +256,12 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
     ):
         assert process.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline, "the run did not reach the step"
-        time.sleep(0.01)
+        time.sleep(POLL_SECONDS)
     process.kill()
     process.wait(timeout=30)
     while is_running(directory):
         assert time.monotonic() < deadline, "a rank outlives its launcher"
-        time.sleep(0.01)
+        time.sleep(POLL_SECONDS)
     assert len(recorded_losses(directory)) < 40
     again = run_python(
         train_command(killed, tmp_path / "killed.toml", "--resume"),

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
+from typer import Argument
 
+from phalanx.cli.common.optional_part import command_with_part, split_part
 from phalanx.cli.common.options import Json, Machine, Nodes, Nproc, Overrides
 
 OOM = "oom"
 
 
-class OptionalSubcommand(TyperCommand):
-    """Command whose first argument may be `oom`, shown in its usage line."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage text after the command's name."""
-        return ["[oom]", "RUN.toml", "[OPTIONS]"]
-
-
 def advise(
     first: Annotated[
-        str, typer.Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
+        str, Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
     ],
-    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    second: Annotated[str | None, Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,
@@ -48,10 +40,11 @@ def advise(
 
         phalanx advise oom run.toml --machine h100 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
     """
-    wants_oom, path = _parse_arguments(first, second)
+    fix = "write `phalanx advise run.toml` or `phalanx advise oom run.toml`"
+    part, path = split_part("advise", first, second, [OOM], OOM, fix)
     from phalanx.cli.commands.plan_cluster import run_on_cluster
 
-    if not wants_oom:
+    if part is None:
         from phalanx.cli.views.advise import advice_to_json, print_advice
         from phalanx.plan.advice.compare_rules import advise as compare_rules
 
@@ -78,20 +71,5 @@ def advise(
         print_oom_advice(run, diagnosis)
 
 
-def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
-    """Return whether `oom` is requested, and the run file.
-
-    A single argument is a file, whatever its name, if that file exists.
-    """
-    from phalanx.spec.errors import UserError
-
-    fix = "write `phalanx advise run.toml` or `phalanx advise oom run.toml`"
-    if second_argument is not None and first_argument != OOM:
-        raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix=fix)
-    if second_argument is None and first_argument == OOM and not Path(first_argument).exists():
-        raise UserError("advise", OOM, "requires a run file", fix=fix)
-    return second_argument is not None, Path(second_argument or first_argument)
-
-
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("advise", cls=OptionalSubcommand)(advise)
+app.command("advise", cls=command_with_part(OOM))(advise)

@@ -35,8 +35,7 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
 def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     """Return the run with the planner's layout for `ranks` ranks per node, as `choose_layout` does.
 
-    Raises:
-        UserError: The number of ranks is unknown.
+    Raises UserError if the number of ranks is unknown.
     """
     if ranks is None:
         fix = "set cluster.nproc_per_node, or add --nproc"
@@ -49,10 +48,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
 
     For a machine without a description the planner uses the run's measurements; before there are any, the layout of
     the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then
-    hang.
-
-    Raises:
-        UserError: No layout fits.
+    hang. Raises UserError if no layout fits.
     """
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.plan.search.candidates import known_precisions
@@ -74,5 +70,5 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     training = run.training
     if training.precision not in known_precisions(cluster):
         # The planner knows bf16 on any machine.
-        training = training.model_copy(update={"precision": "bf16"})
-    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout
+        training = training.replace(precision="bf16")
+    return choose_layout(run.replace(cluster=cluster, training=training))[0].layout

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer import Argument, Option
 
 from phalanx.cli.commands.auto_layout import choose_layout_for
+from phalanx.cli.common.optional_part import command_with_part, split_part
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.cli.common.output_file import check_replaceable, write_file
 from phalanx.spec.errors import UserError
@@ -21,31 +22,23 @@ UNITS = {"": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, 
 """Units, spelled as in nccl-tests and in full."""
 
 
-class OptionalSubcommand(TyperCommand):
-    """Command whose first argument may be the name of a part, shown in its usage line."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage text after the command's name."""
-        return [f"[{'|'.join(PARTS)}]", "RUN.toml", "[OPTIONS]"]
-
-
 def bench(
     first: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A run file. A part before it restricts the measurement to that part.", metavar="[PART] RUN.toml"
         ),
     ],
-    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    second: Annotated[str | None, Argument(hidden=True, metavar="RUN.toml")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; default: one per GPU, or one.", min=1, metavar="N")
+        int | None, Option(help="Ranks on this machine; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Range of additional message sizes for collectives, in powers of two.", metavar="4KiB:16MiB"),
+        Option(help="Range of additional message sizes for collectives, in powers of two.", metavar="4KiB:16MiB"),
     ] = None,
-    iterations: Annotated[int, typer.Option(help="Timed calls per measurement, after one warm-up call.", min=1)] = 20,
-    out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.", metavar="FILE")] = None,
+    iterations: Annotated[int, Option(help="Timed calls per measurement, after one warm-up call.", min=1)] = 20,
+    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -68,7 +61,9 @@ def bench(
     """
     from phalanx.spec.files.load import load_run
 
-    parts, path = _parse_arguments(first, second)
+    fix = f"write `phalanx bench run.toml`, with one of {', '.join(PARTS)} before the file to measure only that"
+    part, path = split_part("bench", first, second, PARTS, "PART", fix)
+    parts = [part] if part else list(PARTS)
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"does not apply to {parts[0]}", fix="remove it, or measure collectives")
@@ -91,24 +86,10 @@ def bench(
     raise typer.Exit(any(error_counts))
 
 
-def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
-    """Return the parts to measure, and the run file.
-
-    A single argument is a file, whatever its name, if that file exists.
-    """
-    fix = f"write `phalanx bench run.toml`, with one of {', '.join(PARTS)} before the file to measure only that"
-    if second_argument is not None and first_argument not in PARTS:
-        raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix=fix)
-    if second_argument is None and first_argument in PARTS and not Path(first_argument).exists():
-        raise UserError("bench", first_argument, "requires a run file", fix=fix)
-    return (list(PARTS), Path(first_argument)) if second_argument is None else ([first_argument], Path(second_argument))
-
-
 def parse_size_sweep(text: str) -> list[int]:
     """Return the sizes in bytes of a range, each twice the previous: "4KiB:16MiB".
 
-    Raises:
-        UserError: The text is not such a range.
+    Raises UserError if the text is not such a range.
     """
     start, colon, end = text.partition(":")
     smallest = _parse_size(start)
@@ -169,4 +150,4 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("bench", cls=OptionalSubcommand)(bench)
+app.command("bench", cls=command_with_part("|".join(PARTS)))(bench)

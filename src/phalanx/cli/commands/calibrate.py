@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json
 from phalanx.spec.formatting import GIB
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 def calibrate(
     found_by: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="Run directories from this machine, and result files of `phalanx bench`.",
             metavar="RUN_DIR... [MEASURED.json]...",
         ),
     ],
     machine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Starting description of the machine: a preset or a file. Default: this machine's CPU.", metavar="NAME"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Machine file to write.", metavar="FILE")] = Path("machine.toml"),
+    out: Annotated[Path, Option(help="Machine file to write.", metavar="FILE")] = Path("machine.toml"),
     json_: Json = False,
 ) -> None:
     """Fit the planner's constants to runs on your machine, so that plans predict this machine.

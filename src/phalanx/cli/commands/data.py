@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.progress import format_counts
 from phalanx.spec.errors import UserError
@@ -24,25 +25,25 @@ app = typer.Typer(help="Tokenize text and inspect tokens.", no_args_is_help=True
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         help="Files, directories or globs of text, .json, .jsonl or .parquet, also compressed; hf:NAME_OR_DIR; or "
         '"stdlib".',
         metavar="SOURCE",
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+TextKey = Annotated[str, Option(help="Field of a JSONL line or Parquet row that holds the text.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Force = Annotated[bool, Option("--force", help="Overwrite existing files.")]
 
 
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx files to write.")],
-    tokenizer: Annotated[str, typer.Option(help='A Hugging Face tokenizer.json, or "bytes".')],
+    out: Annotated[Path, Option(help="Prefix of the .bin and .idx files to write.")],
+    tokenizer: Annotated[str, Option(help='A Hugging Face tokenizer.json, or "bytes".')],
     text_key: TextKey = "text",
-    workers: Annotated[int, typer.Option(help="Tokenizer threads; 0: one per core.", min=0)] = 0,
-    end: Annotated[bool, typer.Option("--end/--no-end", help="Append the end token to documents.")] = True,
+    workers: Annotated[int, Option(help="Tokenizer threads; 0: one per core.", min=0)] = 0,
+    end: Annotated[bool, Option("--end/--no-end", help="Append the end token to documents.")] = True,
     force: Force = False,
     json_: Json = False,
 ) -> None:
@@ -87,8 +88,8 @@ def prepare(
 @app.command()
 def tokenizer(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    vocab: Annotated[int, typer.Option(help="Maximum vocabulary size.", min=BYTES_VOCAB)] = 2048,
+    out: Annotated[Path, Option(help="The tokenizer.json to write.")],
+    vocab: Annotated[int, Option(help="Maximum vocabulary size.", min=BYTES_VOCAB)] = 2048,
     text_key: TextKey = "text",
     force: Force = False,
     json_: Json = False,
@@ -119,11 +120,9 @@ def tokenizer(
 
 @app.command()
 def inspect(
-    prefix: Annotated[str, typer.Argument(help="Prefix of a .bin/.idx pair.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help='Tokenizer that decodes the first tokens: a path or "bytes".')
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Number of tokens to show from the start.", min=0)] = 32,
+    prefix: Annotated[str, Argument(help="Prefix of a .bin/.idx pair.")],
+    tokenizer: Annotated[str | None, Option(help='Tokenizer that decodes the first tokens: a path or "bytes".')] = None,
+    tokens: Annotated[int, Option(help="Number of tokens to show from the start.", min=0)] = 32,
     json_: Json = False,
 ) -> None:
     """Show the contents of a .bin/.idx pair.

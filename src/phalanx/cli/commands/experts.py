@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json
 from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
@@ -23,13 +23,13 @@ Loads = dict[int, list[int]]
 
 
 def experts(
-    run: Annotated[Path, typer.Argument(help="Run directory of a mixture-of-experts model.", metavar="RUN_DIR")],
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: the run's layout.ep.", min=1)] = None,
+    run: Annotated[Path, Argument(help="Run directory of a mixture-of-experts model.", metavar="RUN_DIR")],
+    ep: Annotated[int | None, Option(help="Expert-parallel ranks; default: the run's layout.ep.", min=1)] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Renumber experts so that ranks have nearly equal loads.")
+        bool, Option("--balance", help="Renumber experts so that ranks have nearly equal loads.")
     ] = False,
     order: Annotated[
-        Path | None, typer.Option(help="Renumber experts by a JSON file: layer number -> order of its experts.")
+        Path | None, Option(help="Renumber experts by a JSON file: layer number -> order of its experts.")
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -96,11 +96,7 @@ def experts(
 
 
 def _read_order(file: Path, loads: Loads) -> Loads:
-    """Return the orders of experts by layer.
-
-    Raises:
-        UserError: The file contains something else.
-    """
+    """Return the orders of experts by layer. Raises UserError if the file contains something else."""
     fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
     try:
         table = parse_json(file.read_bytes())

@@ -6,19 +6,17 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Trust
 from phalanx.spec.base import require
 
 
 def export(
-    run: Annotated[
-        Path, typer.Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
-    ],
-    directory: Annotated[Path, typer.Argument(help="New directory to write.", metavar="DIR")],
-    to: Annotated[str, typer.Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
+    run: Annotated[Path, Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")],
+    directory: Annotated[Path, Argument(help="New directory to write.", metavar="DIR")],
+    to: Annotated[str, Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
+    dtype: Annotated[str, Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
     trust: Trust = None,
 ) -> None:
     """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.

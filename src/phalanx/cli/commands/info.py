@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from phalanx.cli.common.text import print_line
 from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
@@ -37,13 +37,11 @@ STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp6
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file.")
+        str | None, Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file.")
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="Tokens per sequence; default: the model's context.", min=1)
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the presets of models and machines.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    sequence: Annotated[int | None, Option(help="Tokens per sequence; default: the model's context.", min=1)] = None,
+    list_: Annotated[bool, Option("--list", help="List the presets of models and machines.")] = False,
+    json_: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's parameters, FLOPs per token, and bytes of training state.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.json_schema import SCHEMA_FILE, schema_text
@@ -13,11 +13,9 @@ from phalanx.spec.files.template import run_file_template
 
 
 def init(
-    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Write run.schema.json, for editors, next to the file.")
-    ] = False,
+    path: Annotated[Path, Argument(help="File to write.")] = Path("run.toml"),
+    force: Annotated[bool, Option("--force", help="Overwrite an existing file.")] = False,
+    schema: Annotated[bool, Option("--schema", help="Write run.schema.json, for editors, next to the file.")] = False,
 ) -> None:
     """Write a commented run file: the demo's model and data, and every other key with its default.
 

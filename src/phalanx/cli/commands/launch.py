@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.common.options import Overrides, RunFile
 from phalanx.cli.common.output_file import write_file
@@ -30,40 +30,37 @@ WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 
 def launch(
     run: RunFile,
-    to: Annotated[str, typer.Option(help="System that starts the run.", metavar="slurm|kubernetes|skypilot")],
+    to: Annotated[str, Option(help="System that starts the run.", metavar="slurm|kubernetes|skypilot")],
     nodes: Annotated[
         str | None,
-        typer.Option(
-            help="Number of nodes, or minimum and maximum: 4, or 2:4. Default: cluster.nodes.", metavar="N|MIN:MAX"
-        ),
+        Option(help="Number of nodes, or minimum and maximum: 4, or 2:4. Default: cluster.nodes.", metavar="N|MIN:MAX"),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N")
+        int | None, Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
     set_: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: print.", metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(help="File to write; default: print.", metavar="FILE")] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
+        bool, Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
     ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the job even if the planned memory exceeds that of the cards.")
+        bool, Option("--force", help="Write the job even if the planned memory exceeds that of the cards.")
     ] = False,
     cpus: Annotated[
-        int | None, typer.Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
+        int | None, Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
     ] = None,
-    memory: Annotated[int | None, typer.Option(help="Memory per node in GiB.", min=1, metavar="GIB")] = None,
-    time: Annotated[str | None, typer.Option(help="Slurm: time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm: partition.", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm: account.", metavar="NAME")] = None,
+    memory: Annotated[int | None, Option(help="Memory per node in GiB.", min=1, metavar="GIB")] = None,
+    time: Annotated[str | None, Option(help="Slurm: time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, Option(help="Slurm: partition.", metavar="NAME")] = None,
+    account: Annotated[str | None, Option(help="Slurm: account.", metavar="NAME")] = None,
     image: Annotated[
-        str | None, typer.Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE")
+        str | None, Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE")
     ] = None,
     volume: Annotated[
-        str | None,
-        typer.Option(help="Kubernetes, SkyPilot (required): volume for text and checkpoints.", metavar="NAME"),
+        str | None, Option(help="Kubernetes, SkyPilot (required): volume for text and checkpoints.", metavar="NAME")
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="SkyPilot: GPU by its SkyPilot name, such as H100.", metavar="NAME")
+        str | None, Option(help="SkyPilot: GPU by its SkyPilot name, such as H100.", metavar="NAME")
     ] = None,
 ) -> None:
     """Write the job file that starts a run with Slurm, Kubernetes or SkyPilot, after a check of each node.

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Annotated, Any, get_args
 
-import typer
 from rich.table import Column, Table
+from typer import Option
 
 from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
@@ -78,7 +78,7 @@ def memory(
     run: RunFile,
     ranks: Ranks = None,
     machine: Machine = None,
-    all_: Annotated[bool, typer.Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,
+    all_: Annotated[bool, Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -104,8 +104,8 @@ def memory(
     elif cluster.nproc_per_node is None:
         ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
     # CPU ranks share a node's memory.
-    cluster = cluster.model_copy(update={"nproc_per_node": -(-world_size // cluster.nodes)})
-    described = resolve_recomputation(described.model_copy(update={"cluster": cluster}), world_size)
+    cluster = cluster.replace(nproc_per_node=-(-world_size // cluster.nodes))
+    described = resolve_recomputation(described.replace(cluster=cluster), world_size)
     rows = memory_rows(described, world_size)
     if json_:
         print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
@@ -197,7 +197,13 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     print_line(console, describe(run.model))
-    print_line(console, _format_summary(run, world_size, ranks_source, rows))
+    sizes = {row.micro_batch for row in rows if row.micro_batch}
+    tokens = f"{run.training.seq_len} tokens"
+    batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
+    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
+    ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
+    arithmetic = f"{run.training.precision}, {run.optimizer.name}"
+    print_line(console, f"{ranks}, {arithmetic}, {batch}, {describe_recomputation(run.layout)}")
     console.print()
     console.print(_table(run, world_size, rows), soft_wrap=True)
     for row in rows:
@@ -212,16 +218,6 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
         notes.append(host_need)
     for note in notes:
         print_line(console, note, "dim")
-
-
-def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
-    """Format ranks, arithmetic and micro-batch."""
-    sizes = {row.micro_batch for row in rows if row.micro_batch}
-    tokens = f"{run.training.seq_len} tokens"
-    batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
-    shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
-    ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
-    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, {describe_recomputation(run.layout)}"
 
 
 def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from phalanx.cli.commands.pipeline_split import split
 from phalanx.cli.common.options import Json
@@ -36,29 +37,27 @@ OUTPUT_SUFFIXES = (".svg", ".png", ".json", ".csv")
 def show(
     schedule: Annotated[
         str,
-        typer.Argument(help=f"{', '.join(PUBLISHED)}, searched, {IDEALIZED} (idealised), or a .csv file."),
+        Argument(help=f"{', '.join(PUBLISHED)}, searched, {IDEALIZED} (idealised), or a .csv file."),
     ],
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,
+    stages: Annotated[int | None, Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
+    microbatches: Annotated[int | None, Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,
     times: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Times of a micro-batch on a rank, in any unit: forward pass, gradient of the input, gradient of the "
             "weights, transfer to the next rank.",
             metavar="F,B,W,COMM",
         ),
     ] = "1,1,1,0",
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
+        int | None, Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N")
+        float | None, Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N")
     ] = None,
     out: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File to write: .svg, .png, .json (trace for ui.perfetto.dev) or PyTorch's .csv; repeatable."
-        ),
+        Option(help="File to write: .svg, .png, .json (trace for ui.perfetto.dev) or PyTorch's .csv; repeatable."),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -231,9 +230,9 @@ app.command()(split)
 @app.command()
 def check(
     file: Annotated[
-        Path, typer.Argument(help="A schedule in PyTorch's CSV format, with a row per rank.", metavar="FILE.csv")
+        Path, Argument(help="A schedule in PyTorch's CSV format, with a row per rank.", metavar="FILE.csv")
     ],
-    order: Annotated[bool, typer.Option("--order", help="Ignore idle cells: ranks wait for their inputs.")] = False,
+    order: Annotated[bool, Option("--order", help="Ignore idle cells: ranks wait for their inputs.")] = False,
     json_: Json = False,
 ) -> None:
     """Validate a schedule and list its violations; the exit code is 1 if it is rejected.

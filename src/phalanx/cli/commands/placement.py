@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
 from phalanx.cli.common.output_file import check_replaceable
@@ -48,23 +48,21 @@ def placement(
     ranks: Ranks = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Ranks per node; default: cluster.nproc_per_node, else the topology's GPUs, else 8.",
             min=1,
             metavar="N",
         ),
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE")
+        Path | None, Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE")
     ] = None,
     pxn: Annotated[
         bool,
-        typer.Option(
-            "--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbor on the destination's rail."
-        ),
+        Option("--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbor on the destination's rail."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
+        Path | None, Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,

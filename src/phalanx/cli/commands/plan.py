@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
+from typer import Option
 
 from phalanx.cli.commands.plan_cluster import rank_layouts, run_on_cluster
 from phalanx.cli.commands.plan_explain import compare, explain
@@ -59,19 +60,19 @@ def plan(
     machine: Machine = None,
     nodes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Number of nodes; default: cluster.nodes. A range shows the best layout of each number.",
             metavar="N|MIN:MAX",
         ),
     ] = None,
     nproc: Nproc = None,
     topology: Topology = None,
-    top: Annotated[int | None, typer.Option(help=f"Number of layouts to show; default: {DEFAULT_TOP}.", min=1)] = None,
+    top: Annotated[int | None, Option(help=f"Number of layouts to show; default: {DEFAULT_TOP}.", min=1)] = None,
     all_: AllSchedules = False,
     tokens: Annotated[
-        float | None, typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
+        float | None, Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -134,11 +135,9 @@ app.command()(compare)
 @app.command()
 def explore(
     run: RunOrConfig,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the page to a file instead of serving it.", metavar="FILE")
-    ] = None,
+    html: Annotated[Path | None, Option(help="Write the page to a file instead of serving it.", metavar="FILE")] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to serve; default: any free port.", min=0, max=65535, metavar="N")
+        int | None, Option(help="Port to serve; default: any free port.", min=0, max=65535, metavar="N")
     ] = None,
     all_: AllSchedules = False,
     machine: Machine = None,

@@ -52,11 +52,11 @@ def run_on_cluster(
     cluster = described.cluster
     is_given = nproc is not None or cluster.nproc_per_node is not None
     nproc = nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE
-    cluster = cluster.model_copy(update={"nodes": nodes or cluster.nodes, "nproc_per_node": nproc})
+    cluster = cluster.replace(nodes=nodes or cluster.nodes, nproc_per_node=nproc)
     if not is_given:
         # A plan then lists it among its assumptions.
         cluster.model_fields_set.discard("nproc_per_node")
-    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
+    return described.replace(cluster=cluster, auto_layout=False), cluster.ranks
 
 
 def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.commands.plan_cluster import rank_layouts, run_on_cluster
 from phalanx.cli.common.options import AllSchedules, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 def explain(
     run: RunOrConfig,
     number: Annotated[
-        int, typer.Argument(help="Number of the layout in the table of `phalanx plan`.", min=1, metavar="K")
+        int, Argument(help="Number of the layout in the table of `phalanx plan`.", min=1, metavar="K")
     ] = 1,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")
-    ] = None,
+    picture: Annotated[Path | None, Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")] = None,
     all_: AllSchedules = False,
     machine: Machine = None,
     nodes: Nodes = None,
@@ -64,12 +62,9 @@ def explain(
 def compare(
     run: RunOrConfig,
     layout: Annotated[
-        str,
-        typer.Argument(help="Fields, such as `tp=4,pp=8`, or the number or text of a row of the table.", metavar="A"),
+        str, Argument(help="Fields, such as `tp=4,pp=8`, or the number or text of a row of the table.", metavar="A")
     ],
-    other: Annotated[
-        str | None, typer.Argument(help="Another layout; default: the first of the table.", metavar="B")
-    ] = None,
+    other: Annotated[str | None, Argument(help="Another layout; default: the first of the table.", metavar="B")] = None,
     all_: AllSchedules = False,
     machine: Machine = None,
     nodes: Nodes = None,

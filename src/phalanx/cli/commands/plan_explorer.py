@@ -118,10 +118,8 @@ class BusyError(UserError):
 def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple[Choices, dict[str, int]]:
     """Return the choices in a decoded JSON body, and the integers that `more` names.
 
-    The choices of the command line (`first`) may exceed `MAX_NUMBERS`.
-
-    Raises:
-        InvalidChoiceError: Fields are unknown or missing, a machine is unknown, or a value has another type.
+    The choices of the command line (`first`) may exceed `MAX_NUMBERS`. Raises InvalidChoiceError if fields are
+    unknown or missing, a machine is unknown, or a value has another type.
     """
     fields = ("machine", "nodes", "batch", "seq_len", *more)
     if not isinstance(table, dict) or set(table) != set(fields):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
 from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def export_layout(
     run: RunOrConfig,
-    to: Annotated[str, typer.Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
+    to: Annotated[str, Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,

@@ -51,8 +51,7 @@ class PlanProcess:
     def facts(self) -> dict[str, Any]:
         """Return the data of the explorer's page, without details, after planning if that is not done yet.
 
-        Raises:
-            UserError: The run cannot be planned, or a limit was exceeded.
+        Raises UserError if the run cannot be planned, or a limit was exceeded.
         """
         with self._lock:
             if self._facts is None:
@@ -62,8 +61,7 @@ class PlanProcess:
     def details(self, layout: int) -> dict[str, Any]:
         """Return the details of a layout of the plan, which is made first if necessary.
 
-        Raises:
-            UserError: The plan has no such layout, the run cannot be planned, or a limit was exceeded.
+        Raises UserError if the plan has no such layout, the run cannot be planned, or a limit was exceeded.
         """
         self.facts()
         with self._lock:

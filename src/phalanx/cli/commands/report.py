@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json, Machine
 from phalanx.cli.common.output_file import write_file
@@ -16,13 +16,12 @@ PAGE = "report.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    runs: Annotated[list[Path], Argument(help="Run directories.", metavar="RUN_DIR...")],
     html: Annotated[
-        Path | None,
-        typer.Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE"),
+        Path | None, Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json")
+        Path | None, Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json")
     ] = None,
     machine: Machine = None,
     json_: Json = False,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.spec.errors import UserError
@@ -19,8 +20,6 @@ from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_si
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from phalanx.spec.run import RunSpec
     from phalanx.spec.swarm import Codec, Method, SwarmSpec
 
@@ -32,23 +31,23 @@ app = typer.Typer(
     help="Train one model at several sites over slow links.",
 )
 Certificates = Annotated[
-    Path, typer.Option("--certs", help="Folder of this member, created by `phalanx swarm certs`.", metavar="DIR")
+    Path, Option("--certs", help="Folder of this member, created by `phalanx swarm certs`.", metavar="DIR")
 ]
-Address = Annotated[str, typer.Argument(help="Address of the coordinator.", metavar="HOST:PORT")]
+Address = Annotated[str, Argument(help="Address of the coordinator.", metavar="HOST:PORT")]
 
 
 @app.command()
 def certs(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of the certificate authority; created if missing.", metavar="FOLDER")
+        Path, Argument(help="Folder of the certificate authority; created if missing.", metavar="FOLDER")
     ],
     members: Annotated[
-        list[str] | None, typer.Argument(help="Members that receive a certificate.", metavar="NAME...")
+        list[str] | None, Argument(help="Members that receive a certificate.", metavar="NAME...")
     ] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST")
+        list[str] | None, Option(help="Host name or address of this member, for a coordinator.", metavar="HOST")
     ] = None,
-    days: Annotated[int, typer.Option(help="Validity of the certificates in days.", min=1)] = 365,
+    days: Annotated[int, Option(help="Validity of the certificates in days.", min=1)] = 365,
 ) -> None:
     """Create a certificate authority for a swarm, and certificates for its members.
 
@@ -75,9 +74,9 @@ def certs(
 
 @app.command()
 def serve(
-    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
+    run: Annotated[Path, Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     certificates: Certificates,
-    listen: Annotated[str, typer.Option(help="Address and port to listen on.", metavar="HOST:PORT")] = "0.0.0.0:7077",
+    listen: Annotated[str, Option(help="Address and port to listen on.", metavar="HOST:PORT")] = "0.0.0.0:7077",
     set_: Overrides = None,
 ) -> None:
     """Coordinate a swarm: wait for nodes, assign experts and text to them, and merge their updates, round by round.
@@ -115,9 +114,9 @@ def join(
     address: Address,
     certificates: Certificates,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks of this node; default: one per GPU, or one.", min=1, metavar="N")
+        int | None, Option(help="Ranks of this node; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Parent of the node's directory.", metavar="DIR")] = Path("nodes"),
+    out: Annotated[Path, Option(help="Parent of the node's directory.", metavar="DIR")] = Path("nodes"),
     set_: Overrides = None,
 ) -> None:
     """Take part in a swarm with this machine, from its next round on, until the last or Ctrl-C.
@@ -161,7 +160,7 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 @app.command()
 def text(
     address: Address,
-    checksum: Annotated[str, typer.Argument(help="Checksum of the right text; the rejected node prints it.")],
+    checksum: Annotated[str, Argument(help="Checksum of the right text; the rejected node prints it.")],
     certificates: Certificates,
 ) -> None:
     """Set the text that all nodes of a swarm must read, as its operator.
@@ -203,13 +202,13 @@ MBIT = 1e6 / 8
 
 @app.command()
 def plan(
-    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
+    run: Annotated[Path, Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     link: Annotated[
-        str, typer.Option(help="Bandwidth of a node in Mbit/s: upload, and download if different.", metavar="UP[:DOWN]")
+        str, Option(help="Bandwidth of a node in Mbit/s: upload, and download if different.", metavar="UP[:DOWN]")
     ] = "20:100",
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: swarm.nodes.", min=1)] = None,
+    nodes: Annotated[int | None, Option(help="Number of nodes; default: swarm.nodes.", min=1)] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(help="Measured time of one step on a node.", min=1e-9, metavar="S")
+        float | None, Option(help="Measured time of one step on a node.", min=1e-9, metavar="S")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -241,9 +240,21 @@ def plan(
     if json_:
         print(json.dumps(rows, indent=2))
         return
+    from rich.table import Column
+
+    from phalanx.cli.common.text import text_table
     from phalanx.spec.terminal import Terminal
 
-    Terminal(width=max(Terminal().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
+    headers = ("up", "down", "state held", "on the wire", "of a round", "learning")
+    columns = [Column(header, justify="right", no_wrap=True) for header in headers]
+    table = text_table(Column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True), *columns)
+    for row in rows:
+        byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
+        has_times = row["round_seconds"] is not None
+        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilization']:.0%}") if has_times else ("", "")
+        name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
+        table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
+    Terminal(width=max(Terminal().width, 100), highlight=False).print(table)
 
 
 def _require_swarm(run: RunSpec) -> SwarmSpec:
@@ -284,23 +295,6 @@ def _plan_rows(
             "round_seconds": time.total if step_seconds else None,
             "utilization": time.utilization if step_seconds else None,
         }
-
-
-def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
-    from rich.table import Column
-
-    from phalanx.cli.common.text import text_table
-
-    numbers = ("up", "down", "state held", "on the wire", "of a round", "learning")
-    columns = [Column(header, justify="right", no_wrap=True) for header in numbers]
-    table = text_table(Column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True), *columns)
-    for row in rows:
-        byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
-        has_times = row["round_seconds"] is not None
-        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilization']:.0%}") if has_times else ("", "")
-        name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
-        table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
-    return table
 
 
 def _format_status(swarm_status: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.commands.train_start import (
     StartOptions,
@@ -35,10 +36,10 @@ def _ranks(text: str) -> int:
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
+    run: Annotated[Path, Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
     nproc: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Ranks on this machine; default: cluster.nproc_per_node, one per GPU, or one.",
             parser=_ranks,
             metavar="N",
@@ -46,11 +47,11 @@ def train(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help='Machine for layout = "auto": a preset, or a file by `phalanx calibrate`.', metavar="NAME"),
+        Option(help='Machine for layout = "auto": a preset, or a file by `phalanx calibrate`.', metavar="NAME"),
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Number of nodes, or minimum and maximum: the run continues with fewer nodes if one is lost, and "
             "with more if one joins. Default: cluster.nodes.",
             metavar="N|LEAST:MOST",
@@ -58,38 +59,30 @@ def train(
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(
-            help="Rendezvous of the nodes: the address of one of them, and a free port there.", metavar="HOST:PORT"
-        ),
+        Option(help="Rendezvous of the nodes: the address of one of them, and a free port there.", metavar="HOST:PORT"),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
+        list[str] | None, Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, if there is one.")] = False,
     profile_memory: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--profile-memory",
             help="Measure memory and traffic of one early step on each rank, and compare them with the plan.",
         ),
     ] = False,
     profile_steps: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Profile these steps (inclusive): passes and collectives over time, memory in the first step; on GPUs "
             "a trace of the last of several.",
             metavar="FIRST:LAST",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if the plan exceeds the machine's memory.")
-    ] = False,
+    force: Annotated[bool, Option("--force", help="Start even if the plan exceeds the machine's memory.")] = False,
     trust: Trust = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Check the run, print it as TOML, and exit.")
-    ] = False,
+    print_config: Annotated[bool, Option("--print-config", help="Check the run, print it as TOML, and exit.")] = False,
 ) -> None:
     """Train a model as a run file describes it.
 
@@ -128,8 +121,8 @@ def train(
     has_nodes = rendezvous is not None or max_nodes > 1
     sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
     # The run directory records the sizes for a later resume.
-    cluster = described.cluster.model_copy(update=sizes)
-    described = described.model_copy(update={"cluster": cluster})
+    cluster = described.cluster.replace(**sizes)
+    described = described.replace(cluster=cluster)
     rank_options = ["--profile-memory"] if profile_memory else []
     rank_options += ["--profile-steps", profile_steps] if profile_steps else []
     start = StartOptions(resume, force, rank_options)

@@ -68,10 +68,8 @@ def decide_and_check(
     """Decide what the run file leaves open, and check the run on this machine, before any text is read.
 
     The result is the run with its choices, and the planner's report as JSON if it chose the layout. `layout_ranks`
-    is the number of ranks per node for `layout = "auto"`, or None if it is unknown.
-
-    Raises:
-        UserError: Settings, run directory, disk or memory are unusable.
+    is the number of ranks per node for `layout = "auto"`, or None if it is unknown. Raises UserError if settings,
+    run directory, disk or memory are unusable.
     """
     from phalanx.launch.preflight import check_settings, preflight
     from phalanx.train.create_run import check_machine_memory, decide_choices, decide_recomputation

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.spec.errors import UserError
 
@@ -19,15 +20,13 @@ PyTorch's import. A rendezvous of nodes takes `recovery.last_call_timeout_second
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")],
-    every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.1, metavar="SECONDS")] = 2.0,
-    web: Annotated[bool, typer.Option("--web", help="Serve a live page to this machine only.")] = False,
-    port: Annotated[
-        int, typer.Option(help="Port of the page; 0: any free port.", min=0, max=65535, metavar="N")
-    ] = 8642,
+    run: Annotated[Path, Argument(help="Run directory.", metavar="RUN_DIR")],
+    every: Annotated[float, Option(help="Refresh interval in seconds.", min=0.1, metavar="SECONDS")] = 2.0,
+    web: Annotated[bool, Option("--web", help="Serve a live page to this machine only.")] = False,
+    port: Annotated[int, Option(help="Port of the page; 0: any free port.", min=0, max=65535, metavar="N")] = 8642,
     prometheus: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Serve metrics at /metrics on this port, on all addresses of this machine; 0: any free port.",
             min=0,
             max=65535,
@@ -77,7 +76,19 @@ def watch(
                 for facts in _poll_facts(run, every):
                     screen.update(render_live(facts), refresh=True)
         else:
-            _print_lines(run, every)
+            from phalanx.cli.views.report import format_latest_step
+            from phalanx.report.formatting import round_lines
+
+            last_step = num_printed = 0
+            for facts in _poll_facts(run, every):
+                steps = facts["curves"]["step"]
+                for index in range(-sum(step > last_step for step in steps), 0):
+                    print(format_latest_step(facts, index), flush=True)
+                last_step = steps[-1] if steps else 0
+                rounds = round_lines(facts)
+                for line in rounds[num_printed:]:
+                    print(line, flush=True)
+                num_printed = len(rounds)
 
 
 def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
@@ -120,19 +131,3 @@ def _has_ended(directory: Path) -> bool:
         with suppress(OSError):  # it may have been deleted
             last_modified = max(last_modified, file.stat().st_mtime)
     return time.time() - last_modified > RESTART_SECONDS
-
-
-def _print_lines(directory: Path, every_seconds: float) -> None:
-    from phalanx.cli.views.report import format_latest_step
-    from phalanx.report.formatting import round_lines
-
-    last_step = num_printed = 0
-    for facts in _poll_facts(directory, every_seconds):
-        steps = facts["curves"]["step"]
-        for index in range(-sum(step > last_step for step in steps), 0):
-            print(format_latest_step(facts, index), flush=True)
-        last_step = steps[-1] if steps else 0
-        texts = round_lines(facts)
-        for line in texts[num_printed:]:
-            print(line, flush=True)
-        num_printed = len(texts)

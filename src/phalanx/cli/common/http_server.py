@@ -38,10 +38,7 @@ def make_http_server(
 
     `get` responds to GET: its arguments are the path and the host name of the request. `post` responds to POST, and
     also gets a JSON body. A body of another content type is rejected, because pages of other sites can send those
-    without permission.
-
-    Raises:
-        UserError: The port, which `option` names, is in use.
+    without permission. Raises UserError if the port, which `option` names, is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -48,10 +48,7 @@ def write_file(option: str, file: Path, text: str, replaces_link: bool = False) 
     """Write the file of an option; the text and an existing file must have WRITTEN_BY in their headers.
 
     With `replaces_link`, a link in the file's place is replaced and not followed: a run directory may be someone
-    else's.
-
-    Raises:
-        UserError: The file cannot be written, or would replace one of the user's.
+    else's. Raises UserError if the file cannot be written, or would replace one of the user's.
     """
     if not (replaces_link and file.is_symlink()):
         check_replaceable(option, file)

@@ -16,10 +16,7 @@ Facts = dict[str, Any]
 
 
 def print_benchmarks(results: Facts) -> None:
-    """Print all measurements.
-
-    Lines among collectives that are not in nccl-tests' format start with #.
-    """
+    """Print all measurements. Lines among collectives that are not in nccl-tests' format start with #."""
     console = Terminal(width=max(Terminal().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} concurrent ranks, each {results['device']}; times of the slowest"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"

@@ -59,7 +59,26 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
             console.print(f"\nrank {traced['rank']}: differences", style="bold")
             console.print(_detail(wrong), soft_wrap=True)
     console.print()
-    for note in [*NOTES, *_repetition_note(report), *_reasons(report)]:
+    notes = [*NOTES]
+    tracing = [traced["tracing"] for traced, _ in results]
+    if not all(rank["full"] for rank in tracing):
+        least = min(
+            tracing, key=lambda rank: rank["traced_micro_batches"] * rank["traced_blocks"] / max(rank["blocks"], 1)
+        )
+        counts = [
+            f"{least[f'traced_{work}']} of {least[work]} {work.replace('_', '-')}"
+            for work in ("micro_batches", "blocks")
+            if least[f"traced_{work}"] < least[work]
+        ]
+        notes.append(f"equal work ran once: {', '.join([*counts, 'few chunks of rows'])} (--full runs all)")
+    # Reasons why quantities agree that differ by more than the tolerance
+    explained_ranks = defaultdict[str, set[int]](set)
+    for rank, checks in report.rank_checks.items():
+        for check in checks:
+            if check.explanation:
+                explained_ranks[check.explanation].add(rank)
+    notes += [f"ranks {', '.join(map(str, sorted(ranks)))}: {why}" for why, ranks in explained_ranks.items()]
+    for note in notes:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
     if not report.ok:
@@ -67,30 +86,6 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
     else:
         traced_ranks = f"{len(results)} traced ranks of {report.world_size:,}"
         console.print(f"plan and program agree on all {traced_ranks}", style="bold green")
-
-
-def _reasons(report: DryRunReport) -> list[str]:
-    """Return why quantities agree that differ by more than the tolerance, with their ranks."""
-    ranks = defaultdict[str, set[int]](set)
-    for rank, checks in report.rank_checks.items():
-        for check in checks:
-            if check.explanation:
-                ranks[check.explanation].add(rank)
-    return [f"ranks {', '.join(map(str, sorted(found)))}: {why}" for why, found in ranks.items()]
-
-
-def _repetition_note(report: DryRunReport) -> list[str]:
-    """Return a line on the work that was counted instead of run, if there may be any."""
-    tracing = [traced["tracing"] for traced, _ in report.results]
-    if all(rank["full"] for rank in tracing):
-        return []
-    least = min(tracing, key=lambda rank: rank["traced_micro_batches"] * rank["traced_blocks"] / max(rank["blocks"], 1))
-    counts = [
-        f"{least[f'traced_{what}']} of {least[what]} {what.replace('_', '-')}"
-        for what in ("micro_batches", "blocks")
-        if least[f"traced_{what}"] < least[what]
-    ]
-    return [f"equal work ran once: {', '.join([*counts, 'few chunks of rows'])} (--full runs all)"]
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:

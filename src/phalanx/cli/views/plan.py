@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.table import Column, Table
 
@@ -178,8 +178,13 @@ def print_comparison(
     (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
     table = plan_table("", *names, f"{slow} - {fast}")
-    for row in _comparison_rows(run.cluster, first, second, sign):
-        table.add_row(*row)
+    for part, label in PART_DESCRIPTIONS.items():
+        table.add_row(*_comparison_row(label, first.parts[part], second.parts[part], sign, unit="s"))
+    table.add_row(*_comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s"))
+    table.add_row(*_comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB"))
+    first_host, second_host = (node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second))
+    if first_host or second_host:
+        table.add_row(*_comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB"))
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     print_assumptions(console, run, world_size, options=[first, second])
@@ -192,19 +197,6 @@ def print_comparison(
         longer = slower.step_seconds / faster.step_seconds - 1
         conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
     print_line(console, conclusion)
-
-
-def _comparison_rows(
-    cluster: ClusterSpec, first: EvaluatedLayout, second: EvaluatedLayout, sign: int
-) -> Iterator[list[str]]:
-    """Yield the cells of two layouts and their difference: times, memory, and with offload the CPU memory of a node."""
-    for part, label in PART_DESCRIPTIONS.items():
-        yield _comparison_row(label, first.parts[part], second.parts[part], sign, unit="s")
-    yield _comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s")
-    yield _comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB")
-    first_host, second_host = (node_host_bytes(cluster, option.host_bytes) / GIB for option in (first, second))
-    if first_host or second_host:
-        yield _comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB")
 
 
 def _comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:

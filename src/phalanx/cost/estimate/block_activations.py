@@ -50,7 +50,10 @@ def activation_bytes(constants: MemoryConstants, jobs: JobTable) -> BlockActivat
     )
     residual = np.where(jobs.is_phalanx, LEAN_WIDE_BYTES, residual_bytes) * jobs.width / jobs.sequence_shards
     attention = _projection_bytes(jobs) / jobs.tp
-    scores = _score_bytes(constants, jobs)
+    # Flash attention saves one number per row of scores.
+    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
+    unfused_bytes = constants.score_bytes * separate_factor * jobs.sequence
+    scores = jobs.heads / jobs.tp * np.where(jobs.uses_flash_attention, 4.0, unfused_bytes)
 
     scale = jobs.tokens * jobs.compute_dtype_bytes / 2
     unscored_bytes = residual + attention + _mlp_bytes(constants, jobs)
@@ -123,10 +126,3 @@ def _mlp_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
     expert_bytes = (routed_bytes + gated_bytes * jobs.shared_ffn) / jobs.tp
     dense_fraction = jobs.dense_layers / jobs.layers
     return dense_fraction * dense_bytes + (1 - dense_fraction) * np.where(jobs.experts > 0, expert_bytes, 0.0)
-
-
-def _score_bytes(constants: MemoryConstants, jobs: JobTable) -> Column:
-    """Return the bytes per token of attention's scores, of which flash attention saves one number per row."""
-    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
-    unfused_bytes = constants.score_bytes * separate_factor * jobs.sequence
-    return jobs.heads / jobs.tp * np.where(jobs.uses_flash_attention, 4.0, unfused_bytes)

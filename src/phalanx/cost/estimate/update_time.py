@@ -31,7 +31,7 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
 
     def dense_seconds(bytes_per_parameter: Column, ranks: Column, reduces: bool = False) -> Column:
         size_bytes = bytes_per_parameter * dense
-        return ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp, reduces=reduces, calls=dense_buckets)
+        return ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp, reduces, calls=dense_buckets)
 
     scatter = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp)
     all_reduce = dense_seconds(jobs.gradient_wire_bytes, jobs.dp * jobs.cp, reduces=True)

@@ -48,11 +48,13 @@ def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]
         "gathers_logits": 0,
         "optimizer_post_validation": 0,
     }
+    usual_attention = AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2
+    ring_attention = usual_attention if run.cluster.uses_cpu else AttentionKernel.RING
     same_names = ("dp", "tp", "pp", "cp", "ep", "micro_batches", "virtual_stages", "offload")
     varying: dict[str, Any] = {
         **{name: list(map(attrgetter(name), layouts)) for name in same_names},
         "micro_batch": [c.micro_batch_size for c in layouts],
-        "attention": _attention_kernels(run, layouts),
+        "attention": [ring_attention if c.cp > 1 and c.cp_method == "ring" else usual_attention for c in layouts],
         "ulysses": [c.cp > 1 and c.cp_method == "ulysses" for c in layouts],
         "zero_stage": [ZERO_STAGES[c.data_parallel] for c in layouts],
         "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in layouts],
@@ -64,12 +66,6 @@ def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]
         **_stage_columns(run, layouts),
     }
     return broadcast_jobs(common, varying)
-
-
-def _attention_kernels(run: RunSpec, layouts: list[CandidateLayout]) -> list[AttentionKernel]:
-    usual = AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2
-    in_ring = usual if run.cluster.uses_cpu else AttentionKernel.RING
-    return [in_ring if c.cp > 1 and c.cp_method == "ring" else usual for c in layouts]
 
 
 def _state_columns(run: RunSpec, layouts: list[CandidateLayout]) -> dict[str, list[float]]:

@@ -154,9 +154,11 @@ def describe_other_strategy(layout: Layout, candidate: CandidateLayout) -> str |
     used = candidate.data_parallel
     if layout.data_parallel == used:
         return None
-    where, reason = "on one shard", "there is nothing to share"
+    where = "on one shard"
+    reason = "there is nothing to share"
     if used == "zero1":
-        where, reason = "in a pipeline", "full gradients stay until the last micro-batch"
+        where = "in a pipeline"
+        reason = "full gradients stay until the last micro-batch"
     return f"data_parallel = {layout.data_parallel} {where} trains as {used}, which is evaluated here: {reason}"
 
 

@@ -86,8 +86,7 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
 def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
     """Return the constants of step times: calibrated ones, else those of published runs.
 
-    Raises:
-        UserError: If a calibrated constant does not exist.
+    Raises UserError if a calibrated constant does not exist.
     """
     if cluster.calibration is None:
         return time_constants()

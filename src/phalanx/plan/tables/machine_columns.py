@@ -38,7 +38,7 @@ GENERATION_DEFAULTS = (
     # B200: PCIe Gen5, DDR5-5600.
     GenerationDefaults(0.775, 63e9, 89.6e9, 50e9),
 )
-"""As in DGX A100, H100 and B200."""
+"""Values of DGX A100, H100 and B200, by generation."""
 DISK_BYTES_PER_SECOND = 5e9
 """Bandwidth of an NVMe drive that is read and written.
 
@@ -80,8 +80,7 @@ def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
 def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     """Return the speeds and sizes of one device and of the links between `ranks` devices.
 
-    Raises:
-        UserError: If a speed of the machine is unknown.
+    Raises UserError if a speed of the machine is unknown.
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
@@ -171,13 +170,7 @@ def describe_assumptions(
     precision: str = "bf16",
     offloads_activations: bool = False,
 ) -> list[str]:
-    """Return a text per value of a machine that affects a plan and is neither given nor measured.
-
-    Args:
-        ranks: Number of ranks.
-        offload_targets: Offload targets of the plan's layouts.
-        offloads_activations: True if a layout of the plan offloads activations.
-    """
+    """Return a text per value of a machine that affects a plan and is neither given nor measured."""
     domain = cluster.fast_link_domain_size
     given = cluster.model_fields_set
     assumed = {}

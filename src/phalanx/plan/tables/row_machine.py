@@ -20,7 +20,8 @@ def read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     changes: dict[str, float] = {}
     node = read_count(row, "gpus_per_node", 8)
     joined = cluster.fast_link_domain or node
-    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay separate, unless a row states its links
+    # Single devices and pairs stay separate, unless a row states its links.
+    if joined < 8 and not row.get("intra_bw"):
         node = min(joined, node)
     changes["fast_link_domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):

@@ -22,7 +22,6 @@ from phalanx.plan.tables.model_guess import model_from_row
 from phalanx.plan.tables.row_machine import read_machine
 from phalanx.plan.tables.trainer_behavior import is_low_precision, trainer_behavior
 from phalanx.spec.base import divisors, require
-from phalanx.spec.model import ModelSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batch sizes that a trainer would try."""
@@ -102,12 +101,19 @@ def job_from_row(row: Row) -> TableJob:
         "sequence parallelism": not row.get("seq_parallel", "") and tp > 1,
     }
     tokens = sequence * batch
+
+    def recomputed_flops(choice: JobRow) -> float:
+        """Return the recomputed FLOPs per token, counted as in `flops_per_token`."""
+        is_flash = choice["attention"] >= AttentionKernel.FLASH_1
+        method: Recomputation = choice["recompute"]
+        return recomputed_flops_per_token(spec, sequence, method, flash=is_flash, sharded=zero >= 3, causal=False)
+
     return TableJob(
         name=row.get("id", ""),
         trainer=fixed["trainer"],
         choices=choices,
         assumed=assumed + [option for option, is_open in open_options.items() if is_open],
-        recomputed_flops=[tokens * _recomputed_flops(spec, sequence, choice) for choice in choices],
+        recomputed_flops=[tokens * recomputed_flops(choice) for choice in choices],
         flops_per_step=flops_per_token(spec, sequence) * tokens,
         peak_flops=fixed["peak_flops"] * (2 if is_low_precision(precision) else 1) * ranks,
         ranks=ranks,
@@ -134,7 +140,10 @@ def _generate_choices(row: Row, fixed: JobRow, num_layers: int, sequences_per_ra
     is_recent = fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
     states_sequence_parallelism = bool(row.get("seq_parallel", ""))
     is_sequence_parallel = read_number(row, "seq_parallel", 0) > 0
-    micro_batch_sizes = _micro_batch_sizes(row, sequences_per_rank)
+    fitting = (size for size in MICRO_BATCHES if size <= sequences_per_rank and sequences_per_rank % size == 0)
+    micro_batch_sizes = [float(size) for size in fitting] or [1.0]
+    if row.get("micro_batch", ""):
+        micro_batch_sizes = [read_number(row, "micro_batch")]
     recompute_methods = _recompute_methods(row, fixed)
     virtual_stage_counts = _virtual_stage_counts(row, fixed, num_layers)
     for micro_batch, recompute, virtual_stages in product(micro_batch_sizes, recompute_methods, virtual_stage_counts):
@@ -150,13 +159,6 @@ def _generate_choices(row: Row, fixed: JobRow, num_layers: int, sequences_per_ra
             "schedule": schedule,
             "sequence_parallel": float(is_sequence_parallel),
         }
-
-
-def _micro_batch_sizes(row: Row, sequences_per_rank: float) -> list[float]:
-    if row.get("micro_batch", ""):
-        return [read_number(row, "micro_batch")]
-    tried = [float(size) for size in MICRO_BATCHES if size <= sequences_per_rank and sequences_per_rank % size == 0]
-    return tried or [1.0]
 
 
 def _recompute_methods(row: Row, fixed: JobRow) -> list[Recomputation]:
@@ -191,13 +193,6 @@ def _virtual_stage_counts(row: Row, fixed: JobRow, num_layers: int) -> list[int]
     if num_layers % fixed["pp"] > 0:
         return [1, 2, 3, 4]
     return [count for count in divisors(max(num_layers // fixed["pp"], 1)) if count <= 8]
-
-
-def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
-    """Return the recomputed FLOPs per token, counted as in `flops_per_token`."""
-    flash = choice["attention"] >= AttentionKernel.FLASH_1
-    sharded = choice["zero_stage"] >= 3
-    return recomputed_flops_per_token(spec, sequence, choice["recompute"], flash=flash, sharded=sharded, causal=False)
 
 
 def _schedule(text: str, pp: int, virtual_stages: int) -> Schedule:

@@ -63,8 +63,7 @@ def check_picture_file(file: Path, option: str) -> None:
 def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
     """Write a picture in the format of the file's suffix; `draw` draws it on a figure of matplotlib.
 
-    Raises:
-        UserError: The suffix is invalid (`check_picture_file`), or the file cannot be written.
+    Raises UserError if the suffix is invalid (`check_picture_file`), or the file cannot be written.
     """
     check_picture_file(file, option)
     try:

@@ -86,8 +86,7 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
 def draw(timeline: Timeline, title: str, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg or .png.
 
-    Raises:
-        UserError: matplotlib is not installed.
+    Raises UserError if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -85,8 +85,7 @@ class Breakdown:
 def save_picture(breakdown: Breakdown, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg, .html or .png.
 
-    Raises:
-        UserError: The suffix is another one, the file cannot be written, or matplotlib is missing for .png.
+    Raises UserError if the suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     shapes = layout_shapes(breakdown)
     height = _bottom(shapes) + LEFT

@@ -48,9 +48,7 @@ def explore(
     """Search for the first `keep` choices of the planner, and predict all layouts that the search considered.
 
     With `group_schedules`, one of the layouts that differ in their schedule only is kept, as in `plan_or_raise`.
-
-    Raises:
-        UserError: No layout fits, as in `plan_or_raise`.
+    Raises UserError if no layout fits, as in `plan_or_raise`.
     """
     plan = plan_or_raise(run, world_size, keep, report, group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}

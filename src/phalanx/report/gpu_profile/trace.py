@@ -70,9 +70,11 @@ def parse_gpu_trace(trace_events: Sequence[Mapping[str, Any]]) -> GpuTrace:
             start, end = interval(event)
             args = event.get("args", {})
             launched_at = launch_ends.get(args.get("correlation"))
-            category = event["cat"]
-            times = {"start": start, "end": end, "launched_at": launched_at}
-            events.append(GpuEvent(name=event["name"], category=category, **times, args=args))
+            events.append(
+                GpuEvent(
+                    name=event["name"], category=event["cat"], start=start, end=end, launched_at=launched_at, args=args
+                )
+            )
     return GpuTrace(
         events=sorted(events, key=lambda event: event.start),
         annotations={event["name"]: interval(event) for event in complete if event["cat"] == ANNOTATION},
