@@ -31,10 +31,10 @@ from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.tables.job_columns import time_constants_for
-from phalanx.report.facts import step_rows
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
+from phalanx.report.step_comparison import step_rows
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import GIB
@@ -265,7 +265,8 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         own = run.run.model_copy(update={"cluster": cluster})
         option = evaluate_layout(own, run.ranks, own.layout)
         recorded = read_run(directory)
-        rows = {row.quantity: row.measured for row in step_rows(recorded, step_times(recorded), None, None)}
+        times = step_times(recorded)
+        rows = {row.quantity: row.measured for row in step_rows(recorded, times, None, None)} if times else {}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
             found["computing time"].append(option.parts["compute"] / run.computing_seconds - 1)

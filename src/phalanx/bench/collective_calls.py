@@ -16,27 +16,17 @@ from phalanx.spec.run import RunSpec
 
 
 def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.ProcessGroup | object:
-    """Return this rank's process group for a kind of collective.
+    """Return this rank's process group for a kind of collective, or torch's marker of a non-member.
 
-    All ranks must call this for the same kinds in the same order, because some groups are created by the call.
-
-    Args:
-        run: Run whose layout determines the groups.
-        mesh: Mesh of `run.layout` on all ranks.
-        kind: Kind of collective; a broadcast among servers creates the group of the first server and its workers.
-
-    Returns:
-        The group; torch's marker of a non-member if this rank is not in the group that the call created.
+    All ranks must call this for the same kinds in the same order, because some groups are created by the call: a
+    broadcast among servers creates the group of the first server and its workers. `mesh` is that of the run's
+    layout on all ranks.
     """
     hybrid = run.layout.data_parallel == "hsdp"
     match kind.group_kind:
         case "data":
-            shards = mesh.submesh("dp_shard")
-            group = (
-                shards.get_group()
-                if run.layout.data_parallel in SHARDED_STRATEGIES and shards is not None
-                else mesh.dp_group
-            )
+            shards = mesh.submesh("dp_shard") if run.layout.data_parallel in SHARDED_STRATEGIES else None
+            group = mesh.dp_group if shards is None else shards.get_group()
         case "replicas":
             assert mesh.device_mesh is not None
             group = mesh.device_mesh["dp_replicate"].get_group()
@@ -53,7 +43,8 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
             group = None if mesh.cp_mesh is None else mesh.cp_mesh.get_group()
         case "ep":
             group = None if mesh.ep_mesh is None else mesh.ep_mesh["ep"].get_group()
-        case "servers" if kind.operation == "broadcast":  # of the first server; others do the same at other times
+        case "servers" if kind.operation == "broadcast":
+            # The group of the first server; others do the same at other times.
             return dist.new_group([0, *range(mesh.dims.servers, mesh.dims.world_size)])
         case "servers":
             group = dist.group.WORLD

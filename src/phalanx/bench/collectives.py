@@ -93,17 +93,13 @@ def collective_kinds_of_run(
         rows_by_kind: dict[CollectiveKind, list[Traffic]] = {}
         for row in rows:
             if row.operation != "recv":
-                rows_by_kind.setdefault(
-                    CollectiveKind(row.operation, _actual_group(row.group_kind), _wire_precision(run, row)), []
-                ).append(row)
+                # The ends of a pipeline communicate over its group.
+                group_kind = "pp" if row.group_kind == "ends" else row.group_kind
+                kind = CollectiveKind(row.operation, group_kind, _wire_precision(run, row))
+                rows_by_kind.setdefault(kind, []).append(row)
         for kind, kind_rows in rows_by_kind.items():
             roles_by_kind.setdefault(kind, []).append(kind_rows)
     return roles_by_kind
-
-
-def _actual_group(group_kind: GroupKind) -> GroupKind:
-    """Return the group used for a kind: the ends of a pipeline communicate over its group."""
-    return "pp" if group_kind == "ends" else group_kind
 
 
 def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
@@ -112,29 +108,18 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     Gradients are reduced in the precision of the optimizer, unless the layout sets another.
     """
     precision = "bf16" if run.training.precision == "fp8" else run.training.precision
-    layout = run.layout
-    narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
-    wide = (
-        row.group_kind in MODEL_STATE_GROUPS
-        and row.operation in (*REDUCE_OPERATIONS, "broadcast", "send")
-        and not narrow
-    )
-    return "fp32" if precision == "bf16" and wide else precision
+    is_gradient = row.group_kind in MODEL_STATE_GROUPS and row.operation in (*REDUCE_OPERATIONS, "broadcast", "send")
+    is_narrow = run.layout.data_parallel in ("zero1", "zero2") or run.layout.gradient_compression == "bf16"
+    return "fp32" if precision == "bf16" and is_gradient and not is_narrow else precision
 
 
 def benchmark_cases(
     kind: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
 ) -> list[BenchmarkCase]:
-    """Return the sizes of a kind's calls (the mean of each row) and those of a sweep, in ascending order.
+    """Return the sizes S of a kind's calls (the mean of each row) and those of a sweep in bytes, in ascending order.
 
-    A rank sends S x `bus_factor` bytes for a call of size S. Sizes are rounded to an integer number of elements, equal
-    for all ranks.
-
-    Args:
-        kind: Kind of collective.
-        roles: Traffic per update of each sending role, as in `collective_kinds_of_run`.
-        ranks: Number of ranks per group.
-        sweep: Sizes S in bytes, in addition to those of the calls.
+    A rank sends S x `bus_factor` bytes for a call of size S. Sizes are rounded to an integer number of elements,
+    equal for all ranks. `roles` has the traffic per update of each sending role; a group has `ranks` ranks.
     """
     calls: dict[int, int] = dict.fromkeys((_round_size(kind, size, ranks) for size in sweep), 0)
     for rows in roles:
@@ -147,9 +132,9 @@ def benchmark_cases(
 
 
 def _round_size(kind: CollectiveKind, size_bytes: float, ranks: int) -> int:
-    step = TORCH_DTYPES[kind.precision].itemsize * (
-        1 if kind.operation in ("all_reduce", "broadcast", "send") else ranks
-    )
+    step = TORCH_DTYPES[kind.precision].itemsize
+    if kind.operation not in ("all_reduce", "broadcast", "send"):
+        step *= ranks
     return max(1, round(size_bytes / step)) * step
 
 
@@ -175,23 +160,18 @@ def element_count(case: BenchmarkCase) -> int:
 def time_case(
     case: BenchmarkCase, call: Call, group: dist.ProcessGroup, device: torch.device, iterations: int
 ) -> CaseTiming:
-    """Run a case on this rank; all ranks of the group call this at the same time.
+    """Run a case on this rank; all ranks of the group (`case.ranks`) call this at the same time.
 
-    Args:
-        case: Kind of collective, and size of its buffers.
-        call: Function that is timed.
-        group: Group with this rank, of `case.ranks` ranks.
-        device: Device of the buffers.
-        iterations: Number of timed calls per buffer mode.
+    `iterations` is the number of timed calls per buffer mode.
     """
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:
-        out, sent = _make_buffers(case, mode, group.rank(), device=device)
+        out, sent = _make_buffers(case, mode, group.rank(), device)
         _fill_test_values(case, group.rank(), sent)
         dist.barrier(group)
         seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong_counts[mode] = _count_wrong(case, call, out, sent=sent, group=group)
+        wrong_counts[mode] = _count_wrong(case, call, out, sent, group)
         if mode == "in_place" and case.kind.operation in UNVERIFIABLE_IN_PLACE:
             wrong_counts[mode] = None
     return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)

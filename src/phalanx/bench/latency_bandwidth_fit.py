@@ -65,11 +65,9 @@ class PiecewiseFit:
 def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> PiecewiseFit | None:
     """Fit one line, or two lines with a break at any size, by relative least squares.
 
-    The two parameters of the second line and the break must improve the Bayesian information criterion (Schwarz, Ann.
-    Statist. 6, 1978). The result is None for fewer than two sizes.
-
-    Raises:
-        ValueError: A size or a time is not positive.
+    The two parameters of the second line and the break must improve the Bayesian information criterion (Schwarz,
+    Ann. Statist. 6, 1978). The result is None for fewer than two sizes. Raises ValueError if a size or a time is
+    not positive.
     """
     x = np.asarray(sizes_bytes, float)
     t = np.asarray(seconds, float)
@@ -79,13 +77,13 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    fits = [_make_fit("max", (_fit_line(x, t),), x, t=t)]
+    fits = [_make_fit("max", (_fit_line(x, t),), x, t)]
     for split in range(MIN_SIZES_PER_PIECE, len(x) - MIN_SIZES_PER_PIECE + 1):
         if x[split - 1] < x[split]:
             left = _fit_line(x[:split], t[:split])
             right = _fit_line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t=t))
+            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t))
     return min(fits, key=_information_criterion)
 
 
@@ -107,14 +105,9 @@ def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
 def _make_fit(
     combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers
 ) -> PiecewiseFit:
-    residuals = _evaluate_pieces(combination, pieces, x) / t - 1
-    return PiecewiseFit(pieces, combination, tuple(x.tolist()), residuals=tuple(residuals.tolist()))
-
-
-def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
-    chosen: Numbers = lines.max(axis=0) if combination == "max" else lines.min(axis=0)
-    return chosen
+    residuals = (lines.max(axis=0) if combination == "max" else lines.min(axis=0)) / t - 1
+    return PiecewiseFit(pieces, combination, tuple(x.tolist()), tuple(residuals.tolist()))
 
 
 def _information_criterion(fit: PiecewiseFit) -> float:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from phalanx.cost.exact.flops import lm_head_shape, tokens_through_parameter
-from phalanx.cost.exact.parameter_shapes import Shape, strip_block_index
+from phalanx.cost.exact.parameter_shapes import strip_block_index
 from phalanx.cost.exact.pipeline_split import layers_per_rank
-from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.run import RunSpec
 
@@ -62,57 +62,42 @@ class AttentionShape:
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
 
-# -- which -------------------------------------------------------------------------------------------------------------
-
-
 def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tuple[str, ...], int]]:
     """Return the products of a rank's forward pass on one micro-batch: their layers and counts.
 
-    The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the largest.
-
-    Raises:
-        UserError: The layout cannot run on `world_size` ranks.
+    The count is the maximum over pipeline stages. Experts are balanced; shards are those of the rank with the
+    largest. Raises UserError if the layout cannot run on `world_size` ranks.
     """
     tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
-        for name, shape in _matmul_weights(run, tensors, stage):
-            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens=tokens), []).append(_layer_name(name))
+        weights = {name: shape for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1}
+        head = lm_head_shape(run, tensors, stage)  # possibly the embedding
+        if head is not None:
+            weights["head.weight"] = head
+        for name, shape in weights.items():
+            rows = int(tokens_through_parameter(name, run, tokens))
+            if len(shape) == 3:
+                experts, n, k = shape
+                product = MatmulShape(experts, max(1, rows // experts), n, k)
+            else:
+                product = MatmulShape(1, rows, *shape)
+            # Names without the common part: "wq", "experts.gate"
+            inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
+            layer = inner.removeprefix("attention.").removeprefix("mlp.")
+            stage_layers.setdefault(product, []).append(layer)
         for product, names in stage_layers.items():
             layers, count = layers_by_shape.get(product, ((), 0))
             layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
     return layers_by_shape
 
 
-def _matmul_weights(run: RunSpec, tensors: RankTensors, stage: int) -> list[tuple[str, Shape]]:
-    """Return the matrices of a pipeline stage: those of blocks, and the head, possibly the embedding."""
-    matrices = [(name, shape) for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1]
-    head = lm_head_shape(run, tensors, stage)
-    return matrices if head is None else [*matrices, ("head.weight", head)]
-
-
-def _to_matmul_shape(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
-    rows = int(tokens_through_parameter(name, run, tokens))
-    if len(shape) == 3:
-        experts, n, k = shape
-        return MatmulShape(experts, max(1, rows // experts), n, k=k)
-    return MatmulShape(1, rows, *shape)
-
-
-def _layer_name(name: str) -> str:
-    """Return a parameter's name without the common part: "wq", "experts.gate"."""
-    inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
-    return inner.removeprefix("attention.").removeprefix("mlp.")
-
-
 def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]:
     """Return the attention calls of a rank's forward pass on one micro-batch, with their counts.
 
-    The first step of a ring is causal; each other step has half of the pairs.
-
-    Raises:
-        UserError: The layout cannot run on `world_size` ranks.
+    The first step of a ring is causal; each other step has half of the pairs. Raises UserError if the layout cannot
+    run on `world_size` ranks.
     """
     spec = run.model
     layout = run.layout
@@ -134,16 +119,12 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         masked=run.data.mask_documents,
         ring=is_ring,
     )
-    counts = Counter(make_shape(keys=tokens, causal=True, window=_effective_window(run, layer)) for layer in layers)
+    counts: Counter[AttentionShape] = Counter()
+    for layer in layers:
+        window = spec.attention_window(layer)
+        if window is not None and window >= run.training.seq_len:
+            window = None
+        counts[make_shape(keys=tokens, causal=True, window=window)] += 1
     if is_ring:
         counts[make_shape(keys=tokens // 2, causal=False)] = len(layers) * (layout.cp - 1)
     return counts
-
-
-def _effective_window(run: RunSpec, layer: int) -> int | None:
-    """Return the window of a layer; None if no sequence is longer."""
-    window = run.model.attention_window(layer)
-    return None if window is None or window >= run.training.seq_len else window
-
-
-# -- how long ----------------------------------------------------------------------------------------------------------

@@ -25,11 +25,7 @@ Calls = dict[str, Callable[[], object]]
 def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds and FLOP/s of each product: forward, input gradients and weight gradients.
 
-    Args:
-        run: Run whose model, layout and precision determine the products.
-        world_size: Number of ranks in the layout; only this rank computes here.
-        device: Device that computes.
-        iterations: Number of timed calls per product and pass.
+    Only this rank of the `world_size` ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
@@ -46,21 +42,13 @@ def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device
     x = make(*batch, product.m, product.k)
     weight = make(*batch, product.n, product.k)
     gradient = make(*batch, product.m, product.n)
-    return {
-        "forward": lambda: x @ weight.mT,
-        "inputs": lambda: gradient @ weight,
-        "weights": lambda: gradient.mT @ x,
-    }
+    return {"forward": lambda: x @ weight.mT, "inputs": lambda: gradient @ weight, "weights": lambda: gradient.mT @ x}
 
 
 def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
     """Return median seconds of each part of attention, forward and backward, with the model's kernels.
 
-    Args:
-        run: Run whose model, layout and precision determine the shapes.
-        world_size: Number of ranks in the layout; only this rank computes here.
-        device: Device that computes.
-        iterations: Number of timed calls per shape and pass.
+    Only this rank of the `world_size` ranks of the layout computes here.
     """
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
@@ -79,7 +67,7 @@ def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.dev
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
     documents = Documents.whole_rows(core.batch, core.queries, device)
     has_window = core.window is not None
-    mask = attention_mask(documents, dtype, core.head_dim, window=has_window) if core.masked else None
+    mask = attention_mask(documents, dtype, core.head_dim, has_window) if core.masked else None
     forward = partial(Attention.attend, q, k, v, mask, window=core.window)
     out = forward()
     gradient = torch.ones_like(out)
@@ -91,11 +79,11 @@ def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
     make = partial(torch.randn, device=device, dtype=dtype)
     q = make(core.batch, core.heads, core.queries, core.head_dim)
     k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
-    out, lse = attention_with_lse(q, k, v, causal=core.causal)
+    out, lse = attention_with_lse(q, k, v, core.causal)
     gradient = torch.ones_like(out)
     return {
-        "forward": lambda: attention_with_lse(q, k, v, causal=core.causal),
-        "backward": lambda: attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=core.causal),
+        "forward": lambda: attention_with_lse(q, k, v, core.causal),
+        "backward": lambda: attention_backward(gradient, q, k, v, out, lse, core.causal),
     }
 
 

@@ -35,16 +35,10 @@ def array_bytes(cache: int, ranks: int) -> int:
 
 
 def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[dict[str, Any]]:
-    """Measure a copy (a = b) and a triad (a = b + 3 c) of fp32 arrays.
+    """Measure a copy (a = b) and a triad (a = b + 3 c) of three fp32 arrays of `size_bytes` each.
 
-    Args:
-        device: Device with the arrays.
-        size_bytes: Bytes of each of the three arrays.
-        iterations: Number of timed calls.
-
-    Returns:
-        Median seconds, and bytes per second read and written as STREAM counts them: 2 and 3 arrays, without cache reads
-        before writes.
+    The result has median seconds, and bytes per second read and written as STREAM counts them: 2 and 3 arrays,
+    without cache reads before writes.
     """
     a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
     calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}

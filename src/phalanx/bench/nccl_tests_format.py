@@ -41,17 +41,13 @@ class CaseResult:
 
 def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResult:
     """Merge the timings of all ranks of a case into one result."""
-    iteration_seconds = {
-        mode: np.max([timing.seconds[mode] for timing in timings], axis=0).tolist() for mode in BUFFER_MODES
-    }
-    seconds = {mode: mean(mean(timing.seconds[mode]) for timing in timings) for mode in BUFFER_MODES}
-    wrong = {mode: _sum_known([timing.wrong[mode] for timing in timings]) for mode in BUFFER_MODES}
-    return CaseResult(case, iteration_seconds, seconds, wrong=wrong)
-
-
-def _sum_known(wrong_counts: list[int | None]) -> int | None:
-    counts = [count for count in wrong_counts if count is not None]
-    return sum(counts) if counts else None
+    result = CaseResult(case, {}, {}, {})
+    for mode in BUFFER_MODES:
+        result.seconds_per_iteration[mode] = np.max([timing.seconds[mode] for timing in timings], axis=0).tolist()
+        result.seconds[mode] = mean(mean(timing.seconds[mode]) for timing in timings)
+        wrong = [count for timing in timings if (count := timing.wrong[mode]) is not None]
+        result.wrong[mode] = sum(wrong) if wrong else None
+    return result
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -59,9 +55,15 @@ def _sum_known(wrong_counts: list[int | None]) -> int | None:
 
 def format_table(document: dict[str, Any]) -> str:
     """Format a `document` as nccl-tests prints it, from the header to the average."""
-    return "\n".join(
-        [*_format_header(document["config"]), *map(_format_row, document["results"]), *_format_footer(document), "#"]
-    )
+    num_wrong = document["out_of_bounds"]["count"]
+    lines = [
+        *_format_header(document["config"]),
+        *map(_format_row, document["results"]),
+        f"# {'Out of bounds values':20} : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':20} : {document['average_bus_bandwidth']['bandwidth']:g} ",
+        "#",
+    ]
+    return "\n".join(lines)
 
 
 def _format_header(config: dict[str, Any]) -> list[str]:
@@ -110,14 +112,6 @@ def _format_number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def _format_footer(document: dict[str, Any]) -> list[str]:
-    num_wrong = document["out_of_bounds"]["count"]
-    return [
-        f"# {'Out of bounds values':20} : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
-        f"# {'Avg bus bandwidth':20} : {document['average_bus_bandwidth']['bandwidth']:g} ",
-    ]
-
-
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
@@ -130,12 +124,9 @@ def to_json_document(
 ) -> dict[str, Any]:
     """Return the results of one kind of collective, as one run of an nccl-tests program would write them.
 
-    Args:
-        results: Results over all ranks, in ascending order of sizes; at least one.
-        iterations: Number of timed calls per size.
-        swept: True if sizes grow by a factor, false if the run determines them.
-        environment: Values of start_time, end_time, args, env and nccl_version.
-        devices: Values of rank, group, pid, hostname, device, device_hex and device_info per rank.
+    The results (at least one) are in ascending order of sizes, which grow by a factor if `swept`; else the run
+    determines them. `environment` has start_time, end_time, args, env and nccl_version; a device has rank, group,
+    pid, hostname, device, device_hex and device_info.
     """
     sizes = [result.case.size_bytes for result in results]
     num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
@@ -172,7 +163,7 @@ def to_json_document(
 
 def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
     case = case_result.case
-    operation = case_result.case.kind.operation
+    operation = case.kind.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
         "count": element_count(case),

@@ -27,9 +27,7 @@ import torch.distributed as dist
 from phalanx.bench import nccl_tests_format
 from phalanx.bench.collective_calls import COLLECTIVE_CALLS, process_group_for
 from phalanx.bench.collectives import (
-    BenchmarkCase,
     BufferMode,
-    CaseTiming,
     CollectiveKind,
     benchmark_cases,
     collective_kinds_of_run,
@@ -67,25 +65,20 @@ Rows = list[dict[str, Any]]
 def run_benchmarks(
     run: RunSpec, device: torch.device, parts: Sequence[str], iterations: int, sweep: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Run the benchmarks and return the results of all ranks, on each of them.
+    """Run the benchmarks `parts` and return the results of all ranks, on each of them.
 
-    torch.distributed must be initialized if there are several ranks.
-
-    Args:
-        run: Run whose shapes, collectives and precision are measured.
-        parts: Benchmarks to run, some of PARTS.
-        iterations: Number of timed calls per benchmark.
-        sweep: Sizes in bytes for every collective, in addition to those that the run sends.
+    torch.distributed must be initialized if there are several ranks. `iterations` is the number of timed calls per
+    benchmark. `sweep` has sizes in bytes for every collective, in addition to those that the run sends.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(run.layout, world_size, device.type)
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
     benchmarks: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations=iterations)),
-        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations=iterations)),
+        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
+        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
         "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
-        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations=iterations, sweep=sweep),
+        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
     }
     return {
         "run": run.name,
@@ -101,17 +94,16 @@ def run_benchmarks(
 
 def _slowest_rank_rows(rows: Rows) -> Rows:
     """Merge rows over ranks: each time is the maximum, with its speed."""
-    return [_slowest_rank_row(rank_rows) for rank_rows in zip(*all_gather_objects(rows), strict=True)]
-
-
-def _slowest_rank_row(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    times = {name: max(row[name] for row in rank_rows) for name in rank_rows[0] if name.endswith("seconds")}
-    slowest = rank_rows[0] | times
-    return (
-        slowest | {"bytes_per_second": slowest["moved_bytes"] / slowest["seconds"]}
-        if "moved_bytes" in slowest
-        else slowest
-    )
+    merged = []
+    for rank_rows in zip(*all_gather_objects(rows), strict=True):
+        row = dict(rank_rows[0])
+        for name in row:
+            if name.endswith("seconds"):
+                row[name] = max(rank_row[name] for rank_row in rank_rows)
+        if "moved_bytes" in row:
+            row["bytes_per_second"] = row["moved_bytes"] / row["seconds"]
+        merged.append(row)
+    return merged
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -120,16 +112,9 @@ def _slowest_rank_row(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def benchmark_collectives(
     run: RunSpec, mesh: Mesh, device: torch.device, iterations: int, sweep: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Benchmark each kind of collective that the run sends.
+    """Benchmark each kind of collective that the run sends, and other sizes in bytes (`sweep`).
 
-    Args:
-        run: Run whose traffic is measured.
-        mesh: Mesh of the run's layout on all ranks.
-        iterations: Number of timed calls per size and buffer mode.
-        sweep: Sizes in bytes, in addition to those that the run sends.
-
-    Returns:
-        Per kind its groups, its traffic per update, results in the format of nccl-tests, and a fit.
+    Each result has the groups of the kind, its traffic per update, results in the format of nccl-tests, and a fit.
     """
     world_size = mesh.dims.world_size
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
@@ -141,28 +126,27 @@ def benchmark_collectives(
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
         case_results = []
-        for case in benchmark_cases(kind, rows, ranks, sweep=sweep):
-            timings = _time_case_on_all_ranks(case, local_group, device=device, iterations=iterations)
+        for case in benchmark_cases(kind, rows, ranks, sweep):
+            # All groups run at the same time, as in training.
+            dist.barrier()
+            call = COLLECTIVE_CALLS[kind.operation]
+            local_timing = time_case(case, call, local_group, device, iterations) if local_group else None
+            timings = [timing for timing in all_gather_objects(local_timing) if timing is not None]
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
-        environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
+        major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
+        environment = {
+            "args": sys.argv,
+            "env": [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(RECORDED_VARIABLES)],
+            "nccl_version": 10_000 * major + 100 * minor + patch,
+            "start_time": started_at,
+            "end_time": _timestamp(),
+        }
         document = nccl_tests_format.to_json_document(
             case_results, iterations, bool(sweep), environment=environment, devices=_device_list(device, groups)
         )
-        results.append(_kind_result(kind, groups, case_results, document=document))
+        results.append(_kind_result(kind, groups, case_results, document))
     return results
-
-
-def _time_case_on_all_ranks(
-    case: BenchmarkCase, local_group: dist.ProcessGroup | None, device: torch.device, iterations: int
-) -> list[CaseTiming]:
-    """Return the timings of all ranks that are in a group of the kind; groups run at the same time, as in training."""
-    dist.barrier()
-    local_timing = None
-    if local_group:
-        call = COLLECTIVE_CALLS[case.kind.operation]
-        local_timing = time_case(case, call, local_group, device=device, iterations=iterations)
-    return [timing for timing in all_gather_objects(local_timing) if timing is not None]
 
 
 def _kind_result(
@@ -180,8 +164,8 @@ def _kind_result(
         "ranks": len(groups[0]),
         "groups": groups,
         "sizes": [
-            {"size_bytes": size, "calls": result.case.calls, "seconds": seconds}
-            for size, seconds, result in zip(sizes, median_seconds, results, strict=True)
+            {"size_bytes": result.case.size_bytes, "calls": result.case.calls, "seconds": seconds}
+            for result, seconds in zip(results, median_seconds, strict=True)
         ],
         "fit": fit_to_dict(fit_latency_bandwidth(sizes, median_seconds), median_seconds, mode),
         "nccl_tests": document,
@@ -189,17 +173,10 @@ def _kind_result(
 
 
 def fit_to_dict(fit: PiecewiseFit | None, seconds: Sequence[float], mode: BufferMode) -> dict[str, Any] | None:
-    """Return a fit to the median over iterations of the slowest rank's time, for files.
+    """Return a fit to the median over iterations of the slowest rank's time, for files; None for a single size.
 
-    The mean is unreliable on a busy machine. The fit is valid for these sizes and this number of ranks.
-
-    Args:
-        fit: Fit of seconds over sizes; None for a single size.
-        seconds: Median seconds of each size of the fit, in the order of its sizes.
-        mode: Buffer mode in which the seconds were measured.
-
-    Returns:
-        The fit; None for a single size.
+    The mean is unreliable on a busy machine. The fit is valid for these sizes and this number of ranks. `seconds`
+    are the medians, in the order of the fit's sizes, measured in this buffer mode.
     """
     if fit is None:
         return None
@@ -253,12 +230,6 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
     return all_gather_objects(local_device)
 
 
-def _environment_info(device: torch.device) -> dict[str, Any]:
-    major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(RECORDED_VARIABLES)]
-    return {"args": sys.argv, "env": variables, "nccl_version": 10_000 * major + 100 * minor + patch}
-
-
 def _timestamp() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
 
@@ -267,15 +238,9 @@ def _timestamp() -> str:
 
 
 def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[str, Any] | int:
-    """Launch local ranks that benchmark a run.
+    """Launch `nproc` local ranks that benchmark a run; `options` are those of this module, without --out.
 
-    Args:
-        run: Run to benchmark.
-        nproc: Number of ranks, all on this machine.
-        options: Command-line options of this module, without --out.
-
-    Returns:
-        The results of `run_benchmarks`; after a failure, whose cause is printed, the exit code.
+    The result is that of `run_benchmarks`; after a failure, whose cause is printed, the exit code.
     """
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
@@ -306,11 +271,11 @@ def rank_main(args: argparse.Namespace) -> int:
     try:
         run = load_run(args.run, environment={})
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        results = run_benchmarks(run, device, args.parts, iterations=args.iterations, sweep=args.sweep)
+        results = run_benchmarks(run, device, args.parts, args.iterations, args.sweep)
         if env_rank() == 0:
             args.out.write_text(json.dumps(results, indent=1))
     except Exception as error:
-        write_failure(args.out.parent, env_rank(), 0, error=error)
+        write_failure(args.out.parent, env_rank(), 0, error)
         if LAUNCHER_PID_ENV not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1

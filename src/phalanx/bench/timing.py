@@ -10,14 +10,9 @@ import torch
 
 
 def time_calls(call: Callable[[], object], device: torch.device, iterations: int) -> list[float]:
-    """Return the seconds of each of several consecutive calls, after one warm-up call.
+    """Return the seconds of each of `iterations` consecutive calls, after one warm-up call.
 
     On a GPU, CUDA events measure without waiting for the host between calls; on a CPU, the clock does.
-
-    Args:
-        call: Function that is timed.
-        device: Device on which `call` computes.
-        iterations: Number of timed calls, without the warm-up call.
     """
     call()
     if device.type == "cuda":

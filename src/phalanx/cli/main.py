@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
@@ -162,9 +163,7 @@ def _version(shown: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
-    ),
+    version: bool = Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit."),
 ) -> None:
     pass
 

@@ -35,20 +35,23 @@ def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
     calls_by_group: dict[Key, Calls] = defaultdict(dict)
     for rank, dump in sorted(dumps.items()):
         for call in dump["calls"]:
-            key = call["group"], tuple(dump["groups"].get(call["group"], ()))
-            calls_by_group[key].setdefault(rank, {})[call["number"]] = call
+            calls_by_group[group_key(dump, call)].setdefault(rank, {})[call["number"]] = call
         for name, ranks in dump["groups"].items():
             if rank in ranks:
                 calls_by_group[name, tuple(ranks)].setdefault(rank, {})
     return dict(calls_by_group)
 
 
+def group_key(dump: HangDump, call: RecordedCollective) -> Key:
+    """Return the process group of a call in a dump."""
+    return call["group"], tuple(dump["groups"].get(call["group"], ()))
+
+
 def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
     """Return the properties of a call that must be equal on all ranks."""
     operation = call["operation"]
-    if (
-        operation.lstrip("_").removesuffix("_base") not in SAME_SIZE_COLLECTIVES
-    ):  # NCCL: _all_gather_base, _reduce_scatter_base
+    # NCCL's names are _all_gather_base and _reduce_scatter_base.
+    if operation.lstrip("_").removesuffix("_base") not in SAME_SIZE_COLLECTIVES:
         return (operation,)
     return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
 

@@ -61,8 +61,7 @@ class LoggedCall:
     def from_values(cls, values: Sequence[Any]) -> Self:
         """Return the call of a line of the log: its fields in the order of this class.
 
-        Raises:
-            ValueError: The line is damaged.
+        Raises ValueError if the line is damaged.
         """
         call = cls(**{entry.name: value for entry, value in zip(fields(cls), values, strict=True)})
         if len(call.ranks) < 1 + (call.kind == MESSAGE) or {len(call.sent), len(call.received)} - {0, len(call.ranks)}:
@@ -77,7 +76,7 @@ class LoggedCall:
         return f"of group {self.group} (ranks {', '.join(map(str, self.ranks))})"
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """The call, its ranks and its line, as text."""
         return f"{self.signature} {self.members} at {self.caller}"
 
@@ -119,21 +118,16 @@ class _Log:
         calls: list[LoggedCall] = []
         try:
             for line in lines.split(b"\n") if lines else ():
-                calls.append(self._decode_call(line))
-        except ValueError:
+                entry = _decode_line(line)
+                if isinstance(entry, tuple):
+                    self.kinds.append(LoggedCall.from_values(entry))
+                    entry = len(self.kinds) - 1
+                calls.append(self.kinds[entry])
+        except (ValueError, IndexError):
             self.is_damaged = True
         self.offset += len(lines) + bool(lines)
         self.last_calls.extend(calls)
         return calls
-
-    def _decode_call(self, line: bytes) -> LoggedCall:
-        entry = _decode_line(line)
-        if isinstance(entry, tuple):
-            self.kinds.append(LoggedCall.from_values(entry))
-            return self.kinds[-1]
-        if entry >= len(self.kinds):
-            raise ValueError("a line refers to no earlier line")
-        return self.kinds[entry]
 
 
 @dataclass
@@ -150,11 +144,7 @@ class CollectiveOrder:
     """Incremental comparison of the logs of all ranks."""
 
     def __init__(self, files: Mapping[int, Path]) -> None:
-        """Open the logs.
-
-        Args:
-            files: The log file of each rank.
-        """
+        """Open the log file of each rank."""
         self._logs = {rank: _Log(file=file) for rank, file in files.items()}
         self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
         self._pending: dict[int, deque[LoggedCall]] = {rank: deque() for rank in files}
@@ -163,8 +153,7 @@ class CollectiveOrder:
     def first_difference(self, finished: Collection[int] = ()) -> OrderDifference | None:
         """Return the first call that differs between ranks, as far as logs are written, or None.
 
-        Args:
-            finished: Ranks that call no more collectives.
+        Ranks in `finished` call no more collectives.
         """
         changed = {}
         for rank, log in self._logs.items():
@@ -197,8 +186,8 @@ class CollectiveOrder:
         cycle = self._find_wait_cycle()
         if not cycle:
             return None
-        places = [f"rank {rank} in {self._pending[rank][0].place}" for rank in cycle]
-        message = f"ranks wait for each other in different groups: {join_words(places)}"
+        waits = [f"rank {rank} in {self._pending[rank][0].description}" for rank in cycle]
+        message = f"ranks wait for each other in different groups: {join_words(waits)}"
         return OrderDifference(tuple(sorted(cycle)), message, "crossed")
 
     def _is_next_call(self, rank: int, call: LoggedCall) -> bool:
@@ -215,7 +204,9 @@ class CollectiveOrder:
         for rank, calls in self._pending.items():
             others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
             waits_for[rank] = {other for other in others if not self._is_next_call(other, calls[0])}
-        waits_for = _without_free_ranks(waits_for)
+        # Cycles, and what waits for them, remain when the ranks that become free are removed.
+        while free := {rank for rank, others in waits_for.items() if not others}:
+            waits_for = {rank: others - free for rank, others in waits_for.items() if rank not in free}
         if not waits_for:
             return []
         path = []
@@ -237,17 +228,7 @@ class CollectiveOrder:
     def describe_last_calls(self, rank: int) -> str:
         """Return the last calls of a rank that were read, as text."""
         calls = self._logs[rank].last_calls if rank in self._logs else ()
-        return "; ".join(call.place for call in calls)
-
-
-def _without_free_ranks(waits_for: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    """Return the ranks that never become free, and the ranks that each waits for: cycles, and what waits for them."""
-    remaining = dict(waits_for)
-    free = {rank for rank, others in remaining.items() if not others}
-    while free:
-        remaining = {rank: others - free for rank, others in remaining.items() if rank not in free}
-        free = {rank for rank, others in remaining.items() if not others}
-    return remaining
+        return "; ".join(call.description for call in calls)
 
 
 def _compare(
@@ -260,8 +241,9 @@ def _compare(
         absent = [rank for rank in finished if rank in ranks and rank not in calls]
         difference = _compare_signatures(kind, calls, absent) or _compare_parts(ranks, calls)
         if difference is not None:
-            place = f"in {kind} {sequence.num_checked + index + 1} {next(iter(calls.values())).members}"
-            return OrderDifference(difference.ranks, f"{place}, {difference.message}")
+            members = next(iter(calls.values())).members
+            message = f"in {kind} {sequence.num_checked + index + 1} {members}, {difference.message}"
+            return OrderDifference(difference.ranks, message)
     for _ in range(min(counts.values())):
         sequence.num_checked += 1
         for rank in ranks:
@@ -313,14 +295,9 @@ def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedC
         if call is None:
             texts.append(f"{names} called nothing more")
             continue
-        texts.append(f"{names} {_call_verb(kind, call, same_ranks[0])} {signature} at {call.caller}")
+        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == call.ranks[0] else "received"
+        texts.append(f"{names} {verb} {signature} at {call.caller}")
     return " and ".join(texts)
-
-
-def _call_verb(kind: str, call: LoggedCall, rank: int) -> str:
-    if kind == COLLECTIVE:
-        return "called"
-    return "sent" if rank == call.ranks[0] else "received"
 
 
 def is_check_enabled() -> bool:

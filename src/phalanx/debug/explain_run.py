@@ -79,19 +79,21 @@ class RunRecords:
 def explain_run(directory: Path) -> Explanation:
     """Return why a run hung or failed, the last time and before.
 
-    Raises:
-        UserError: The directory is not a run directory.
+    Raises UserError if the directory is not a run directory.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
     records = RunRecords.read(directory)
     try:
         sizes = parallel_dims(run.layout, records.world_size)
-    except UserError:  # the number of ranks is unknown before a first step
+    except UserError:
+        # The number of ranks is unknown before a first step.
         sizes = ParallelDims(dp_replicate=records.world_size)
     explanation = diagnose_hang(records.dumps, records.failures, sizes)
     if explanation.verdict.kind == "nothing":
         explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, records))
-    order = CollectiveOrder(_logs_by_rank(directory))
+    # Logs exist only if the order of collectives was checked.
+    logs = {file.stem.removeprefix("rank-"): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
+    order = CollectiveOrder({int(rank): file for rank, file in logs.items() if rank.isdecimal()})
     difference = order.first_difference()
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
         verdict = Verdict(difference.kind, difference.ranks, difference.message, fix=MISMATCH_FIXES["operation"])
@@ -120,12 +122,6 @@ def suspect_ranks(directory: Path) -> set[int]:
     return set()
 
 
-def _logs_by_rank(directory: Path) -> dict[int, Path]:
-    """Return the logs of collectives by rank; none unless their order was checked."""
-    files = {file.stem.removeprefix("rank-"): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
-    return {int(rank): file for rank, file in files.items() if rank.isdecimal()}
-
-
 def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -> Verdict:
     """Return the verdict on a run of which no rank reported a pending collective."""
     if records.failures:
@@ -133,49 +129,33 @@ def _verdict_without_dumps(directory: Path, run: RunSpec, records: RunRecords) -
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
     if is_running(directory):
-        return _describe_active_run(directory, run)
+        summary = "the run is active, and no rank has hung since it started"
+        written_at = [*filter(None, map(mtime_or_none, (directory / TRACE_DIR).glob("rank-*.jsonl")))]
+        if written_at:
+            summary += f"; the last step was recorded {time.time() - max(written_at):.0f} s ago"
+        timeout_seconds = run.training.collective_timeout_seconds
+        return Verdict("nothing", (), summary, fix=f"wait: a hung rank writes its stack within {timeout_seconds:g} s")
     lifecycle_events = [event for event in records.events if event["kind"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"kind": None}
-    if last_event["kind"] == FINISHED:
-        return _describe_finished_run(directory, run, last_step=last_event["step"])
     if last_event["kind"] == STARTED:
-        return _describe_vanished_run(directory, last_event["ranks"])
+        # The run left neither an end nor failure records.
+        faults = {rank: describe_fault(directory, rank) for rank in range(last_event["ranks"])}
+        killed_ranks = tuple(rank for rank, fault in faults.items() if fault)
+        if not killed_ranks:
+            summary = "the run ended without a record: its launcher was killed, or the machine stopped"
+            return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+        summary = "; ".join(f"rank {rank} was killed by a signal: {faults[rank]}" for rank in killed_ranks)
+        fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
+        return Verdict("killed", killed_ranks, summary, fix=fix)
     summary = "the run is not known to be active, and no rank reported a pending collective"
-    return Verdict("nothing", (), summary, fix=_report_advice(directory))
-
-
-def _describe_active_run(directory: Path, run: RunSpec) -> Verdict:
-    summary = "the run is active, and no rank has hung since it started"
-    written_at = [*filter(None, map(mtime_or_none, (directory / TRACE_DIR).glob("rank-*.jsonl")))]
-    if written_at:
-        summary += f"; the last step was recorded {time.time() - max(written_at):.0f} s ago"
-    timeout_seconds = run.training.collective_timeout_seconds
-    return Verdict("nothing", (), summary, fix=f"wait: a hung rank writes its stack within {timeout_seconds:g} s")
-
-
-def _describe_finished_run(directory: Path, run: RunSpec, last_step: int) -> Verdict:
-    if last_step < run.training.steps:
-        summary = f"the run was stopped cleanly after step {last_step} of {run.training.steps_text}"
-        return Verdict("nothing", (), summary, fix=_resume_advice(directory))
-    summary = f"the run finished after step {last_step}"
-    return Verdict("nothing", (), summary, fix=_report_advice(directory))
-
-
-def _describe_vanished_run(directory: Path, num_ranks: int) -> Verdict:
-    """Return the verdict on a run that started and left neither an end nor failure records."""
-    fault_by_rank = {rank: describe_fault(directory, rank) for rank in range(num_ranks)}
-    killed_ranks = tuple(rank for rank, fault in fault_by_rank.items() if fault)
-    if not killed_ranks:
-        summary = "the run ended without a record: its launcher was killed, or the machine stopped"
-        return Verdict("nothing", (), summary, fix=_resume_advice(directory))
-    summary = "; ".join(f"rank {rank} was killed by a signal: {fault_by_rank[rank]}" for rank in killed_ranks)
-    fix = f"read {fault_file(directory, killed_ranks[0])}; {_resume_advice(directory)}"
-    return Verdict("killed", killed_ranks, summary, fix=fix)
+    if last_event["kind"] == FINISHED:
+        last_step = last_event["step"]
+        if last_step < run.training.steps:
+            summary = f"the run was stopped cleanly after step {last_step} of {run.training.steps_text}"
+            return Verdict("nothing", (), summary, fix=_resume_advice(directory))
+        summary = f"the run finished after step {last_step}"
+    return Verdict("nothing", (), summary, fix=f"run phalanx report {directory} for a summary")
 
 
 def _resume_advice(directory: Path) -> str:
     return f"run phalanx train {directory} --resume to continue"
-
-
-def _report_advice(directory: Path) -> str:
-    return f"run phalanx report {directory} for a summary"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.debug.collective_log import describe_call, is_peer_loss, was_in_collective, was_waiting
+from phalanx.debug.collective_log import describe_call, group_key, is_peer_loss, was_in_collective, was_waiting
 from phalanx.debug.collective_mismatch import find_mismatch
 from phalanx.debug.hang_evidence import (
     EXITED_STATES,
@@ -31,10 +31,7 @@ def diagnose_hang(
 ) -> Explanation:
     """Return why a run hung: the verdict of the first rule that has one.
 
-    Args:
-        dumps: The hang dumps by rank.
-        failures: The failure records by rank.
-        sizes: The layout on the ranks of the run.
+    The records are by rank; `sizes` is the layout on the ranks of the run.
     """
     evidence = Evidence(dumps, failures, sizes)
     rules = (
@@ -44,8 +41,7 @@ def diagnose_hang(
         find_mismatch,
         _find_aborted_rank,
         _find_stopped_rank,
-        _find_silent_rank,
-        _find_absent_rank,
+        _find_awaited_ranks,
         _find_crossed_collectives,
         _find_stuck_collective,
         _find_stalled_rank,
@@ -111,7 +107,8 @@ def _find_aborted_rank(evidence: Evidence) -> Verdict | None:
         for rank, dump in evidence.dumps.items()
         if dump["why"] == ABORTED and not was_waiting(dump) and not evidence.last_call(rank)
     }
-    for rank in evidence.silent:  # aborted where no Python thread could write a dump
+    # A silent rank may have been aborted where no Python thread could write a dump.
+    for rank in evidence.silent:
         failure = evidence.failures.get(rank)
         if failure is not None and "SIGABRT" in str(failure["reason"]):
             reason_by_rank[rank] = str(failure["reason"])
@@ -139,29 +136,19 @@ def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
 # -- ranks that others wait for ----------------------------------------------------------------------------------------
 
 
-def _find_silent_rank(evidence: Evidence) -> Verdict | None:
-    """Blame the ranks that others wait for if they wrote no hang dump."""
+def _find_awaited_ranks(evidence: Evidence) -> Verdict | None:
+    """Blame the ranks that others wait for, which wrote no hang dump or were in code of their own."""
     ranks = evidence.wait_graph.blockers
-    if not ranks or ranks[0] not in evidence.silent:
+    if not ranks:
         return None
-    return make_verdict(
-        "silent",
-        tuple(sorted(ranks)),
-        ranks=evidence.names(ranks),
-        missed_collective=missed_collective(evidence, ranks),
-    )
-
-
-def _find_absent_rank(evidence: Evidence) -> Verdict | None:
-    """Blame the ranks that others wait for if they were in code of their own."""
-    ranks = evidence.wait_graph.blockers
-    if not ranks or ranks[0] in evidence.silent:
-        return None
+    missed = missed_collective(evidence, ranks)
+    if ranks[0] in evidence.silent:
+        return make_verdict("silent", tuple(sorted(ranks)), ranks=evidence.names(ranks), missed_collective=missed)
     return make_verdict(
         "absent",
         tuple(sorted(ranks)),
         locations=join_words([f"{evidence.name(rank)} was in {evidence.where(rank)}" for rank in sorted(ranks)]),
-        missed_collective=missed_collective(evidence, ranks),
+        missed_collective=missed,
         divergence=describe_divergence_point(evidence, ranks),
     )
 
@@ -175,23 +162,21 @@ def _find_crossed_collectives(evidence: Evidence) -> Verdict | None:
     max_waiters = max(len(waiters) for waiters in ranks_missing.values())
     most_awaited = [rank for rank, waiters in ranks_missing.items() if len(waiters) == max_waiters]
     ranks = sorted([rank for rank in ranks_missing if rank not in ranks_ahead] or most_awaited)
+    last_calls = ""
+    for rank in ranks:
+        dump = evidence.dumps.get(rank)
+        if dump is not None and dump["calls"]:
+            call = dump["calls"][-1]
+            group = evidence.group(group_key(dump, call))
+            last_calls += f"; rank {rank} was in {describe_call(call)} of {group}, at {format_frame(call['at'])}"
     return make_verdict(
         "crossed",
         tuple(ranks),
         ranks=evidence.names(ranks),
         missed_collective=missed_collective(evidence, ranks),
-        last_calls="".join(_describe_last_recorded_call(evidence, rank) for rank in ranks),
+        last_calls=last_calls,
         divergence=describe_divergence_point(evidence, ranks),
     )
-
-
-def _describe_last_recorded_call(evidence: Evidence, rank: int) -> str:
-    dump = evidence.dumps.get(rank)
-    if dump is None or not dump["calls"]:
-        return ""
-    call = dump["calls"][-1]
-    group = call["group"], tuple(dump["groups"].get(call["group"], ()))
-    return f"; rank {rank} was in {describe_call(call)} of {evidence.group(group)}, at {format_frame(call['at'])}"
 
 
 # -- ranks that wait for no other rank ---------------------------------------------------------------------------------
@@ -207,13 +192,8 @@ def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
             if number in rank_calls and was_in_collective(evidence.dumps[rank], rank_calls[number])
         ]
         if calls_inside:
-            return make_verdict(
-                "stuck_collective",
-                group[1],
-                group=evidence.group(group),
-                call=describe_call(calls_inside[0]),
-                number=number,
-            )
+            call = describe_call(calls_inside[0])
+            return make_verdict("stuck_collective", group[1], group=evidence.group(group), call=call, number=number)
     return None
 
 

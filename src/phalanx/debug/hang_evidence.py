@@ -11,12 +11,13 @@ from phalanx.debug.collective_log import (
     collectives_by_group,
     describe_call,
     first_difference,
+    group_key,
     innermost_user_frame,
     is_peer_loss,
     minority_ranks,
     was_in_collective,
 )
-from phalanx.debug.wait_graph import IncompleteCollective, build_wait_graph
+from phalanx.debug.wait_graph import build_wait_graph
 from phalanx.runs.hang_dumps import STALLED, HangDump, format_frame
 from phalanx.spec.formatting import join_words
 from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups
@@ -89,11 +90,10 @@ class Evidence:
         if ranks and max(ranks) < self.sizes.servers:
             return f"the servers {', '.join(map(str, ranks))}"
         coordinates = [self.sizes.coordinates(rank) for rank in ranks if rank >= self.sizes.servers]
-        axes = [
-            axis for axis in self.sizes.axes if len({rank_coordinates[axis] for rank_coordinates in coordinates}) > 1
-        ]
+        axes = [axis for axis in self.sizes.axes if len({member[axis] for member in coordinates}) > 1]
+        # A group of experts belongs to no axis of the mesh.
         if ranks in self.expert_groups and prod(getattr(self.sizes, axis) for axis in axes) > len(ranks):
-            axes = ["ep"]  # a group of no mesh axis
+            axes = ["ep"]
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
         axis_names = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
         return f"the {' x '.join(axis_names)} ranks {shown}"
@@ -108,48 +108,44 @@ class Evidence:
         call = dump["calls"][-1] if dump["calls"] else None
         if call is None or not was_in_collective(dump, call):
             return ""
-        key = call["group"], tuple(dump["groups"].get(call["group"], ()))
-        return f"{describe_call(call)}, number {call['number']} of {self.group(key)}"
+        return f"{describe_call(call)}, number {call['number']} of {self.group(group_key(dump, call))}"
 
     def describe_rank(self, rank: int) -> str:
         """Return a line on a rank: its state and its line of code."""
-        return f"{self.name(rank)}: {self._describe_state(rank)}"
-
-    def _describe_state(self, rank: int) -> str:
         state = self.states.get(rank)
         failure = self.failures.get(rank)
         if rank not in self.dumps:
-            description = PROCESS_STATES.get(state or "", "wrote no hang dump")
+            description = f"{self.name(rank)}: {PROCESS_STATES.get(state or '', 'wrote no hang dump')}"
             failed_itself = failure is not None and not is_peer_loss(str(failure["reason"]))
             return f"{description}; {failure['reason']}" if failure and failed_itself else description
         dump = self.dumps[rank]
         call = self.last_call(rank)
         stall_note = f", no progress for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
-        parts = [f"after step {dump['step']}{stall_note}: {self.where(rank)}", *([f"in {call}"] if call else [])]
-        if state in (*STOPPED_STATES, "D"):  # other processes exited after they wrote the dump
-            parts.append(PROCESS_STATES[state or ""])
-        return "; ".join(parts)
+        description = f"{self.name(rank)}: after step {dump['step']}{stall_note}: {self.where(rank)}"
+        if call:
+            description += f"; in {call}"
+        # Processes in other states exited after they wrote the dump.
+        if state in (*STOPPED_STATES, "D"):
+            description += f"; {PROCESS_STATES[state or '']}"
+        return description
 
 
 def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
     """Describe the collective that these ranks did not reach, or else the one in which others waited."""
     for collective in evidence.wait_graph.collectives:
-        if set(ranks) & set(collective.ranks_missing):
-            return _describe_missed_collective(evidence, ranks, collective)
+        if not set(ranks) & set(collective.ranks_missing):
+            continue
+        other_missing = [rank for rank in collective.ranks_missing if rank not in ranks and rank in evidence.dumps]
+        missing_note = f", which {evidence.names(other_missing)} had not reached either" if other_missing else ""
+        waiting = describe_other_ranks(evidence, collective.ranks_inside, collective.group)
+        call_text = f"{describe_call(collective.call)}, number {collective.call['number']}"
+        return f"; {waiting} waited in {call_text} of {evidence.group(collective.group)}{missing_note}"
     waiting_ranks = [rank for rank in evidence.wait_graph.ranks_waiting if rank not in ranks]
     if not waiting_ranks:
         return ""
     call = evidence.last_call(waiting_ranks[0])
     call_text = f"{call}, " if call else ""
     return f"; {evidence.names(waiting_ranks)} waited in {call_text}{evidence.where(waiting_ranks[0])}"
-
-
-def _describe_missed_collective(evidence: Evidence, ranks: Sequence[int], collective: IncompleteCollective) -> str:
-    other_missing = [rank for rank in collective.ranks_missing if rank not in ranks and rank in evidence.dumps]
-    missing_note = f", which {evidence.names(other_missing)} had not reached either" if other_missing else ""
-    waiting = describe_other_ranks(evidence, collective.ranks_inside, collective.group)
-    call_text = f"{describe_call(collective.call)}, number {collective.call['number']}"
-    return f"; {waiting} waited in {call_text} of {evidence.group(collective.group)}{missing_note}"
 
 
 def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
@@ -176,11 +172,5 @@ def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
 
 
 def describe_other_ranks(evidence: Evidence, ranks: Sequence[int], key: Key) -> str:
-    """Return the names of ranks; only their number if they are several of a large group.
-
-    Args:
-        evidence: Records of the run, which has the names.
-        ranks: Ranks to name.
-        key: Process group of the ranks.
-    """
+    """Return the names of ranks; only their number if they are several of a large group (`key`)."""
     return evidence.names(ranks) if len(ranks) == 1 or len(key[1]) <= 4 else f"{len(ranks)} others"

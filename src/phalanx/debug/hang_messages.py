@@ -108,9 +108,7 @@ MESSAGES: dict[Cause, Message] = {
         fix="check this line: it may be slow, wait for something else, or follow a skipped collective",
     ),
     "crossed": Message(
-        "crossed",
-        "{ranks} did not arrive{missed_collective}{last_calls}{divergence}",
-        fix=MISMATCH_FIXES["operation"],
+        "crossed", "{ranks} did not arrive{missed_collective}{last_calls}{divergence}", fix=MISMATCH_FIXES["operation"]
     ),
     "stuck_collective": Message(
         "lost",
@@ -133,12 +131,6 @@ MESSAGES: dict[Cause, Message] = {
 
 
 def make_verdict(cause: Cause, ranks: tuple[int, ...], /, **values: object) -> Verdict:
-    """Return the verdict of a cause.
-
-    Args:
-        cause: The cause, which has a message in `MESSAGES`.
-        ranks: The ranks to look at.
-        **values: The fields of the message's summary.
-    """
+    """Return the verdict of a cause on these ranks; the values fill the fields of its message's summary."""
     message = MESSAGES[cause]
     return Verdict(message.kind, ranks, message.summary.format(**values), fix=message.fix)

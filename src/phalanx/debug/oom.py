@@ -15,6 +15,8 @@ from phalanx.spec.formatting import format_gb_or_mb
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUP = Path("/proc/self/cgroup")
+SUMS = ("total", "peak", "reserved")
+"""Entries of allocated memory that are not parts of it."""
 
 
 def cgroup_oom_kills() -> int | None:
@@ -52,52 +54,41 @@ def format_oom_report(record: Mapping[str, Any]) -> str:
     allocated = record["held_bytes"]
     requested_bytes = record["wanted_bytes"]
     limit_bytes = record["limit_bytes"]
-    parts = ", ".join(
-        f"{name} {format_gb_or_mb(allocated[name])}" for name in allocated if name not in ("total", "peak", "reserved")
-    )
+    parts = [f"{name} {format_gb_or_mb(allocated[name])}" for name in allocated if name not in SUMS]
     request_text = f"{format_gb_or_mb(requested_bytes)} requested with" if requested_bytes else "allocated"
     reserved_text = f", {format_gb_or_mb(allocated['reserved'])} reserved" if "reserved" in allocated else ""
     limit_text = f" (limit {format_gb_or_mb(limit_bytes)})" if limit_bytes else ""
     total_text = f"{format_gb_or_mb(allocated['total'])}{' allocated' if requested_bytes else ''}"
-    snapshot_text = _describe_snapshot(record["snapshot"]) if "snapshot" in record else ""
-    return f"out of memory: {request_text} {total_text}{limit_text}: {parts}{reserved_text}{snapshot_text}"
-
-
-def _describe_snapshot(file: str | None) -> str:
-    """Return how to read the snapshot of a GPU's allocations, or how to record one."""
-    if file is None:
-        return "; for a history of allocations, train with --set metrics.allocation_history=true"
-    return f"; allocations and the lines that made them: open {file} at https://pytorch.org/memory_viz"
+    snapshot_text = ""
+    if "snapshot" in record:
+        snapshot_text = "; for a history of allocations, train with --set metrics.allocation_history=true"
+        if record["snapshot"] is not None:
+            link = f"open {record['snapshot']} at https://pytorch.org/memory_viz"
+            snapshot_text = f"; allocations and the lines that made them: {link}"
+    return f"out of memory: {request_text} {total_text}{limit_text}: {', '.join(parts)}{reserved_text}{snapshot_text}"
 
 
 def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int = 0) -> str:
-    """Return why a rank without a failure record exited.
+    """Return why a rank without a failure record exited; `exit_reason` is the signal or exit code, as text.
 
-    The text contains the line of a fatal signal, whether the OOM killer killed the rank, and the last recorded peak of
-    its memory.
-
-    Args:
-        exit_reason: The signal or exit code, as text.
-        oom_kills: Number of OOM kills since the launcher started; other ranks may have recorded some too.
+    The text contains the line of a fatal signal, whether the OOM killer killed the rank, and the last recorded peak
+    of its memory. `oom_kills` counts those since the launcher started; other ranks may have recorded some too.
     """
     if "SIGKILL" not in exit_reason:
         fault = describe_fault(directory, rank)
         return f"{exit_reason}: {fault}" if fault else f"{exit_reason} and wrote no failure record"
-    if oom_kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
-        limit = cgroup_memory_limit()
-        limit_text = f" (cgroup limit: {format_gb_or_mb(limit)})" if limit else ""
-        return f"{exit_reason}, by the kernel's OOM killer{limit_text}{_describe_last_peak(directory, rank)}"
-    return f"{exit_reason} and wrote no failure record; possible cause: out of memory"
-
-
-def _describe_last_peak(directory: Path, rank: int) -> str:
-    """Describe the last peak memory that a rank recorded; ranks record about once a second."""
+    if not oom_kills and not any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+        return f"{exit_reason} and wrote no failure record; possible cause: out of memory"
+    limit = cgroup_memory_limit()
+    limit_text = f" (cgroup limit: {format_gb_or_mb(limit)})" if limit else ""
+    peak_text = ""
+    # Ranks record their peak about once a second.
     with suppress(OSError):
-        for record in reversed(read_valid_jsonl(rank_record_file(directory, rank), [], decode_rank_line)):
+        for record in read_valid_jsonl(rank_record_file(directory, rank), [], decode_rank_line):
             if "peak_memory_bytes" in record:
                 peak = format_gb_or_mb(record["peak_memory_bytes"])
-                return f"; last recorded peak: {peak} by step {record['step']}"
-    return ""
+                peak_text = f"; last recorded peak: {peak} by step {record['step']}"
+    return f"{exit_reason}, by the kernel's OOM killer{limit_text}{peak_text}"
 
 
 def _find_cgroup_files(version_2: str, version_1: str) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,7 +67,8 @@ class WaitGraph:
             return missing_silent
         if missing_busy:
             return missing_busy
-        if self.ranks_waiting:  # for a pipeline message, of which there is no record
+        # Pipeline messages leave no record.
+        if self.ranks_waiting:
             return self.ranks_busy or self.ranks_silent
         return []
 
@@ -75,43 +76,26 @@ class WaitGraph:
 def build_wait_graph(
     dumps: Mapping[int, HangDump], groups: Mapping[Key, Calls], ranks_silent: Sequence[int]
 ) -> WaitGraph:
-    """Return the wait graph of a run.
-
-    Args:
-        dumps: The hang dumps by rank.
-        groups: The recorded collectives by group.
-        ranks_silent: The ranks without a hang dump.
-    """
+    """Return the wait graph of a run. `ranks_silent` are the ranks without a hang dump."""
+    collectives = []
+    for group, calls in groups.items():
+        last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
+        inside_by_number: dict[int, list[int]] = {}
+        for rank, rank_calls in calls.items():
+            for number, call in rank_calls.items():
+                if was_in_collective(dumps[rank], call):
+                    inside_by_number.setdefault(number, []).append(rank)
+        for number, inside in sorted(inside_by_number.items()):
+            missing = [rank for rank in group[1] if last_numbers.get(rank, 0) < number]
+            if missing:
+                call = calls[inside[0]][number]
+                collectives.append(
+                    IncompleteCollective(group=group, call=call, ranks_inside=inside, ranks_missing=missing)
+                )
+                break
     return WaitGraph(
-        collectives=list(_incomplete_collectives(dumps, groups)),
+        collectives=collectives,
         ranks_waiting=[rank for rank, dump in dumps.items() if was_waiting(dump)],
         ranks_busy=[rank for rank, dump in dumps.items() if not was_waiting(dump)],
         ranks_silent=list(ranks_silent),
     )
-
-
-def _incomplete_collectives(
-    dumps: Mapping[int, HangDump], groups: Mapping[Key, Calls]
-) -> Iterator[IncompleteCollective]:
-    """Yield the first collective of each group that a rank is in and another rank did not reach."""
-    for group, calls in groups.items():
-        last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
-        for number, ranks_inside in sorted(_ranks_inside_by_number(dumps, calls).items()):
-            ranks_missing = [rank for rank in group[1] if last_numbers.get(rank, 0) < number]
-            if ranks_missing:
-                yield IncompleteCollective(
-                    group=group,
-                    call=calls[ranks_inside[0]][number],
-                    ranks_inside=ranks_inside,
-                    ranks_missing=ranks_missing,
-                )
-                break
-
-
-def _ranks_inside_by_number(dumps: Mapping[int, HangDump], calls: Calls) -> dict[int, list[int]]:
-    ranks_inside: dict[int, list[int]] = {}
-    for rank, rank_calls in calls.items():
-        for number, call in rank_calls.items():
-            if was_in_collective(dumps[rank], call):
-                ranks_inside.setdefault(number, []).append(rank)
-    return ranks_inside

@@ -17,13 +17,7 @@ import numpy as np
 from phalanx.cost.exact.flops import run_recomputed_flops_per_token, training_flops_per_token
 from phalanx.report.gpu_samples import describe_slow_clock
 from phalanx.report.run_data import RunData
-from phalanx.report.slowdowns import (
-    IMBALANCE_RATIO,
-    STRAGGLER_RATIO,
-    Slowdown,
-    change_point,
-    measure_slowdowns,
-)
+from phalanx.report.slowdowns import IMBALANCE_RATIO, STRAGGLER_RATIO, change_point, measure_slowdowns
 from phalanx.report.step_breakdown import StepTimes, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.batch import plan_batch
@@ -69,19 +63,13 @@ def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
             stages = stage_times(run_data, times.steps)
             timeline = simulate_measured(run, run_data.world_size, stages)
             balanced_timeline = simulate_measured(run, run_data.world_size, stages, balanced=True)
-            bottlenecks += _find_pipeline_waits(
-                run,
-                times,
-                stages,
-                timeline=timeline,
-                balanced_timeline=balanced_timeline,
-                has_straggler=bool(stragglers),
-            )
+            bottlenecks.append(_describe_bubble(run, times, balanced_timeline))
+            if not stragglers:
+                bottlenecks.append(_describe_slow_stage(times, stages, timeline, balanced_timeline))
     bottlenecks += _find_communication_wait(run_data, times, timeline)
     bottlenecks.sort(key=lambda finding: -finding.share)
-    compute_bottleneck = _describe_compute(run_data, times)
     significant = [finding for finding in bottlenecks if finding.share >= MIN_SHARE]
-    return [*significant, compute_bottleneck, *(finding for finding in bottlenecks if finding.share < MIN_SHARE)]
+    return [*significant, _describe_compute(run_data, times), *bottlenecks[len(significant) :]]
 
 
 def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
@@ -100,65 +88,42 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
 
 
 def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
-    """Find the rank with the longest time for its work, and the reason."""
+    """Find the rank with the longest time for its work, and the reason: more rows for its experts, or a slow device."""
     slowdown = max(measure_slowdowns(run_data, run, times), key=lambda slowdown: slowdown.score, default=None)
     if slowdown is None or slowdown.score < 1:
         return
-    row_ratio = _relative_expert_rows(times, slowdown.index, slowdown.start)
+    index = slowdown.index
+    rank = times.ranks[index]
+    step = times.steps[slowdown.start]
+    lost_share = times.share(times.compute[:, index] * (1 - 1 / slowdown.ratio), slowdown.start)
+    row_ratio = 1.0
+    if times.rows is not None:
+        other_rows = np.delete(times.rows, index, axis=1).mean(1)
+        row_ratio = float(np.median((times.rows[:, index] / np.maximum(other_rows, 1))[slowdown.start :]))
     if row_ratio > IMBALANCE_RATIO and slowdown.factor < row_ratio * STRAGGLER_RATIO:
-        yield _expert_bottleneck(run_data, run, times, slowdown=slowdown, row_ratio=row_ratio)
-    else:
-        yield _straggler_bottleneck(run_data, times, slowdown)
-
-
-def _lost_share(times: StepTimes, slowdown: Slowdown) -> float:
-    """Return the share of a step that a rank loses by its slowdown."""
-    lost_seconds = times.compute[:, slowdown.index] * (1 - 1 / slowdown.ratio)
-    return times.share(lost_seconds, slowdown.start)
-
-
-def _expert_bottleneck(
-    run_data: RunData, run: RunSpec, times: StepTimes, slowdown: Slowdown, row_ratio: float
-) -> Bottleneck:
-    """Return the bottleneck of a rank whose experts receive `row_ratio` times as many rows as those of others."""
-    rank = times.ranks[slowdown.index]
-    step = times.steps[slowdown.start]
-    layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step=step)
-    detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
-    return Bottleneck(
-        kind="expert",
-        share=_lost_share(times, slowdown),
-        evidence=f"rank {rank} computes {slowdown.factor:.1f} times as long as other ranks, because its experts "
-        f"receive {row_ratio:.1f} times as many rows{detail}",
-        suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower learning "
-        "rate), or move experts to other ranks: phalanx experts --balance",
-        rank=rank,
-        expert=(layer, expert) if hot_share else None,
-        since=step,
-    )
-
-
-def _straggler_bottleneck(run_data: RunData, times: StepTimes, slowdown: Slowdown) -> Bottleneck:
-    """Return the bottleneck of a rank that is slow at equal work."""
-    rank = times.ranks[slowdown.index]
-    step = times.steps[slowdown.start]
-    return Bottleneck(
+        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step)
+        detail = f"; expert {expert} of layer {layer} receives {hot_share:.1f} times an even share" if hot_share else ""
+        yield Bottleneck(
+            kind="expert",
+            share=lost_share,
+            evidence=f"rank {rank} computes {slowdown.factor:.1f} times as long as other ranks, because its experts "
+            f"receive {row_ratio:.1f} times as many rows{detail}",
+            suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower learning "
+            "rate), or move experts to other ranks: phalanx experts --balance",
+            rank=rank,
+            expert=(layer, expert) if hot_share else None,
+            since=step,
+        )
+        return
+    yield Bottleneck(
         kind="straggler",
-        share=_lost_share(times, slowdown),
+        share=lost_share,
         evidence=f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown.factor:.2f} times as long as other "
         f"ranks for equal work, since step {step}{describe_slow_clock(run_data, rank)}",
         suggestion="check the device: other processes, clock and temperature; exclude the host if the rank stays slow",
         rank=rank,
         since=step,
     )
-
-
-def _relative_expert_rows(times: StepTimes, index: int, start: int) -> float:
-    """Return the rows that a rank's experts receive, relative to the mean of the other ranks."""
-    if times.rows is None:
-        return 1.0
-    other_rows = np.delete(times.rows, index, axis=1).mean(1)
-    return float(np.median((times.rows[:, index] / np.maximum(other_rows, 1))[start:]))
 
 
 def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
@@ -203,46 +168,35 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
         )
 
 
-def _find_pipeline_waits(
-    run: RunSpec,
-    times: StepTimes,
-    stages: dict[int, dict[str, float]],
-    timeline: Timeline,
-    balanced_timeline: Timeline,
-    has_straggler: bool,
-) -> Iterator[Bottleneck]:
-    """Find the waits of a pipeline: for its schedule, and for a slow stage.
-
-    Args:
-        times: The times of its steps.
-        stages: Seconds of each stage by kind of pass.
-        timeline: The schedule with the times of these stages.
-        balanced_timeline: The schedule with their mean.
-        has_straggler: Whether a slow rank already explains a slow stage.
-    """
-    step_seconds = times.step_seconds
-    name = run.layout.schedule_file or run.layout.schedule
-    yield Bottleneck(
+def _describe_bubble(run: RunSpec, times: StepTimes, balanced_timeline: Timeline) -> Bottleneck:
+    """Return the wait for the schedule of a pipeline, simulated with equal stages."""
+    return Bottleneck(
         kind="bubble",
-        share=float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
-        evidence=f"with {name} and this number of micro-batches, every rank idles for "
-        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and instant sends",
+        share=float(balanced_timeline.bubble * balanced_timeline.makespan) / times.step_seconds,
+        evidence=f"with {run.layout.schedule_file or run.layout.schedule} and this number of micro-batches, every "
+        f"rank idles for {100 * float(balanced_timeline.bubble):.0f} % of the passes, even with equal stages and "
+        "instant sends",
         suggestion="use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )
-    if not has_straggler:
-        seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
-        stage = max(seconds, key=lambda stage: seconds[stage])
-        slowdown = seconds[stage] / float(np.mean(list(seconds.values())))
-        yield Bottleneck(
-            kind="stage",
-            share=max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
-            evidence=f"stage {stage} takes {slowdown:.2f} times as long as the mean stage, and the other stages wait "
-            "for it",
-            suggestion="use a number of stages that divides the number of blocks, or interleaved stages "
-            "(layout.schedule); phalanx pipeline split shows the load of each stage",
-            stage=stage,
-        )
+
+
+def _describe_slow_stage(
+    times: StepTimes, stages: dict[int, dict[str, float]], timeline: Timeline, balanced_timeline: Timeline
+) -> Bottleneck:
+    """Return the wait for the slowest stage; `stages` has the seconds of each stage by kind of pass."""
+    seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
+    stage = max(seconds, key=lambda stage: seconds[stage])
+    slowdown = seconds[stage] / float(np.mean(list(seconds.values())))
+    return Bottleneck(
+        kind="stage",
+        share=max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / times.step_seconds,
+        evidence=f"stage {stage} takes {slowdown:.2f} times as long as the mean stage, and the other stages wait for "
+        "it",
+        suggestion="use a number of stages that divides the number of blocks, or interleaved stages "
+        "(layout.schedule); phalanx pipeline split shows the load of each stage",
+        stage=stage,
+    )
 
 
 def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Timeline | None) -> Iterator[Bottleneck]:
@@ -286,28 +240,24 @@ def describe_longest_wait(run_data: RunData) -> str:
 
 
 def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
+    """Return the time in passes, with the settings that may shorten them, and otherwise the devices that would."""
+    run = run_data.run
     mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)
+    has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
+    settings = []
+    if run is not None and plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1:
+        settings.append("larger micro-batches")
+    if run is None or not run.on_device("cuda" if has_gpu else "cpu").compiles:
+        settings.append("training.compile")
+    # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
+    if has_gpu and (run is None or run.training.precision not in BF16_PRECISIONS):
+        settings.append("lower precision")
     return Bottleneck(
         kind="compute",
         share=times.share(seconds),
         evidence=f"forward and backward passes take {np.median(seconds):.3g} s of a step, averaged over ranks"
         f"{mfu_note}",
-        suggestion=_describe_faster_compute(run_data),
+        suggestion=f"use {', '.join(settings)}{'; otherwise ' if settings else ''}more or faster devices",
     )
-
-
-def _describe_faster_compute(run_data: RunData) -> str:
-    """Return the settings that may shorten the passes, and otherwise the devices that would."""
-    run = run_data.run
-    has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
-    settings = {
-        "larger micro-batches": run is not None
-        and plan_batch(run, run_data.world_size).gradient_accumulation_steps > 1,
-        "training.compile": run is None or not run.on_device("cuda" if has_gpu else "cpu").compiles,
-        # A CPU may lack instructions for bf16. For a run in bf16, only fp8 is lower.
-        "lower precision": has_gpu and (run is None or run.training.precision not in BF16_PRECISIONS),
-    }
-    usable = [name for name, is_usable in settings.items() if is_usable]
-    return f"use {', '.join(usable)}; otherwise more or faster devices" if usable else "use more or faster devices"

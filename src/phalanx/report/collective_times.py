@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from statistics import median
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.run_data import RunData
-from phalanx.runs.jsonl import JsonRecord
 
 MIN_EXPOSED_FRACTION = 0.9
 """Minimum share of a collective's time in which its rank waits for it.
@@ -29,14 +27,20 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
     seconds_per_rank: dict[Call, list[float | None]] = defaultdict(list)
     for record in run_data.ranks.values():
         for line in record.steps:
-            if "memory" not in line:
-                for call, seconds in _blocking_calls(line):
-                    seconds_per_rank[call].append(seconds)
+            if "memory" in line:
+                continue
+            occurrences: Counter[Kind] = Counter()
+            for call in line.get("collectives", ()):
+                kind = call["operation"], tuple(call["group"]), call["bytes"]
+                seconds = 0.0 if call["end"] is None else call["end"] - call["start"]
+                is_blocking = 0 < MIN_EXPOSED_FRACTION * seconds <= call["exposed"]
+                same_call = kind, line["step"], occurrences[kind]
+                seconds_per_rank[same_call].append(seconds if is_blocking else None)
+                occurrences[kind] += 1
     durations: dict[Kind, list[float]] = defaultdict(list)
     for (kind, _, _), per_rank in seconds_per_rank.items():
-        _, group, _ = kind
         known = [seconds for seconds in per_rank if seconds is not None]
-        if len(known) == len(group) > 1:
+        if len(known) == len(kind[1]) > 1:
             durations[kind].append(min(known))
     return tuple(
         CollectiveTiming(
@@ -48,20 +52,3 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
         )
         for (operation, group, size_bytes), samples in sorted(durations.items())
     )
-
-
-def _blocking_calls(line: JsonRecord) -> Iterator[tuple[Call, float | None]]:
-    """Yield each collective of a rank in a step, with its seconds or None (`_blocking_seconds`)."""
-    occurrences: Counter[Kind] = Counter()
-    for call in line.get("collectives", ()):
-        kind = call["operation"], tuple(call["group"]), call["bytes"]
-        yield (kind, line["step"], occurrences[kind]), _blocking_seconds(call)
-        occurrences[kind] += 1
-
-
-def _blocking_seconds(call: JsonRecord) -> float | None:
-    """Return the seconds of a collective if its rank waited for all of it and its end is known, or None."""
-    if call["end"] is None:
-        return None
-    seconds = call["end"] - call["start"]
-    return seconds if 0 < MIN_EXPOSED_FRACTION * seconds <= call["exposed"] else None

@@ -33,9 +33,8 @@ def report_data(runs: Sequence[Facts]) -> Facts:
 def compare_runs(runs: Sequence[Facts]) -> Facts:
     """Return the comparison of runs.
 
-    Returns:
-        names, whether they have one model (None if unknown), differences as text, measures with ratios to the first
-        run, and the maximum difference of losses of the same steps.
+    It has names, whether the runs have one model (None if unknown), differences as text, measures with ratios to
+    the first run, and the maximum difference of losses of the same steps.
     """
     names = run_labels([facts["run"] for facts in runs])
     models = [facts["run"].get("model") for facts in runs]
@@ -60,9 +59,7 @@ def run_labels(runs: Sequence[Facts]) -> list[str]:
     with_number = [f"{run['name']} ({index})" for index, run in enumerate(runs, 1)]
     for longer_names in (with_directory, with_number):
         counts = Counter(names)
-        names = [
-            longer_name if counts[name] > 1 else name for name, longer_name in zip(names, longer_names, strict=True)
-        ]
+        names = [longer if counts[name] > 1 else name for name, longer in zip(names, longer_names, strict=True)]
     return names
 
 
@@ -74,7 +71,7 @@ def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
         differences = "; ".join(
-            f"{field} {_join_values([model.get(field) for model in known])}" for field in fields[:6]
+            f"{field} {' and '.join(_format_value(model.get(field)) for model in known)}" for field in fields[:6]
         )
         yield f"These are different models ({differences}): their losses, times and bytes are not comparable."
 
@@ -100,10 +97,6 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
         )
 
 
-def _join_values(values: Sequence[Any]) -> str:
-    return " and ".join(map(_format_value, values))
-
-
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
@@ -113,7 +106,10 @@ def _format_value(value: Any) -> str:
 
 
 def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
-    """Yield a row for each measure, with the value of each run or None."""
+    """Yield a row for each measure, with the value of each run or None.
+
+    Held-out losses have a ratio if the run evaluated the text of the first one.
+    """
     for name, unit in dict.fromkeys(
         (row["quantity"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
@@ -123,7 +119,14 @@ def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
             measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
         yield measure_row
     yield _comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
-    yield _compare_held_out([_last_held_out_curve(facts) for facts in runs])
+    curves = [_last_held_out_curve(facts) for facts in runs]
+    losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
+    held_out_row = _comparison_row("held-out loss", "loss", losses)
+    held_out_row["ratio"] = [
+        ratio if have_same_held_out_text(curves[0], curve) else None
+        for ratio, curve in zip(held_out_row["ratio"], curves, strict=True)
+    ]
+    yield held_out_row
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
     yield _comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 
@@ -132,17 +135,6 @@ def _last_held_out_curve(facts: Facts) -> Facts:
     """Return the losses on the text of a run's last evaluation."""
     curves = facts["curves"]["held_out"]
     return dict(curves[-1]) if curves else {"loss": []}
-
-
-def _compare_held_out(curves: Sequence[Facts]) -> Facts:
-    """Return the row of the last held-out losses, with ratios of runs that evaluated the text of the first one."""
-    losses = [formatting.last_value([loss for _, loss in curve["loss"]]) for curve in curves]
-    row = _comparison_row("held-out loss", "loss", losses)
-    row["ratio"] = [
-        ratio if have_same_held_out_text(curves[0], curve) else None
-        for ratio, curve in zip(row["ratio"], curves, strict=True)
-    ]
-    return row
 
 
 def _describe_held_out(names: Sequence[str], curves: Sequence[Facts]) -> Iterator[str]:
@@ -164,15 +156,16 @@ def _max_loss_difference(runs: Sequence[Facts]) -> Facts | None:
 
     The comparison covers the steps that all runs have; their number is part of the result.
     """
-    curves = [_loss_by_step(facts["curves"]) for facts in runs]
+    curves = [
+        {
+            step: loss
+            for step, loss in zip(facts["curves"]["step"], facts["curves"].get("loss", ()), strict=False)
+            if loss is not None
+        }
+        for facts in runs
+    ]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return None
     largest_difference = max(abs(curve[step] / curves[0][step] - 1) for curve in curves[1:] for step in steps)
     return {"steps": len(steps), "largest_relative": largest_difference}
-
-
-def _loss_by_step(curves: Facts) -> dict[int, float]:
-    """Return the loss of each step."""
-    steps = curves["step"] if "loss" in curves else []
-    return {step: loss for step, loss in zip(steps, curves.get("loss", []), strict=True) if loss is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,6 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.components import changed_fields
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec
 
 CURVES = (
     "loss",
@@ -110,22 +110,21 @@ class StepPrediction:
 
 def report_facts(run_data: RunData) -> Facts:
     """Return the facts of a run as JSON values (`ReportFacts`)."""
-    return collect_facts(run_data).to_json()
-
-
-def collect_facts(run_data: RunData) -> ReportFacts:
-    """Compute the facts of a run."""
     times = step_times(run_data)
     prediction = _predict_step(run_data)
     stage_problem = _find_missing_stages(run_data)
     can_simulate = stage_problem is None
     bottlenecks = find_bottlenecks(run_data, times) if times is not None and can_simulate else []
     findings = [asdict(bottleneck) for bottleneck in bottlenecks]
-    problems = [
-        *run_data.problems,
-        *_find_changed_held_out_text(run_data.evaluations),
-        *_find_unknown_facts(run_data, times, prediction, stage_problem=stage_problem),
-    ]
+    is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
+    problems = [*run_data.problems, *_find_changed_held_out_text(run_data.evaluations)]
+    if times is None and not is_swarm:
+        problems.append("too few steps were recorded for a time breakdown, which excludes the first steps")
+    if prediction.error is not None:
+        first_line = prediction.error.partition("\n")[0]
+        problems.append(f"the step time cannot be predicted: {first_line}")
+    if times is not None and stage_problem is not None:
+        problems.append(stage_problem)
     return ReportFacts(
         run=_run_summary(run_data),
         verdict=findings[0] if findings else None,
@@ -141,8 +140,8 @@ def collect_facts(run_data: RunData) -> ReportFacts:
         traffic=profiled_steps.traffic_matrix(run_data),
         experts=profiled_steps.expert_loads(run_data),
         problems=problems,
-        swarm=_swarm_facts(run_data) if _is_swarm(run_data) else None,
-    )
+        swarm=_swarm_facts(run_data) if is_swarm else None,
+    ).to_json()
 
 
 def _predict_step(run_data: RunData) -> StepPrediction:
@@ -154,17 +153,11 @@ def _predict_step(run_data: RunData) -> StepPrediction:
         option = evaluate_layout(run, run_data.world_size, run.layout)
     except UserError as error:
         return StepPrediction(option=None, timeline=None, error=str(error))
-    return StepPrediction(option=option, timeline=_planned_timeline(run, run_data.world_size), error=None)
-
-
-def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
-    """Return the planned timeline of a pipeline's step, or None without a pipeline."""
-    if run.layout.pp == 1:
-        return None
-    try:
-        return simulate_candidate(run, world_size, candidate_from_run(run, world_size))
-    except UserError:
-        return None
+    timeline = None
+    if run.layout.pp > 1:
+        with suppress(UserError):
+            timeline = simulate_candidate(run, run_data.world_size, candidate_from_run(run, run_data.world_size))
+    return StepPrediction(option=option, timeline=timeline, error=None)
 
 
 def _find_missing_stages(run_data: RunData) -> str | None:
@@ -178,38 +171,20 @@ def _find_missing_stages(run_data: RunData) -> str | None:
     return f"no verdict is possible: no rank recorded {missing} of {stages} stages" if missing else None
 
 
-def _find_unknown_facts(
-    run_data: RunData, times: StepTimes | None, prediction: StepPrediction, stage_problem: str | None
-) -> Iterator[str]:
-    """Yield the reasons for a missing time breakdown, prediction or verdict."""
-    if times is None and not _is_swarm(run_data):
-        yield "too few steps were recorded for a time breakdown, which excludes the first steps"
-    if prediction.error is not None:
-        first_line = prediction.error.partition("\n")[0]
-        yield f"the step time cannot be predicted: {first_line}"
-    if times is not None and stage_problem is not None:
-        yield stage_problem
-
-
 def _compare(run_data: RunData, times: StepTimes | None, prediction: StepPrediction) -> Iterator[Comparison]:
     """Yield the rows of predicted and measured values: of a step, of ranks and of rounds."""
-    yield from step_rows(run_data, times, prediction.option, planned_timeline=prediction.timeline)
-    yield from _rank_rows(run_data)
+    if times is not None:
+        yield from step_rows(run_data, times, prediction.option, prediction.timeline)
+    if run_data.run is not None and run_data.measured:
+        yield from compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
     yield from swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds)
-
-
-def _is_swarm(run_data: RunData) -> bool:
-    """Return whether the run is a node or the coordinator of a swarm."""
-    return bool(run_data.rounds) or run_data.swarm_journal is not None
 
 
 def _swarm_facts(run_data: RunData) -> Facts:
     """Return the number of planned rounds, and a node's rounds or the updates to a coordinator per round."""
     run = run_data.run
     journal = run_data.swarm_journal
-    planned = None
-    if run is not None and run.swarm is not None:
-        planned = run.training.steps // run.swarm.steps_per_round
+    planned = run.training.steps // run.swarm.steps_per_round if run is not None and run.swarm is not None else None
     return {
         "planned": planned,
         "rounds": swarm_rounds.node_rounds(run_data.rounds) if journal is None else None,
@@ -243,16 +218,12 @@ def _run_summary(run_data: RunData) -> Facts:
         "under_way": run_data.in_progress,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
-    if run_data.run is not None:
-        summary |= _settings(run_data, run_data.run)
-    return summary
-
-
-def _settings(run_data: RunData, run: RunSpec) -> Facts:
-    settings: Facts = {}
+    run = run_data.run
+    if run is None:
+        return summary
     if run.training.has_decided_steps:
-        settings["steps"] = run.training.steps
-    settings |= {
+        summary["steps"] = run.training.steps
+    return summary | {
         "model": changed_fields(run.model),
         "parameters": count_parameters(run.model).total,
         "precision": run.training.precision,
@@ -263,7 +234,6 @@ def _settings(run_data: RunData, run: RunSpec) -> Facts:
         "peak_flops": measured_peak(run, run_data.step_metrics, run_data.world_size),
         "sequence": run.training.seq_len,
     }
-    return settings
 
 
 def _comparison_row(row: Comparison) -> Facts:
@@ -273,30 +243,11 @@ def _comparison_row(row: Comparison) -> Facts:
     return facts
 
 
-def _rank_rows(run_data: RunData) -> list[Comparison]:
-    """Compare memory by part and bytes by collective of each role of ranks in the measured step."""
-    if run_data.run is None or not run_data.measured:
-        return []
-    return compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
-
-
 def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
     """Return measures without a prediction: variation of steps and ranks, and overlap of collectives."""
     if times is None:
         return {}
-    steps = times.total.max(1)
-    rank_seconds = np.median(times.computing, 0)
-    return {
-        "steps": len(times.steps),
-        "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
-        "step_variation": float(steps.std() / steps.mean()),
-        "rank_variation": float(rank_seconds.std() / rank_seconds.mean()) if rank_seconds.mean() else 0.0,
-        "overlap": _overlap(run_data),
-    }
-
-
-def _overlap(run_data: RunData) -> float | None:
-    """Return the share of the collectives' time in profiled steps in which the rank did not wait for them."""
+    # The share of the collectives' time in profiled steps in which the rank did not wait for them
     calls = [
         call
         for record in run_data.ranks.values()
@@ -304,8 +255,17 @@ def _overlap(run_data: RunData) -> float | None:
         for call in line.get("collectives", ())
         if call["end"] is not None and "memory" not in line
     ]
-    total_seconds = sum(call["end"] - call["start"] for call in calls)
-    return 1 - sum(call["exposed"] for call in calls) / total_seconds if total_seconds else None
+    collective_seconds = sum(call["end"] - call["start"] for call in calls)
+    exposed_seconds = sum(call["exposed"] for call in calls)
+    steps = times.total.max(1)
+    rank_seconds = np.median(times.computing, 0)
+    return {
+        "steps": len(times.steps),
+        "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
+        "step_variation": float(steps.std() / steps.mean()),
+        "rank_variation": float(rank_seconds.std() / rank_seconds.mean()) if rank_seconds.mean() else 0.0,
+        "overlap": 1 - exposed_seconds / collective_seconds if collective_seconds else None,
+    }
 
 
 def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
@@ -323,6 +283,7 @@ def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
 
 
 def _curves(run_data: RunData) -> Facts:
+    """Return metrics over steps, and a curve of losses for each held-out text; that of the last evaluation is last."""
     step_metrics = run_data.step_metrics
     curves: Facts = {"step": [line["step"] for line in step_metrics]}
     has_targets = any(map(has_ignored_targets, step_metrics))
@@ -331,23 +292,17 @@ def _curves(run_data: RunData) -> Facts:
             continue
         if any(line.get(name) is not None for line in step_metrics):
             curves[name] = [line.get(name) for line in step_metrics]
-    curves["held_out"] = _held_out_curves(run_data.evaluations)
-    return curves
-
-
-def _held_out_curves(evaluations: Sequence[JsonRecord]) -> list[Facts]:
-    """Return the held-out losses over steps, a curve for each held-out text; that of the last evaluation is last."""
-    curves: list[Facts] = []
-    for line in evaluations:
-        curve = next((curve for curve in curves if have_same_held_out_text(curve, line)), None)
+    held_out: list[Facts] = []
+    for line in run_data.evaluations:
+        curve = next((curve for curve in held_out if have_same_held_out_text(curve, line)), None)
         if curve is None:
             curve = {"held_out_tokens": line.get("held_out_tokens"), "held_out_set": None, "loss": []}
         else:
-            curves.remove(curve)
+            held_out.remove(curve)
         curve["held_out_set"] = line.get("held_out_set") or curve["held_out_set"]
         curve["loss"].append([line["step"], line["held_out_loss"]])
-        curves.append(curve)
-    return curves
+        held_out.append(curve)
+    return curves | {"held_out": held_out}
 
 
 def _find_changed_held_out_text(evaluations: Sequence[JsonRecord]) -> Iterator[str]:

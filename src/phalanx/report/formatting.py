@@ -56,11 +56,9 @@ def format_times(count: int) -> str:
 
 
 def format_number(value: float | None, unit: str) -> str:
-    """Return a number with three digits and its unit.
+    """Return a number with three digits and its unit, or a dash if it is None.
 
-    Args:
-        value: The number, or None if it is unknown.
-        unit: "s" (seconds), "B" (bytes), "tokens/s", "loss", or "" (a share).
+    Units are "s" (seconds), "B" (bytes), "tokens/s", "loss", and "" (a share).
     """
     if value is None:
         return UNKNOWN
@@ -99,11 +97,10 @@ def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
         subject = "a rank" if role == "rank" else role
         memory_rows = [row for row in role_rows if row["quantity"] in STATE]
         traffic_rows = [row for row in role_rows if row["quantity"] not in STATE]
-        yield from (
-            (title, rows)
-            for title, rows in ((f"memory of {subject}", memory_rows), (f"sent by {subject} in a step", traffic_rows))
-            if rows
-        )
+        if memory_rows:
+            yield f"memory of {subject}", memory_rows
+        if traffic_rows:
+            yield f"sent by {subject} in a step", traffic_rows
 
 
 TABLE_NOTE = (
@@ -207,31 +204,23 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
         return []
     rounds = swarm["rounds"]
     if rounds:
-        return [_format_round(rounds, index) for index in range(len(rounds["round"]))]
-    return _format_coordinator_rounds(swarm["updates"])
-
-
-def _format_round(rounds: Mapping[str, Any], index: int) -> str:
-    """Return the line of one round of `swarm_rounds.node_rounds`."""
-    sent = format_number(rounds["bytes"]["sent"][index], "B")
-    received = format_number(rounds["bytes"]["received"][index], "B")
-    seconds = rounds["total_seconds"][index]
-    training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
-    refused = rounds["refused"][index]
-    line = (
-        f"round {rounds['round'][index]}: {rounds['steps'][index]} steps, {sent} sent, {received} received, "
-        f"{training_share} of {format_seconds(seconds)} training"
-    )
-    return f"{line}; refused: {refused}" if refused else line
-
-
-def _format_coordinator_rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        lines = []
+        for index, number in enumerate(rounds["round"]):
+            sent, received = (format_number(rounds["bytes"][key][index], "B") for key in ("sent", "received"))
+            seconds = rounds["total_seconds"][index]
+            training_share = format_percent(rounds["seconds"]["training"][index] / (seconds or 1.0))
+            refused = rounds["refused"][index]
+            lines.append(
+                f"round {number}: {rounds['steps'][index]} steps, {sent} sent, {received} received, "
+                f"{training_share} of {format_seconds(seconds)} training{f'; refused: {refused}' if refused else ''}"
+            )
+        return lines
     return [
         f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes sent "
         f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "
         f"{format_seconds(row['seconds'])}"
         f"{''.join(f'; refused {count} x: {node}' for node, count in row['refused'].items())}"
-        for row in rows
+        for row in swarm["updates"]
         if row["seconds"] is not None
     ]
 

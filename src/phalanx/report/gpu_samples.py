@@ -33,15 +33,19 @@ def gpu_sample_facts(run_data: RunData) -> Facts | None:
 
     `findings` has the ranks whose clocks were throttled or lower than those of the others, and new ECC errors.
     """
-    ranks = [*filter(None, map(_rank_facts, (record for _, record in sorted(run_data.ranks.items()))))]
+    ranks = [*filter(None, (_rank_facts(record) for _, record in sorted(run_data.ranks.items())))]
     if not ranks:
         return None
+    energies = [rank["joules_per_step"] for rank in ranks]
+    joules_per_token = None
+    if run_data.run is not None and len(ranks) >= run_data.world_size and None not in energies:
+        joules_per_token = float(sum(energies) / run_data.run.training.tokens_per_step)
     powers = [rank["power_watts"] for rank in ranks if rank["power_watts"] is not None]
     temperatures = [rank["temperature_celsius"] for rank in ranks if rank["temperature_celsius"] is not None]
     return {
         "power_watts": fmean(powers) if powers else None,
         "temperature_celsius": max(temperatures, default=None),
-        "joules_per_token": _joules_per_token(run_data, ranks),
+        "joules_per_token": joules_per_token,
         "findings": [*_find_slow_clocks(ranks), *_find_ecc_errors(ranks)],
         "ranks": ranks,
     }
@@ -96,14 +100,6 @@ def _power(lines: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | No
     return power, None if power is None else power * seconds / steps
 
 
-def _joules_per_token(run_data: RunData, ranks: Sequence[Facts]) -> float | None:
-    """Return the energy of all GPUs per token, or None unless all ranks have it."""
-    energies = [rank["joules_per_step"] for rank in ranks]
-    if run_data.run is None or len(ranks) < run_data.world_size or None in energies:
-        return None
-    return float(sum(energies) / run_data.run.training.tokens_per_step)
-
-
 def _find_slow_clocks(ranks: Sequence[Facts]) -> Iterator[Facts]:
     """Yield the ranks with a lower clock than the others, or throttled by a fault in at least one sample."""
     clocks = {rank["rank"]: rank["clock_mhz"] for rank in ranks if rank["clock_mhz"] is not None}
@@ -114,13 +110,11 @@ def _find_slow_clocks(ranks: Sequence[Facts]) -> Iterator[Facts]:
         if is_low or any(reason in rank["throttled"] for reason in SLOWDOWNS):
             clock_text = f"SM clock of {clocks[number]:,.0f} MHz" if number in clocks else "unknown SM clock"
             other_text = f" (median of the other ranks: {median(others):,.0f} MHz)" if is_low else ""
-            throttle_text = _format_throttling(rank["throttled"])
-            yield _finding(rank, f"{clock_text}{other_text}, {throttle_text or 'without a reported reason'}")
-
-
-def _format_throttling(throttled: Mapping[str, float]) -> str:
-    reasons = ", ".join(f"{name} in {format_percent(share)} of samples" for name, share in throttled.items())
-    return f"throttled by {reasons}" if reasons else ""
+            reasons = ", ".join(
+                f"{name} in {format_percent(part)} of samples" for name, part in rank["throttled"].items()
+            )
+            cause = f"throttled by {reasons}" if reasons else "without a reported reason"
+            yield _finding(rank, f"{clock_text}{other_text}, {cause}")
 
 
 def _find_ecc_errors(ranks: Sequence[Facts]) -> Iterator[Facts]:

@@ -20,20 +20,16 @@ def on_measured_machine(
     world_size: int,
     ranks: Mapping[int, RankRecord],
 ) -> RunSpec:
-    """Return the run on its machine, or the given one, with measured values.
+    """Return the run with measured values, on its machine or on `machine` if that is given.
 
-    Args:
-        machine: The machine that replaces the run's, or None.
-        steps: The records of steps in metrics.jsonl.
-        world_size: The number of ranks, or 0 if it is unknown.
-        ranks: The record of each rank.
+    `steps` are the records of steps in metrics.jsonl; `world_size` is 0 if it is unknown.
     """
     if machine is not None:
-        run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
+        run = run.replace(cluster=machine.replace(nodes=run.cluster.nodes))
     if not world_size:
         return run
     peak = measured_peak(run, steps, world_size)
-    return run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
+    return run.replace(cluster=_measured_machine(run.cluster, world_size, peak, ranks))
 
 
 def _measured_machine(
@@ -43,31 +39,25 @@ def _measured_machine(
 
     Ranks that share cores each measure their share of the peak.
     """
-    machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
+    machine = cluster.replace(nproc_per_node=max(1, world_size // cluster.nodes))
     record = next(iter(ranks.values()), None)
     if record is not None:
-        machine = machine.model_copy(update={"device": record.device})
+        machine = machine.replace(device=record.device)
     if cluster.preset is None and record is not None and record.device == "cpu":
-        measured_fields = {
-            "memory_bytes": cluster.memory_bytes or record.memory_bytes,
-            "cores": cluster.cores or record.cores,
-        }
-        unchanged_fields = {
-            name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")
-        }
-        machine = load_machine("cpu").model_copy(update=measured_fields | unchanged_fields)
+        fields = {name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
+        fields["memory_bytes"] = cluster.memory_bytes or record.memory_bytes
+        fields["cores"] = cluster.cores or record.cores
+        machine = load_machine("cpu").replace(**fields)
     if cluster.peak_flops is None and peak_flops is not None:
         peak = peak_flops * machine.ranks_per_core
-        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})
+        machine = machine.replace(peak_flops=peak, matmul_flops=cluster.matmul_flops or peak)
     return machine
 
 
 def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) -> float | None:
     """Return the peak FLOP/s of a rank that was measured or known at the start of the run.
 
-    Args:
-        steps: The records of steps in metrics.jsonl.
-        world_size: The number of ranks, for steps that do not record it.
+    `steps` are the records of steps in metrics.jsonl; `world_size` counts for those that do not record it.
     """
     flops = training_flops_per_token(run.model, run.training.seq_len)
     peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))

@@ -25,32 +25,32 @@ from phalanx.spec.files.load import load_run
 def read_measured_run(directory: Path) -> MeasuredRun:
     """Return the measured steps of a run directory since the last start.
 
-    Raises:
-        UserError: The directory is not a run directory, or has too few steps.
+    Raises UserError if the directory is not a run directory, or has too few steps.
     """
     records = _read_step_records(directory)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
         raise UserError("run directory", str(directory), "does not contain the number of ranks", fix="repeat the run")
-    measured = _read_measured_step(directory)
+    # Rank 0 measures one slower step with --profile-memory.
+    measured: JsonRecord = {}
+    file = measured_file(directory, 0)
+    if file.exists():
+        measured = read_measured_since(directory, 0, world_size=0, problems=[]).get(0, {})
+        if not measured:
+            raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
     steady = _steady_records(directory, records, measured_step=measured.get("step"))
     run = load_run(directory / RUN_FILE, environment={})
-    run = run.model_copy(
-        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
-    )
+    run = run.replace(cluster=run.cluster.replace(nproc_per_node=world_size // run.cluster.nodes))
     if "peak_memory_bytes" not in steady[-1]:
         raise UserError("run directory", str(directory), "does not contain the peak memory", fix="repeat the run")
-    peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)
-    seconds = statistics.median(record["step_seconds"] for record in steady)
-    tensor_bytes = measured.get("peak_bytes", {}).get("total")
     return MeasuredRun(
         name=directory.name,
         run=run,
         ranks=world_size,
-        step_seconds=seconds,
+        step_seconds=statistics.median(record["step_seconds"] for record in steady),
         memory_bytes=steady[-1]["peak_memory_bytes"],
-        peak_flops=peak,
-        tensor_bytes=tensor_bytes,
+        peak_flops=peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size),
+        tensor_bytes=measured.get("peak_bytes", {}).get("total"),
     )
 
 
@@ -60,15 +60,16 @@ def _read_step_records(directory: Path) -> list[JsonRecord]:
     if not file.is_file():
         fix = "use a run directory of phalanx train"
         raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", fix=fix)
-    records = []
     try:
         content = read_bytes(file)
     except OSError as error:
         fix = "restore it from a copy"
         raise UserError("run directory", str(file), f"cannot be read: {error.strerror}", fix=fix) from None
+    records = []
     for line, record in parse_jsonl(content, decode_metrics):
         if record is None:
-            raise _damaged_error(file, line)
+            problem = f"has a damaged line: {line.decode(errors='replace')[:40]}"
+            raise UserError("run directory", str(file), problem, fix="correct or remove the line")
         if "step_seconds" in record:
             records.append(record)
     return records
@@ -108,20 +109,3 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
         computing_seconds=float(np.median(times.compute.max(1))),
         waiting_seconds=float(np.median(times.communication.min(1))),
     )
-
-
-def _read_measured_step(directory: Path) -> JsonRecord:
-    """Return rank 0's measurements of one slower step (`--profile-memory`); {} if there are none."""
-    file = measured_file(directory, 0)
-    if not file.exists():
-        return {}
-    problems: list[str] = []
-    measured = read_measured_since(directory, 0, world_size=0, problems=problems).get(0)
-    if measured is None:
-        raise UserError("run directory", str(file), "is damaged", fix="remove it, or repeat --profile-memory")
-    return measured
-
-
-def _damaged_error(file: Path, line: bytes) -> UserError:
-    text = line.decode(errors="replace")[:40]
-    return UserError("run directory", str(file), f"has a damaged line: {text}", fix="correct or remove the line")

@@ -20,19 +20,15 @@ Facts = dict[str, Any]
 def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: bool) -> Facts | None:
     """Return the passes of one step: planned, simulated with measured times, and measured.
 
-    A pass is a row of rank, kind, stage, micro-batch, start and end in seconds.
-
-    Args:
-        planned: The planned timeline.
-        can_simulate: Whether the times of all stages are known.
+    A pass is a row of rank, kind, stage, micro-batch, start and end in seconds. `can_simulate` says whether the
+    times of all stages are known.
     """
-    profiled_steps = [
-        step for step in run_data.profiled_steps if not _has_memory_samples(run_data, step)
-    ] or run_data.profiled_steps
-    run = run_data.run
+    profiled_steps = run_data.profiled_steps
     if not profiled_steps:
         return None
-    step = profiled_steps[-1]
+    run = run_data.run
+    unmetered_steps = [step for step in profiled_steps if not _has_memory_samples(run_data, step)]
+    step = (unmetered_steps or profiled_steps)[-1]
     spans = [
         (rank, span)
         for rank, record in sorted(run_data.ranks.items())

@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True, kw_only=True)
-class LastStart:
-    """The last start of a run."""
-
-    ranks: dict[int, RankRecord]
-    """The records of its ranks."""
-    world_size: int
-    """The number of its ranks, or 0 if it is unknown."""
-    began_after: int
-    """The step that it continued from."""
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunData:
     """The content of a run directory.
@@ -114,8 +102,7 @@ class RunData:
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the metrics of steps as a pandas DataFrame with one row per step.
 
-        Raises:
-            UserError: pandas is not installed.
+        Raises UserError if pandas is not installed.
         """
         return data_frame(self.step_metrics)
 
@@ -128,100 +115,6 @@ class RunData:
         """The steps that every rank with records has profiled."""
         steps_per_rank = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
         return sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
-
-
-class RunDataReader:
-    """Reader of one run directory, with a method per file. Missing and unreadable data is added to `problems`."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.problems: list[str] = []
-
-    def read_training(self, machine: ClusterSpec | None) -> RunData:
-        """Read the directory of a run that trains: a run of its own, or a node of a swarm."""
-        metrics = self.read_metrics()
-        steps = step_records(metrics)
-        rounds = read_rounds(self.directory, self.problems)
-        last_start = self.read_last_start(steps)
-        run = self.read_run_file(last_start.world_size)
-        if run is not None and run.swarm is not None and not rounds:
-            self.problems.append(f"no round has been written to {ROUNDS_FILE} yet")
-        if run is not None:
-            run = on_measured_machine(run, machine, steps, world_size=last_start.world_size, ranks=last_start.ranks)
-        failure = describe_first_failure(self.directory, self.problems)
-        is_active = is_running(self.directory)
-        events = read_events(self.directory, self.problems)
-        reached = _reached_step(events, last_start.ranks)
-        self.problems += _find_unfinished(run, steps, failure, reached=reached, is_active=is_active)
-        self.problems += _find_interruptions(events, failure)
-        measured = self.read_measurements(last_start)
-        return RunData(
-            directory=self.directory,
-            run=run,
-            world_size=last_start.world_size,
-            began_after=last_start.began_after,
-            ranks=last_start.ranks,
-            metrics=metrics,
-            run_events=events,
-            measured=measured,
-            problems=self.problems,
-            failure=failure,
-            in_progress=is_active,
-            rounds=rounds,
-        )
-
-    def read_coordinator(self) -> RunData:
-        """Read the directory of a swarm's coordinator."""
-        journal = read_valid_jsonl(self.directory / JOURNAL_FILE, self.problems, decode_journal_event)
-        run = self.read_run_file(world_size=0)
-        is_active = is_running(self.directory)
-        run_data = RunData(
-            directory=self.directory,
-            run=run,
-            world_size=0,
-            problems=self.problems,
-            in_progress=is_active,
-            swarm_journal=journal,
-        )
-        if run is not None and run_data.step < run.training.steps:
-            self.problems.append(_describe_progress(run, run_data.step, is_active))
-        return run_data
-
-    def read_metrics(self) -> list[JsonRecord]:
-        """Read metrics.jsonl."""
-        return read_metrics(self.directory, self.problems)
-
-    def read_last_start(self, steps: Sequence[JsonRecord]) -> LastStart:
-        """Read trace/ since the last start. Without it, the last of `steps` has the number of ranks."""
-        is_node = (self.directory / ROUNDS_FILE).is_file()  # nodes of a swarm write no step records
-        ranks, world_size, began_after = read_rank_records(self.directory, [] if is_node else self.problems)
-        if steps and not ranks:
-            world_size = steps[-1].get("ranks", 0)
-            began_after = steps[-1].get("resumed_at_step", 0)
-        return LastStart(ranks=ranks, world_size=world_size, began_after=began_after)
-
-    def read_run_file(self, world_size: int) -> RunSpec | None:
-        """Read run.toml, which must fit the number of ranks if that is known (not 0)."""
-        reason = "is not valid in this version"
-        try:
-            run = with_last_used_layout(load_run(self.directory / RUN_FILE, environment={}), self.directory)
-            if run.layout.pp > 1:
-                reason = "names a schedule that does not exist"
-                representative_schedule(run.layout)
-            if world_size:
-                reason = f"does not match the {world_size} ranks"
-                check_layout(run, world_size)
-        except UserError as error:
-            first_line = str(error).partition("\n")[0]
-            self.problems.append(f"run.toml {reason}, so there are no predictions: {first_line}")
-            return None
-        return run
-
-    def read_measurements(self, last_start: LastStart) -> dict[int, JsonRecord]:
-        """Read measured/ since the last start."""
-        return read_measured_since(
-            self.directory, last_start.began_after, last_start.world_size, problems=self.problems
-        )
 
 
 def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData:
@@ -243,33 +136,97 @@ def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData
         (8, 1, None)
     """
     directory = Path(run_dir)
-    _check_run_file(directory)
-    reader = RunDataReader(directory)
+    if not (directory / RUN_FILE).is_file():
+        problem = f"has no {RUN_FILE}"
+        if not directory.is_dir():
+            problem = "is a file" if directory.exists() else "does not exist"
+        raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
     is_coordinator = (directory / JOURNAL_FILE).is_file()
-    return reader.read_coordinator() if is_coordinator else reader.read_training(machine)
+    return _read_coordinator(directory) if is_coordinator else _read_training(directory, machine)
 
 
-def _check_run_file(directory: Path) -> None:
-    """Raise UserError if the directory has no run file."""
-    if (directory / RUN_FILE).is_file():
-        return
-    problem = f"has no {RUN_FILE}"
-    if not directory.is_dir():
-        problem = "is a file" if directory.exists() else "does not exist"
-    raise UserError("run directory", str(directory), problem, fix="use a run directory of phalanx train: runs/NAME")
+def _read_coordinator(directory: Path) -> RunData:
+    """Read the directory of a swarm's coordinator."""
+    problems: list[str] = []
+    journal = read_valid_jsonl(directory / JOURNAL_FILE, problems, decode_journal_event)
+    run = _read_run_file(directory, 0, problems)
+    is_active = is_running(directory)
+    run_data = RunData(
+        directory=directory, run=run, world_size=0, problems=problems, in_progress=is_active, swarm_journal=journal
+    )
+    if run is not None and run_data.step < run.training.steps:
+        problems.append(_describe_progress(run, run_data.step, is_active))
+    return run_data
 
 
-def _reached_step(events: Sequence[Mapping[str, Any]], ranks: Mapping[int, RankRecord]) -> int:
-    """Return a step that the run has certainly finished, by its last event and the records of its ranks."""
+def _read_training(directory: Path, machine: ClusterSpec | None) -> RunData:
+    """Read the directory of a run that trains: a run of its own, or a node of a swarm."""
+    problems: list[str] = []
+    metrics = read_metrics(directory, problems)
+    steps = step_records(metrics)
+    rounds = read_rounds(directory, problems)
+    is_node = (directory / ROUNDS_FILE).is_file()  # nodes of a swarm write no step records
+    ranks, world_size, began_after = read_rank_records(directory, [] if is_node else problems)
+    if steps and not ranks:
+        world_size = steps[-1].get("ranks", 0)
+        began_after = steps[-1].get("resumed_at_step", 0)
+    run = _read_run_file(directory, world_size, problems)
+    if run is not None and run.swarm is not None and not rounds:
+        problems.append(f"no round has been written to {ROUNDS_FILE} yet")
+    if run is not None:
+        try:
+            run = on_measured_machine(run, machine, steps, world_size, ranks)
+        except UserError as error:
+            first_line = str(error).partition("\n")[0]
+            problems.append(f"the recorded machine is not valid, so predictions use that of run.toml: {first_line}")
+    failure = describe_first_failure(directory, problems)
+    is_active = is_running(directory)
+    events = read_events(directory, problems)
     finished = events[-1]["step"] if events and events[-1]["kind"] == FINISHED else 0
     recorded = max((record.steps[-1]["step"] for record in ranks.values() if record.steps), default=0)
-    return max(finished, recorded - MAX_STEP_LAG)
+    problems += _find_unfinished(run, steps, failure, max(finished, recorded - MAX_STEP_LAG), is_active)
+    problems += _find_interruptions(events, failure)
+    return RunData(
+        directory=directory,
+        run=run,
+        world_size=world_size,
+        began_after=began_after,
+        ranks=ranks,
+        metrics=metrics,
+        run_events=events,
+        measured=read_measured_since(directory, began_after, world_size, problems),
+        problems=problems,
+        failure=failure,
+        in_progress=is_active,
+        rounds=rounds,
+    )
+
+
+def _read_run_file(directory: Path, world_size: int, problems: list[str]) -> RunSpec | None:
+    """Return run.toml, which must fit the number of ranks if that is known (not 0)."""
+    reason = "is not valid in this version"
+    try:
+        run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
+        if run.layout.pp > 1:
+            reason = "names a schedule that does not exist"
+            representative_schedule(run.layout)
+        if world_size:
+            reason = f"does not match the {world_size} ranks"
+            check_layout(run, world_size)
+    except UserError as error:
+        first_line = str(error).partition("\n")[0]
+        problems.append(f"run.toml {reason}, so there are no predictions: {first_line}")
+        return None
+    return run
 
 
 def _find_unfinished(
     run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, reached: int, is_active: bool | None
 ) -> Iterator[str]:
-    """Yield the failure or the progress of a run that has not finished, and whether metrics.jsonl lacks last steps."""
+    """Yield the failure or the progress of a run that has not finished, and whether metrics.jsonl lacks last steps.
+
+    The run has certainly finished step `reached`, by its last event and the records of its ranks.
+    """
     last_step = int(steps[-1]["step"]) if steps else 0
     expected = reached
     if run is not None and reached < run.training.steps:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.cost.exact.flops import rank_flops
 from phalanx.report.run_data import RunData
-from phalanx.report.step_breakdown import StepTimes, flops_per_rank, pipeline_rank
+from phalanx.report.step_breakdown import StepTimes
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 STRAGGLER_RATIO = 1 / 0.75
@@ -48,18 +50,16 @@ class Slowdown:
 def measure_slowdowns(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Slowdown]:
     """Yield the slowdown of each rank that computes.
 
-    Its peers are the replicas of its stages. A rank without replicas is compared with all others, and needs a higher
-    ratio to count as slow, because stages differ.
-
-    Args:
-        run: Its specification.
-        times: The times of its steps.
+    Its peers are the replicas of its stages. A rank without replicas is compared with all others, and needs a
+    higher ratio to count as slow, because stages differ.
     """
-    flops = flops_per_rank(run, run_data.world_size, times.ranks)
+    # FLOPs of each rank's passes in a step, with balanced experts
+    flops = np.array([rank_flops(run, run_data.world_size, rank) for rank in times.ranks])
     indices = [int(index) for index in np.flatnonzero(flops > 0)]
     if len(indices) < 2:
         return
-    pipeline_ranks = [pipeline_rank(run, run_data.world_size, rank) for rank in times.ranks]
+    dims = parallel_dims(run.layout, run_data.world_size)
+    pipeline_ranks = [dims.coordinates(rank)["pp"] for rank in times.ranks]
     seconds_per_flop = times.compute / np.where(flops > 0, flops, np.inf)
     for index in indices:
         others = [other for other in indices if other != index]

@@ -9,14 +9,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.exact.flops import rank_flops
 from phalanx.report.run_data import RunData, steady_steps
 from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 Table = NDArray[np.float64]
@@ -40,10 +38,7 @@ class StepTimes:
     communication: Table
     """Seconds of waits for collectives; 0 on a GPU."""
     pipeline: Table
-    """Seconds of waits for other stages between passes.
-
-    After its last pass, a rank waits in the next collectives.
-    """
+    """Seconds of waits for other stages between passes. After its last pass, a rank waits in the next collectives."""
     passes: Table
     """Seconds from a rank's first pass to its last."""
     busy: Table
@@ -129,15 +124,6 @@ def _wait_seconds(line: JsonRecord, phase: str) -> float:
     return float(line.get("wait_seconds", {}).get(phase, 0.0))
 
 
-def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
-    """Return the FLOPs of each rank's passes in a step, with balanced experts.
-
-    Args:
-        world_size: The number of ranks of the run.
-    """
-    return np.array([rank_flops(run, world_size, rank) for rank in ranks])
-
-
 def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
     """Return the seconds of a step by stage and kind of pass: the median over steps and replicas."""
     samples: dict[int, dict[str, list[list[float]]]] = {}
@@ -157,10 +143,7 @@ def simulate_measured(
 ) -> Timeline:
     """Return the schedule of a pipeline's step with measured stage times, without transfer times.
 
-    Args:
-        world_size: The number of ranks of the run.
-        stages: Seconds of a step by stage and kind of pass.
-        balanced: Whether to give all stages the mean time.
+    `stages` has the seconds of a step by stage and kind of pass; `balanced` gives all stages the mean time.
     """
     num_micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
 
@@ -174,15 +157,5 @@ def simulate_measured(
     backward = seconds_per_stage("B", "I")
     has_split_backward = any("I" in kinds for kinds in stages.values())
     weight_gradients = seconds_per_stage("W") if has_split_backward else 0.0
-    schedule = layout_schedule(run.layout, num_micro_batches)
     times = ActionTimes(forward=forward, input_grad=backward, weight_grad=weight_gradients)
-    return simulate(schedule, times)
-
-
-def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:
-    """Return the position of a rank in its pipeline.
-
-    Args:
-        world_size: The number of ranks of the run.
-    """
-    return parallel_dims(run.layout, world_size).coordinates(rank)["pp"]
+    return simulate(layout_schedule(run.layout, num_micro_batches), times)

@@ -22,68 +22,42 @@ from phalanx.schedule.simulate import Timeline
 
 
 def step_rows(
-    run_data: RunData, times: StepTimes | None, option: EvaluatedLayout | None, planned_timeline: Timeline | None
+    run_data: RunData, times: StepTimes, option: EvaluatedLayout | None, planned_timeline: Timeline | None
 ) -> Iterator[Comparison]:
-    """Compare the time of a step and its parts, speed, bubble and goodput with the prediction.
+    """Compare a step and its parts, speed, bubble and goodput with the prediction (`option`), if there is one.
 
-    Args:
-        run_data: The content of the run directory.
-        times: The measured times of steps; without them nothing is compared.
-        option: The prediction, if there is one.
-        planned_timeline: The simulated pipeline, if the run has one.
+    Parts of a step are those of the slowest rank.
     """
-    if times is None:
-        return
     run = run_data.run
-    yield from _time_rows(times, option)
-    yield from _speed_rows(run_data, times, option)
-    if run is not None and run.layout.pp > 1:
-        yield from _pipeline_rows(times, option, planned_timeline)
-    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
-    yield _row("goodput", "", predicted=planned_goodput, measured=_goodput(run_data))
-
-
-def _time_rows(times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Comparison]:
-    """Compare the seconds of a step, and of its parts on the slowest rank."""
     step_seconds = option.step_seconds if option else None
     interval = (option.low_seconds, option.high_seconds) if option else None
-    yield _row("step", "s", predicted=step_seconds, measured=times.step_seconds, interval=interval)
-    compute = _predicted_seconds(option, "compute")
-    yield _row("compute", "s", predicted=compute, measured=_median(times.compute.max(1)))
+    yield _row("step", "s", step_seconds, times.step_seconds, interval)
+    yield _row("compute", "s", _predicted_seconds(option, "compute"), _median(times.compute.max(1)))
     if times.has_wait_times:
         communication = _predicted_seconds(option, "exchange", "data_parallel")
-        exposed = _median(times.communication.min(1))
-        yield _row("exposed communication", "s", predicted=communication, measured=exposed)
-    update = _predicted_seconds(option, "update", "offload")
-    yield _row("update", "s", predicted=update, measured=_median(times.optimizer.max(1)))
-    yield _row("data", "s", predicted=0.0 if option else None, measured=_median(times.data.max(1)))
+        yield _row("exposed communication", "s", communication, _median(times.communication.min(1)))
+    yield _row("update", "s", _predicted_seconds(option, "update", "offload"), _median(times.optimizer.max(1)))
+    yield _row("data", "s", 0.0 if option else None, _median(times.data.max(1)))
 
-
-def _speed_rows(run_data: RunData, times: StepTimes, option: EvaluatedLayout | None) -> Iterator[Comparison]:
-    """Compare tokens per second and MFU, and list the targets per second of a run that ignores some."""
     steps = set(times.steps)
     lines = [line for line in run_data.step_metrics if line["step"] in steps]
     targets = {"targets_per_second": "tokens/s"} if any(map(has_ignored_targets, lines)) else {}
     for metric, unit in {"tokens_per_second": "tokens/s", **targets, "mfu": ""}.items():
         values = [line[metric] for line in lines if line.get(metric) is not None]
         if values:
-            yield _row(metric, unit, predicted=getattr(option, metric, None), measured=_median(values))
+            yield _row(metric, unit, getattr(option, metric, None), _median(values))
 
-
-def _pipeline_rows(
-    times: StepTimes, option: EvaluatedLayout | None, planned_timeline: Timeline | None
-) -> Iterator[Comparison]:
-    """Compare the idle time of ranks in a pipeline, and its share of the step."""
-    idle = _predicted_seconds(option, "bubble", "send")
-    yield _row("idle in the pipeline", "s", predicted=idle, measured=_median(times.idle))
-    bubble = float(planned_timeline.bubble) if planned_timeline else None
-    yield _row("bubble", "", predicted=bubble, measured=times.bubble)
+    if run is not None and run.layout.pp > 1:
+        yield _row("idle in the pipeline", "s", _predicted_seconds(option, "bubble", "send"), _median(times.idle))
+        bubble = float(planned_timeline.bubble) if planned_timeline else None
+        yield _row("bubble", "", bubble, times.bubble)
+    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
+    yield _row("goodput", "", planned_goodput, _goodput(run_data))
 
 
 def _row(
     quantity: str,
     unit: str,
-    *,
     predicted: float | None,
     measured: float | None,
     interval: tuple[float, float] | None = None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.parameters import count_parameters
@@ -36,75 +35,43 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     """Compare the bytes, memory and times of a node's rounds with the formulas.
 
     The predicted time of a round has neither coding nor waiting; its step time and link speeds are the measured ones.
-
-    Args:
-        run: The run, or None if it is unknown.
-        world_size: The number of ranks of the node.
+    `world_size` is the number of ranks of the node. Without a run, nothing is predicted.
     """
     if not rounds:
         return
-    predictions = {}
-    if run is not None and run.swarm is not None:
-        predictions = _predicted_rows(run, run.swarm, rounds, world_size=world_size)
-    measured_by_role = {PER_ROUND: _measured_per_round(rounds), ALL_ROUNDS: _measured_in_all_rounds(rounds)}
-    for role, quantities in measured_by_role.items():
-        for measured in quantities:
-            yield Comparison(
-                role=role,
-                quantity=measured.name,
-                unit=measured.unit,
-                predicted=predictions.get((role, measured.name)),
-                measured=measured.value,
-            )
-
-
-@dataclass(frozen=True)
-class MeasuredQuantity:
-    """A measured quantity of rounds."""
-
-    name: str
-    unit: str
-    value: float
-
-
-def _measured_per_round(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]:
-    """Return the means over rounds, the share of training, and the state that is resident after the last round."""
     total = _sum_rounds(rounds)
     count = len(rounds)
-    seconds = [MeasuredQuantity(name, "s", getattr(total, field) / count) for name, field in SECONDS.items()]
-    return [
-        MeasuredQuantity("sent", "B", total.sent_bytes / count),
-        MeasuredQuantity("received", "B", (total.received_bytes - total.initial_bytes) / count),
-        MeasuredQuantity("whole round", "s", total.seconds / count),
-        *seconds,
-        MeasuredQuantity("utilization", "", total.train_seconds / total.seconds),
-        MeasuredQuantity("state held", "B", rounds[-1].held_bytes),
-    ]
+    received_bytes = total.received_bytes - total.initial_bytes
+    measured = {
+        (PER_ROUND, "sent", "B"): total.sent_bytes / count,
+        (PER_ROUND, "received", "B"): received_bytes / count,
+        (PER_ROUND, "whole round", "s"): total.seconds / count,
+        **{(PER_ROUND, name, "s"): getattr(total, field) / count for name, field in SECONDS.items()},
+        (PER_ROUND, "utilization", ""): total.train_seconds / total.seconds,
+        (PER_ROUND, "state held", "B"): rounds[-1].held_bytes,
+        (ALL_ROUNDS, "sent", "B"): total.sent_bytes,
+        (ALL_ROUNDS, "received", "B"): received_bytes,
+        (ALL_ROUNDS, "initial weights", "B"): total.initial_bytes,
+        (ALL_ROUNDS, "communication", "B"): total.sent_bytes + total.received_bytes,
+    }
+    predictions = {}
+    if run is not None and run.swarm is not None:
+        predictions = _predict_rounds(run, run.swarm, world_size, rounds, total)
+    for (role, name, unit), value in measured.items():
+        yield Comparison(role=role, quantity=name, unit=unit, predicted=predictions.get((role, name)), measured=value)
 
 
-def _measured_in_all_rounds(rounds: Sequence[RoundRecord]) -> list[MeasuredQuantity]:
-    """Return the bytes of all rounds."""
-    total = _sum_rounds(rounds)
-    return [
-        MeasuredQuantity("sent", "B", total.sent_bytes),
-        MeasuredQuantity("received", "B", total.received_bytes - total.initial_bytes),
-        MeasuredQuantity("initial weights", "B", total.initial_bytes),
-        MeasuredQuantity("communication", "B", total.sent_bytes + total.received_bytes),
-    ]
-
-
-def _predicted_rows(
-    run: RunSpec, swarm: SwarmSpec, rounds: Sequence[RoundRecord], world_size: int
+def _predict_rounds(
+    run: RunSpec, swarm: SwarmSpec, world_size: int, rounds: Sequence[RoundRecord], total: RoundRecord
 ) -> dict[tuple[str, str], float]:
     """Return the predictions of the formulas for these rounds, by role and name.
 
     A node's experts may change between rounds. Fragments of the model take turns, and count as equal in size. The
     memory of a node with several ranks depends on the layout, and is not predicted.
     """
-    total = _sum_rounds(rounds)
     count = len(rounds)
     nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
-    traffic = [round_bytes(node, swarm.method, swarm.effective_codec, replication=swarm.replication) for node in nodes]
+    traffic = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
     sent = sum(node_traffic.up for node_traffic in traffic) / swarm.fragments
     received = sum(node_traffic.down for node_traffic in traffic) / swarm.fragments
     num_downloads = sum(record.initial_bytes > 0 for record in rounds)
@@ -124,7 +91,7 @@ def _predicted_rows(
             RoundBytes(sent / count, received / count),
             total.sent_bytes / total.send_seconds,
             total.received_bytes / total.receive_seconds,
-            steps=swarm.steps_per_round,
+            swarm.steps_per_round,
             step_seconds=total.train_seconds / total.steps,
             delay=swarm.delay,
         )

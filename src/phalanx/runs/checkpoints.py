@@ -128,11 +128,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's content.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the checksum of a file's content. Raises OSError if the file cannot be read."""
     check_regular_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,8 +145,7 @@ def find_damage(checkpoint: Path) -> str | None:
 def read_checksums(checkpoint: Path) -> dict[str, str]:
     """Return the checksums of a checkpoint's files by file name.
 
-    Raises:
-        ValueError: The checksum file cannot be read, or does not list exactly the files of the checkpoint.
+    Raises ValueError if the checksum file cannot be read, or does not list exactly the files of the checkpoint.
     """
     try:
         lines = read_bytes(checkpoint / CHECKSUMS_FILE).decode().split("\n")
@@ -197,8 +192,7 @@ def recover_interrupted_rewrites(directory: Path) -> None:
 def require_valid_checkpoint(run_directory: Path) -> Path:
     """Return the newest undamaged checkpoint of a run, and print which damaged newer ones it skips.
 
-    Raises:
-        UserError: The run has no undamaged checkpoint.
+    Raises UserError if the run has no undamaged checkpoint.
     """
     checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
@@ -212,10 +206,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
 def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
     """Rename damaged checkpoints to step-N.damaged, and point `latest` to the intact one.
 
-    Args:
-        directory: Directory of the checkpoints.
-        damaged: Names of the damaged checkpoints; quarantined ones of these names are replaced.
-        intact: Path of the checkpoint for `latest`; None to leave `latest` unchanged.
+    Quarantined checkpoints of these names are replaced. Without an intact one, `latest` remains unchanged.
     """
     for name in damaged:
         quarantine_path = directory / f"{name}{DAMAGED_SUFFIX}"
@@ -243,21 +234,14 @@ def check_not_all_damaged(directory: Path) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        UserError: Phalanx did not write the checkpoint.
-    """
+    """Return the manifest of a checkpoint. Raises UserError if Phalanx did not write the checkpoint."""
     path = checkpoint / "manifest.json"
     try:
         return read_json(path, _decode_manifest)
     except (OSError, ValueError):
-        raise UserError(
-            "checkpoint",
-            str(checkpoint),
-            "is not a Phalanx checkpoint: it has no Phalanx manifest.json",
-            fix="use a run directory of Phalanx; to start from Hugging Face weights, set model.from_hf",
-        ) from None
+        problem = "is not a Phalanx checkpoint: it has no Phalanx manifest.json"
+        fix = "use a run directory of Phalanx; to start from Hugging Face weights, set model.from_hf"
+        raise UserError("checkpoint", str(checkpoint), problem, fix=fix) from None
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -279,17 +263,12 @@ def sync(path: Path) -> None:
 
 
 def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
-    """Turn a complete step-*.tmp into a checkpoint: write checksums, rename, update `latest`.
+    """Turn a complete step-*.tmp into a checkpoint: write checksums (SHA-256 by file name), rename, update `latest`.
 
     An existing checkpoint of that step is renamed to step-*.before.
-
-    Args:
-        unfinished: The directory step-*.tmp.
-        checksums: The SHA-256 checksum of each file by name.
     """
-    write_synced(
-        unfinished / CHECKSUMS_FILE, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items()))
-    )
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(checksums.items())]
+    write_synced(unfinished / CHECKSUMS_FILE, "".join(lines))
     sync(unfinished)
     final = unfinished.with_suffix("")
     backup = unfinished.with_suffix(PREVIOUS_SUFFIX)
@@ -321,12 +300,9 @@ def implementations(run: RunSpec) -> dict[str, str | None]:
 def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     """Raise UserError if a checkpoint has another model or optimizer than `run`, or a step after its last."""
     if run.training.steps < manifest["step"]:
-        raise UserError(
-            "training.steps",
-            run.training.steps,
-            f"is less than the {manifest['step']} completed steps of the run",
-            fix="increase training.steps, or start a new run",
-        )
+        problem = f"is less than the {manifest['step']} completed steps of the run"
+        fix = "increase training.steps, or start a new run"
+        raise UserError("training.steps", run.training.steps, problem, fix=fix)
     saved_model = manifest["model"]
     current_model = run.model.model_dump(mode="json")
     saved_moe = saved_model["moe"] or {}
@@ -336,13 +312,9 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
     pairs = [(f"model.{name}", value, current_model[name]) for name, value in saved_values.items()]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
-    saved_implementations = manifest.get("implementations", {})
-    pairs += [(field, saved_implementations.get(field), path) for field, path in implementations(run).items()]
+    saved_paths = manifest.get("implementations", {})
+    pairs += [(field, saved_paths.get(field), path) for field, path in implementations(run).items()]
     for field, saved, configured in pairs:
         if saved != configured:
-            raise UserError(
-                field,
-                configured,
-                f"differs from the checkpoint's value {saved!r}",
-                fix="resume with the checkpoint's value, or start a new run",
-            )
+            fix = "resume with the checkpoint's value, or start a new run"
+            raise UserError(field, configured, f"differs from the checkpoint's value {saved!r}", fix=fix)

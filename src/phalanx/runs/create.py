@@ -53,10 +53,7 @@ FROM_HF_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
-"""Glob patterns of the Hugging Face files that remain valid for the trained model.
-
-The model card is not among them.
-"""
+"""Glob patterns of the Hugging Face files that remain valid for the trained model. The model card is not among them."""
 
 
 _decode_paths: Decode[dict[str, str]] = decoder(dict[str, str])
@@ -107,8 +104,7 @@ def check_claimable(directory: Path) -> None:
 def claim_run_directory(directory: Path) -> None:
     """Mark a new or empty directory as Phalanx's, before any other file is written to it.
 
-    Raises:
-        UserError: The directory contains files that Phalanx did not write, or is not writable.
+    Raises UserError if the directory contains files that Phalanx did not write, or is not writable.
     """
     check_claimable(directory)
     if (directory / MARKER_FILE).is_file():
@@ -124,16 +120,17 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     """Write the directory of a validated run, and return its path.
 
     An existing run file with an equal specification is not rewritten, so that the user's comments in it remain.
-
-    Raises:
-        UserError: The directory is not writable.
+    Raises UserError if the directory is not writable.
     """
     run = with_absolute_paths(run)
     directory = run_directory(run)
     claim_run_directory(directory)
     paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
+    saved_run = None
+    with suppress(UserError):
+        saved_run = load_run(directory / RUN_FILE, environment={}, trust=True)
     try:
-        if not _describes(directory / RUN_FILE, run):
+        if saved_run != run:
             rewrite_run_file(directory, run)
         replace_file(directory / DATA_FILE, json.dumps(paths, indent=1))
         replace_file(directory / TOKENIZER_FILE, Path(prepared.tokenizer).read_text(encoding="utf-8"))
@@ -142,12 +139,6 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     return directory
-
-
-def _describes(file: Path, run: RunSpec) -> bool:
-    with suppress(UserError):
-        return load_run(file, environment={}, trust=True) == run
-    return False
 
 
 def keep_hf_files(run: RunSpec, directory: Path) -> None:
@@ -165,8 +156,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     if not config.is_file():
         fix = "use a directory that save_pretrained has written"
         raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
-    files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
-    for file in files:
+    for file in (file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()):
         target = kept / file.relative_to(config.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
@@ -176,16 +166,14 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
     """Return the error for an output directory that cannot be written."""
-    return UserError(
-        "output_dir", str(directory), f"is not writable: {error.strerror}", fix="set output_dir to another directory"
-    )
+    fix = "set output_dir to another directory"
+    return UserError("output_dir", str(directory), f"is not writable: {error.strerror}", fix=fix)
 
 
 def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
     """Return the manifest of the newest of these checkpoints that has a readable one.
 
-    Raises:
-        UserError: No checkpoint has a manifest of Phalanx.
+    Raises UserError if no checkpoint has a manifest of Phalanx.
     """
     for checkpoint in checkpoints:
         with suppress(UserError):
@@ -196,11 +184,8 @@ def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
 def read_run_directory(directory: Path, trust: bool = False) -> tuple[RunSpec, PreparedData]:
     """Return the run and the prepared data of a run directory.
 
-    Args:
-        trust: True if the components that it names may be imported.
-
-    Raises:
-        UserError: The directory is not a run directory.
+    With `trust`, the components that it names may be imported. Raises UserError if the directory is not a run
+    directory.
     """
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
         fix = "use a run file, or a run directory of phalanx train"

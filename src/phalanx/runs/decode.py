@@ -52,12 +52,9 @@ def decoder(json_type: Any) -> Decode[Any]:
 
 
 def union_decoder(key: str, types: Mapping[str, Any], other: Any) -> Decode[Any]:
-    """Return the decoder of objects whose type depends on the text of one field.
+    """Return the decoder of objects whose type depends on the text of the field `key`.
 
-    Args:
-        key: The name of the field.
-        types: The type of an object by this text.
-        other: The type of objects with any other text.
+    `types` has the type by this text; `other` is the type of objects with any other text.
     """
 
     def name(value: Any) -> str:
@@ -78,7 +75,8 @@ def accept_old_keys(decode: Decode[T], new_keys: Mapping[str, str]) -> Decode[T]
 
     def decode_renamed(content: bytes) -> T:
         if first_of_today not in content:
-            for old, new in renamed.items():  # in a text, the quotes around a key are escaped
+            # In a text, the quotes around a key are escaped.
+            for old, new in renamed.items():
                 content = content.replace(old, new, 1)
         return decode(content)
 
@@ -97,11 +95,7 @@ def check_regular_file(file: Path) -> None:
 
 
 def read_bytes(file: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the content of a file. Raises OSError if the file cannot be read."""
     check_regular_file(file)
     return file.read_bytes()
 
@@ -109,9 +103,7 @@ def read_bytes(file: Path) -> bytes:
 def read_json(file: Path, decode: Decode[T]) -> T:
     """Return the decoded content of a file.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The content is damaged.
+    Raises OSError if the file cannot be read, and ValueError if the content is damaged.
     """
     return decode(read_bytes(file))
 

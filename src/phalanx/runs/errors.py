@@ -24,10 +24,7 @@ class CorruptionError(DivergenceError):
 
 
 class CollectiveOrderError(DivergenceError):
-    """Collectives or messages that ranks called in different orders.
-
-    Only the first rank detects it.
-    """
+    """Collectives or messages that ranks called in different orders. Only the first rank detects it."""
 
 
 class CallbackError(RuntimeError):

@@ -104,19 +104,12 @@ decode_event = accept_old_keys(union_decoder("kind", _EVENT_TYPES, Event), {"wha
 
 
 def append_event(directory: Path, event_type: str, **fields: Any) -> None:
-    """Append an event to a run's event file.
-
-    Args:
-        event_type: The kind of event.
-        fields: Fields of the event, such as those of `Failed`.
-    """
+    """Append an event to a run's event file; `fields` are those of its kind, such as `Failed`."""
     record = json.dumps({"time": time.time(), "kind": event_type, "host": socket.gethostname(), **fields})
-    with (
-        suppress(OSError),
-        open(directory / EVENTS_FILE, "ab+", opener=open_no_link) as file,
-    ):  # the disk may have failed
+    # The disk may have failed; on a full one the last line may be incomplete.
+    with suppress(OSError), open(directory / EVENTS_FILE, "ab+", opener=open_no_link) as file:
         file.seek(-min(1, file.tell()), os.SEEK_END)
-        ends_with_newline = file.read() in (b"", b"\n")  # on a full disk the last line may be incomplete
+        ends_with_newline = file.read() in (b"", b"\n")
         file.write((record if ends_with_newline else "\n" + record).encode() + b"\n")
 
 
@@ -153,40 +146,44 @@ def _launcher_id(start_event: Mapping[str, Any]) -> tuple[Any, Any]:
 def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
     """Return how often a run has failed and how many seconds it was active.
 
-    The count includes failures that only a repeated start reveals, and never decreases.
+    The count includes failures that only a repeated start reveals (no event between two starts), and never
+    decreases.
     """
     events = read_events(directory)
     if not events:
         return 0, 0.0
     event_types = [event["kind"] for event in events if event["kind"] in LIFECYCLE_EVENTS]
-    unrecorded_failures = sum(
-        after == STARTED == before for before, after in pairwise(event_types)
-    )  # no event between two starts
-    seconds_since_last_event = 0.0 if event_types[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
-    return len(describe_failures(events, exclude_last=False)) + unrecorded_failures, active_seconds_until(
-        events, events[-1]["kind"]
-    ) + seconds_since_last_event
+    failures = len(describe_failures(events, exclude_last=False))
+    failures += sum(after == STARTED == before for before, after in pairwise(event_types))
+    seconds = active_seconds_until(events, events[-1]["kind"])
+    if event_types[-1:] != [FINISHED]:
+        seconds += time.time() - float(events[-1]["time"])
+    return failures, seconds
 
 
 def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -> list[str]:
     """Return a line on each failure of a run: time, rank, reason, and verdict of the diagnosis.
 
-    Args:
-        exclude_last: Whether to omit the last failure if the run has not started since.
+    With `exclude_last`, the last failure is omitted if the run has not started since.
     """
     starts_and_failures = [event for event in events if event["kind"] in (STARTED, FAILED)]
     failures: list[Mapping[str, Any]] = []
     for before, event in pairwise([{"kind": STARTED}, *starts_and_failures]):
         if event["kind"] != FAILED:
             continue
-        if before["kind"] == FAILED and not (
-            _is_local_failure(before) and _is_local_failure(event)
-        ):  # one failure, recorded on several nodes
+        # Several nodes may record one failure, but it is local to only one of them.
+        if before["kind"] == FAILED and not (_is_local_failure(before) and _is_local_failure(event)):
             failures[-1] = max(failures[-1], event, key=_is_local_failure)
         else:
             failures.append(event)
-    ends_with_failure = bool(starts_and_failures) and starts_and_failures[-1]["kind"] == FAILED
-    return [_format_failure(event) for event in (failures[:-1] if exclude_last and ends_with_failure else failures)]
+    if exclude_last and starts_and_failures and starts_and_failures[-1]["kind"] == FAILED:
+        failures.pop()
+    lines = []
+    for event in failures:
+        failure = f"{_format_time(event)}: rank {event['rank']} {event['reason']}, step {event['step']}"
+        verdict = [line for line in event.get("verdict", []) if not line.startswith("details: ")]
+        lines.append("; ".join([failure, *verdict]))
+    return lines
 
 
 def _is_local_failure(failure: Mapping[str, Any]) -> bool:
@@ -194,26 +191,21 @@ def _is_local_failure(failure: Mapping[str, Any]) -> bool:
     return bool(failure.get("local", True))
 
 
-def _format_failure(event: Mapping[str, Any]) -> str:
-    verdict = [line for line in event.get("verdict", []) if not line.startswith("details: ")]
-    return "; ".join([f"{_format_time(event)}: rank {event['rank']} {event['reason']}, step {event['step']}", *verdict])
-
-
 def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on each rollback of a run: time, reason, and the steps before and after."""
-    rollbacks = [event for event in events if event["kind"] == ROLLED_BACK]
     return [
         f"{_format_time(event)}: {event['reason']}; from step {event['after']} to step {event['to']}"
-        for event in rollbacks
+        for event in events
+        if event["kind"] == ROLLED_BACK
     ]
 
 
 def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on each quarantined checkpoint: time and damage."""
-    quarantined = [event for event in events if event["kind"] == QUARANTINED]
     return [
         f"{_format_time(event)}: {event['checkpoint']} was damaged and quarantined: {event['problem']}"
-        for event in quarantined
+        for event in events
+        if event["kind"] == QUARANTINED
     ]
 
 

@@ -33,10 +33,7 @@ def parse_jsonl(content: bytes, decode: Decode[T]) -> Iterator[tuple[bytes, T | 
 def read_valid_jsonl(path: Path, problems: list[str], decode: Decode[T]) -> list[T]:
     """Return the records of a file in order, without damaged lines.
 
-    Args:
-        path: The file.
-        problems: A list to which an unreadable file or the number of damaged lines is added.
-        decode: The decoder of a line.
+    An unreadable file or the number of damaged lines is added to `problems`.
     """
     try:
         records = [record for _, record in parse_jsonl(read_bytes(path), decode)]
@@ -59,10 +56,9 @@ class JsonlTail:
         self._offset = 0
 
     def read_new(self) -> tuple[bool, list[JsonRecord]]:
-        """Return the records since the last call, without unreadable lines.
+        """Return whether earlier records are void, and the records since the last call, without unreadable lines.
 
-        Returns:
-            Whether the file was replaced, shortened or removed, so that all earlier records are void; the new records.
+        Earlier records are void if the file was replaced, shortened or removed.
         """
         try:
             status = self.path.stat()

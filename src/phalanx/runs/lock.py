@@ -31,26 +31,26 @@ def acquire_run_lock(
     owner_pid: int | None = None,
     name: str = LOCK_FILE,
 ) -> IO[str] | None:
-    """Lock a run directory until the returned file is closed.
+    """Lock a run directory until the returned file is closed; None if the file system does not support locks.
 
-    Args:
-        timeout_seconds: How long to wait for another process that holds the lock.
-        owner_pid: The process that waiting processes report as the owner; by default this one.
-        name: The name of the lock file.
-
-    Returns:
-        The open lock file, or None if the file system does not support locks.
-
-    Raises:
-        UserError: Another process still holds the lock after `timeout_seconds`, or there is a link in its place.
+    Waiting processes report `owner_pid` as the owner, by default this process. Raises UserError if another process
+    still holds the lock after `timeout_seconds`, or there is a link in its place.
     """
     try:
         file = open(directory / name, "a+", opener=open_no_link)  # noqa: SIM115 -- the caller closes it
     except OSError as error:
         problem = f"has a file {name} that cannot be opened: {error.strerror}"
         raise UserError("run directory", str(directory), problem, fix="remove the file, or check permissions") from None
+
+    def try_lock() -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     try:
-        _wait_until(lambda: _try_lock(file), directory, timeout_seconds)
+        _wait_until(try_lock, directory, timeout_seconds)
     except OSError:
         return None
     file.truncate(0)
@@ -64,31 +64,19 @@ def is_running(directory: Path) -> bool | None:
 
     It is unknown for a run on another host, and for a run from before locks existed.
     """
-    lock_states = _read_locks(directory)
-    if any(is_held for is_held, _ in lock_states):
+    locks = _read_locks(directory)
+    if any(is_held for is_held, _ in locks):
         return True
-    return (
-        False
-        if lock_states and all(_parse_owner(owner)[1] == socket.gethostname() for _, owner in lock_states)
-        else None
-    )
+    is_local = bool(locks) and all(owner.partition(" on ")[2] == socket.gethostname() for _, owner in locks)
+    return False if is_local else None
 
 
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if a process uses a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        message = f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}"
+        message = f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)[0]}"
         print(printable(message), file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
-
-
-def _try_lock(file: IO[str]) -> bool:
-    """Try to acquire the lock, and return whether this process now holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: float) -> None:
@@ -99,51 +87,28 @@ def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: f
     deadline = time.monotonic() + timeout_seconds
     while not is_free():
         if time.monotonic() > deadline:
-            raise _in_use_error(directory)
+            problem, process = _describe_owner(directory)
+            fix = f"wait until the process exits, or stop it: kill {process}"
+            raise UserError("name", directory.name, problem, fix=fix)
         time.sleep(0.1)
 
 
 def _read_locks(directory: Path) -> list[tuple[bool, str]]:
-    """Return the state of each lock file that exists."""
-    lock_states = (_read_lock(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
-    return [state for state in lock_states if state is not None]
+    """Return for each lock file that exists whether a process holds it, and its last owner."""
+    locks = []
+    for name in (LAUNCHER_LOCK_FILE, LOCK_FILE):
+        # O_NONBLOCK: there may be a pipe in place of the file.
+        with suppress(OSError), open(os.open(directory / name, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_held = False
+            except BlockingIOError:
+                is_held = True
+            locks.append((is_held, file.read()))
+    return locks
 
 
-def _read_lock(file: Path) -> tuple[bool, str] | None:
-    """Return whether a process holds a lock, and its last owner; None if the file does not exist."""
-    with suppress(OSError), open(file, errors="replace", opener=_open_without_waiting) as lock_file:
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True, lock_file.read()
-        return False, lock_file.read()
-    return None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file that may be a pipe in its place, which would block."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _in_use_error(directory: Path) -> UserError:
-    process = _lock_owner(directory)[0]
-    return UserError(
-        "name",
-        directory.name,
-        _describe_owner(directory),
-        fix=f"wait until the process exits, or stop it: kill {process}",
-    )
-
-
-def _describe_owner(directory: Path) -> str:
-    process, host = _lock_owner(directory)
-    return f"{directory} is in use by process {process} on {host}"
-
-
-def _lock_owner(directory: Path) -> tuple[str, str]:
-    return _parse_owner(max(_read_locks(directory), default=(False, ""))[1])
-
-
-def _parse_owner(owner: str) -> tuple[str, str]:
-    process, _, host = owner.partition(" on ")
-    return process, host
+def _describe_owner(directory: Path) -> tuple[str, str]:
+    """Return which process uses the directory as text, and its ID."""
+    process, _, host = max(_read_locks(directory), default=(False, ""))[1].partition(" on ")
+    return f"{directory} is in use by process {process} on {host}", process

@@ -57,11 +57,7 @@ def measured_file(directory: Path, rank: int) -> Path:
 
 
 def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None:
-    """Write the measurements of a rank.
-
-    Args:
-        measured: Memory by part, in bytes, and the collectives.
-    """
+    """Write the measurements of a rank: memory by part, in bytes, and the collectives."""
     file = measured_file(directory, rank)
     file.parent.mkdir(exist_ok=True)
     replace_file(file, json.dumps(measured, indent=1))
@@ -75,12 +71,9 @@ def read_measured(directory: Path) -> list[dict[str, Any]]:
 def read_measured_since(
     directory: Path, resumed_at_step: int, world_size: int, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the measurements of each rank since the last start.
+    """Return the measurements of each rank since the last start, which continued from `resumed_at_step`.
 
-    Args:
-        resumed_at_step: The step that the last start continued from.
-        world_size: The number of ranks of the last start; 0 if unknown.
-        problems: A list to which damaged files are added.
+    `world_size` is 0 if it is unknown. Damaged files are added to `problems`.
     """
     return {
         rank: measured

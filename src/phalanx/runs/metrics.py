@@ -91,15 +91,9 @@ def has_ignored_targets(record: MetricsRecord) -> bool:
 
 
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:
-    """Return the peak FLOP/s of one rank to which the MFU of a step's record refers.
+    """Return the peak FLOP/s of one rank to which the MFU of a step's record refers, or None without speed or MFU.
 
-    Args:
-        record: The record of a step.
-        flops_per_token: The model FLOPs of training on one token.
-        ranks: The number of ranks of the run.
-
-    Returns:
-        The peak, or None if the record has no speed or no MFU.
+    `flops_per_token` are the model FLOPs of training on one token; `ranks` is the number of ranks of the run.
     """
     mfu = record.get("mfu")
     speed = record.get("tokens_per_second")

@@ -11,7 +11,7 @@ the clock of rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired
@@ -151,8 +151,7 @@ decode_rank_line = decoder(
 def parse_step_range(text: str) -> range:
     """Return the steps that a range such as "10:13" names, both ends included.
 
-    Raises:
-        UserError: The text is not a range of steps.
+    Raises UserError if the text is not a range of steps.
     """
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
@@ -160,12 +159,8 @@ def parse_step_range(text: str) -> range:
             "--profile-steps", text, "is not a valid step range", fix="use the first and the last step, such as 10:13"
         )
     if not 1 <= int(first) <= int(last):
-        raise UserError(
-            "--profile-steps",
-            text,
-            "is an empty step range",
-            fix="use a first step of at least 1, and a last step of at least the first",
-        )
+        fix = "use a first step of at least 1, and a last step of at least the first"
+        raise UserError("--profile-steps", text, "is an empty step range", fix=fix)
     return range(int(first), int(last) + 1)
 
 
@@ -182,13 +177,9 @@ def gpu_trace_file(directory: Path, rank: int, step: int) -> Path:
 def downsample_memory(
     history: Sequence[tuple[float, Mapping[str, int]]], max_points: int = MAX_MEMORY_POINTS
 ) -> list[dict[str, float]]:
-    """Return memory over time at no more than `max_points` times.
+    """Return memory (time in seconds, and bytes by part) at no more than `max_points` times.
 
     Of each interval, the sample with the largest sum over all parts remains.
-
-    Args:
-        history: Time in seconds, and bytes by part.
-        max_points: The number of intervals of equal length.
     """
     if not history:
         return []
@@ -240,9 +231,30 @@ def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, R
         return {}, 0, 0
     start_by_rank = {rank: (lines[0]["step"], lines[0]["ranks"]) for rank, lines in starts.items()}
     last_start = start_by_rank[0] if 0 in starts else max(start_by_rank.values())
-    records = {rank: _parse_rank_record(lines) for rank, lines in starts.items() if start_by_rank[rank] == last_start}
+    records = {}
+    for rank, (header, *lines) in starts.items():
+        if start_by_rank[rank] == last_start:
+            records[rank] = RankRecord(
+                rank=rank,
+                host=header["host"],
+                device=header["device"],
+                offset_seconds=header["clock_offset_seconds"],
+                error_seconds=header["clock_error_seconds"],
+                memory_bytes=header["memory_bytes"],
+                cores=header.get("cores"),
+                steps=list({line["step"]: line for line in lines if "stages" in line}.values()),
+                pauses=[line for line in lines if "pause" in line],
+            )
     resumed_at_step, world_size = last_start
-    problems += _incomplete_records(records, world_size)
+    last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
+    if behind:
+        last_step = last_steps[behind[0]]
+        problems.append(f"the record of rank {behind[0]} ends at step {last_step}, earlier than other records")
+    missing = sorted(set(range(world_size)) - set(records))
+    if missing:
+        listed = [*map(str, missing[:MAX_LISTED_RANKS]), *(["..."] if len(missing) > MAX_LISTED_RANKS else [])]
+        problems.append(f"no record of {len(missing)} of {world_size} ranks: {', '.join(listed)}")
     return records, world_size, resumed_at_step
 
 
@@ -264,31 +276,3 @@ def _read_last_start(directory: Path, file: Path, problems: list[str]) -> list[J
         problems.append(unreadable_file(file))
         return []
     return last_start
-
-
-def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> Iterator[str]:
-    """Yield which ranks have no records, or fewer steps than others."""
-    last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
-    behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
-    if behind:
-        yield f"the record of rank {behind[0]} ends at step {last_steps[behind[0]]}, earlier than other records"
-    missing = sorted(set(range(world_size)) - set(records))
-    if missing:
-        listed = [*map(str, missing[:MAX_LISTED_RANKS]), *(["..."] if len(missing) > MAX_LISTED_RANKS else [])]
-        yield f"no record of {len(missing)} of {world_size} ranks: {', '.join(listed)}"
-
-
-def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
-    header = lines[0]
-    steps = {line["step"]: line for line in lines[1:] if "stages" in line}
-    return RankRecord(
-        rank=header["rank"],
-        host=header["host"],
-        device=header["device"],
-        offset_seconds=header["clock_offset_seconds"],
-        error_seconds=header["clock_error_seconds"],
-        memory_bytes=header["memory_bytes"],
-        cores=header.get("cores"),
-        steps=list(steps.values()),
-        pauses=[line for line in lines[1:] if "pause" in line],
-    )

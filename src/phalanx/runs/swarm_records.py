@@ -103,11 +103,7 @@ _decode_link: Decode[LinkRecord] = decoder(LinkRecord)
 
 
 def read_link(directory: Path) -> LinkRecord:
-    """Return the link of a node's directory.
-
-    Raises:
-        UserError: The file is missing or damaged.
-    """
+    """Return the link of a node's directory. Raises UserError if the file is missing or damaged."""
     file = directory / LINK_FILE
     try:
         return read_json(file, _decode_link)

@@ -100,10 +100,10 @@ def test_data_progress_prints_periodic_lines_without_terminal(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = []
-    lines = command._ProgressLines(shown.append)
+    print_counts = command._periodic_lines(shown.append)
     for second, count in ((1, 5), (10, 1000), (11, 2000), (19, 3000), (20, 4000)):
         now[0] = second
-        lines(TokenizationCounts(count, 10 * count, 0))
+        print_counts(TokenizationCounts(count, 10 * count, 0))
     assert shown == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
 
 

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
+from typer import Argument
 
+from phalanx.cli.common.optional_part import command_with_part, split_part
 from phalanx.cli.common.options import Json, Machine, Nodes, Nproc, Overrides
 
 OOM = "oom"
 
 
-class OptionalSubcommand(TyperCommand):
-    """Command whose first argument may be `oom`, shown in its usage line."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage text after the command's name."""
-        return ["[oom]", "RUN.toml", "[OPTIONS]"]
-
-
 def advise(
     first: Annotated[
-        str, typer.Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
+        str, Argument(help="A run file. With `oom`: the run that exceeds its memory.", metavar="[oom] RUN.toml")
     ],
-    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    second: Annotated[str | None, Argument(hidden=True, metavar="RUN.toml")] = None,
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,
@@ -48,62 +40,36 @@ def advise(
 
         phalanx advise oom run.toml --machine h100 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
     """
-    wants_oom, path = _parse_arguments(first, second)
-    if wants_oom:
-        _show_oom_advice(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
-    else:
-        _show_rules(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
-
-
-def _show_rules(
-    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
-) -> None:
+    fix = "write `phalanx advise run.toml` or `phalanx advise oom run.toml`"
+    part, path = split_part("advise", first, second, [OOM], OOM, fix)
     from phalanx.cli.commands.plan_cluster import run_on_cluster
-    from phalanx.cli.views import advise as views
-    from phalanx.plan.advice.compare_rules import advise as advised_for
 
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
-    advised = advised_for(run, world_size)
-    if as_json:
-        print(json.dumps(views.advice_to_json(run, advised), indent=2))
-    else:
-        views.print_advice(run, advised)
+    if part is None:
+        from phalanx.cli.views.advise import advice_to_json, print_advice
+        from phalanx.plan.advice.compare_rules import advise as compare_rules
 
-
-def _show_oom_advice(
-    path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
-) -> None:
-    from phalanx.cli.commands.plan_cluster import run_on_cluster
-    from phalanx.cli.views import oom as views
+        run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
+        advice = compare_rules(run, world_size)
+        if json_:
+            print(json.dumps(advice_to_json(run, advice), indent=2))
+        else:
+            print_advice(run, advice)
+        return
+    from phalanx.cli.views.oom import oom_to_json, print_oom_advice
     from phalanx.cost.exact.layout_checks import require_planned_layout
     from phalanx.launch.recomputation import resolve_recomputation
     from phalanx.plan.advice.oom import diagnose
     from phalanx.spec.files.load import load_run
 
-    require_planned_layout(load_run(path, overrides))
-    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
+    require_planned_layout(load_run(path, set_ or []))
+    run, world_size = run_on_cluster(path, machine, nodes, nproc, set_ or [])
     run = resolve_recomputation(run, world_size)
     diagnosis = diagnose(run)
-    if as_json:
-        print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))
+    if json_:
+        print(json.dumps(oom_to_json(run, diagnosis), indent=2))
     else:
-        views.print_oom_advice(run, diagnosis)
-
-
-def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
-    """Return whether `oom` is requested, and the run file.
-
-    A single argument is a file, whatever its name, if that file exists.
-    """
-    from phalanx.spec.errors import UserError
-
-    fix = "write `phalanx advise run.toml` or `phalanx advise oom run.toml`"
-    if second_argument is not None and first_argument != OOM:
-        raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix=fix)
-    if second_argument is None and first_argument == OOM and not Path(first_argument).exists():
-        raise UserError("advise", OOM, "requires a run file", fix=fix)
-    return second_argument is not None, Path(second_argument or first_argument)
+        print_oom_advice(run, diagnosis)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("advise", cls=OptionalSubcommand)(advise)
+app.command("advise", cls=command_with_part(OOM))(advise)

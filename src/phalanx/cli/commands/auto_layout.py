@@ -21,42 +21,34 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.views.plan_json import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
-    described = run.model_copy(update={"auto_layout": False})
+    described = run.replace(auto_layout=False)
     ranks = run.cluster.ranks
     with search_progress(ranks) as report:
         plan = plan_or_raise(described, ranks, report=report)
     best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
-    resolved = described.model_copy(update={"layout": best.candidate.layout()})
+    resolved = described.replace(layout=best.candidate.layout())
     return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
 
 
 def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     """Return the run with the planner's layout for `ranks` ranks per node, as `choose_layout` does.
 
-    Raises:
-        UserError: The number of ranks is unknown.
+    Raises UserError if the number of ranks is unknown.
     """
     if ranks is None:
         fix = "set cluster.nproc_per_node, or add --nproc"
         raise UserError("layout", "auto", "requires the number of ranks", fix=fix)
-    return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))
+    return choose_layout(run.replace(cluster=run.cluster.replace(nproc_per_node=ranks)))
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """Return the planner's layout for other ranks than the run file's.
+    """Return the planner's layout for other ranks than the run file's; `nproc` is None if all are on this node.
 
     For a machine without a description the planner uses the run's measurements; before there are any, the layout of
-    the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then hang.
-
-    Args:
-        run: Run to plan.
-        nproc: Ranks per node; None if all are on this node.
-        ranks: Number of ranks.
-
-    Raises:
-        UserError: No layout fits.
+    the run's directory stays. A node's own layout may have another automatic recomputation, and ranks would then
+    hang. Raises UserError if no layout fits.
     """
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.plan.search.candidates import known_precisions
@@ -68,7 +60,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     directory = run_directory(run)
     recorded_run = read_run(directory).run
     run = load_run(directory / RUN_FILE, environment={})
-    cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
+    cluster = (recorded_run or run).cluster.replace(nproc_per_node=per_node, nodes=ranks // per_node)
     speeds = [cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second]
     if ranks > cluster.fast_link_domain_size:
         speeds.append(cluster.network_bytes_per_second)
@@ -76,6 +68,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
         check_layout(run, ranks)
         return run.layout
     training = run.training
-    if training.precision not in known_precisions(cluster):  # a precision that the planner knows on any machine
-        training = training.model_copy(update={"precision": "bf16"})
-    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout
+    if training.precision not in known_precisions(cluster):
+        # The planner knows bf16 on any machine.
+        training = training.replace(precision="bf16")
+    return choose_layout(run.replace(cluster=cluster, training=training))[0].layout

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer import Argument, Option
 
 from phalanx.cli.commands.auto_layout import choose_layout_for
+from phalanx.cli.common.optional_part import command_with_part, split_part
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.cli.common.output_file import check_replaceable, write_file
 from phalanx.spec.errors import UserError
@@ -21,31 +22,23 @@ UNITS = {"": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, 
 """Units, spelled as in nccl-tests and in full."""
 
 
-class OptionalSubcommand(TyperCommand):
-    """Command whose first argument may be the name of a part, shown in its usage line."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage text after the command's name."""
-        return [f"[{'|'.join(PARTS)}]", "RUN.toml", "[OPTIONS]"]
-
-
 def bench(
     first: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A run file. A part before it restricts the measurement to that part.", metavar="[PART] RUN.toml"
         ),
     ],
-    second: Annotated[str | None, typer.Argument(hidden=True, metavar="RUN.toml")] = None,
+    second: Annotated[str | None, Argument(hidden=True, metavar="RUN.toml")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; default: one per GPU, or one.", min=1, metavar="N")
+        int | None, Option(help="Ranks on this machine; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Range of additional message sizes for collectives, in powers of two.", metavar="4KiB:16MiB"),
+        Option(help="Range of additional message sizes for collectives, in powers of two.", metavar="4KiB:16MiB"),
     ] = None,
-    iterations: Annotated[int, typer.Option(help="Timed calls per measurement, after one warm-up call.", min=1)] = 20,
-    out: Annotated[Path | None, typer.Option(help="Also write the results to this JSON file.", metavar="FILE")] = None,
+    iterations: Annotated[int, Option(help="Timed calls per measurement, after one warm-up call.", min=1)] = 20,
+    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -68,7 +61,9 @@ def bench(
     """
     from phalanx.spec.files.load import load_run
 
-    parts, path = _parse_arguments(first, second)
+    fix = f"write `phalanx bench run.toml`, with one of {', '.join(PARTS)} before the file to measure only that"
+    part, path = split_part("bench", first, second, PARTS, "PART", fix)
+    parts = [part] if part else list(PARTS)
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"does not apply to {parts[0]}", fix="remove it, or measure collectives")
@@ -78,7 +73,7 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measure(run, nproc, max(sizes, default=0), options=options)
+    results = _measure(run, nproc, max(sizes, default=0), options)
     if out is not None:
         write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:
@@ -91,24 +86,10 @@ def bench(
     raise typer.Exit(any(error_counts))
 
 
-def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
-    """Return the parts to measure, and the run file.
-
-    A single argument is a file, whatever its name, if that file exists.
-    """
-    fix = f"write `phalanx bench run.toml`, with one of {', '.join(PARTS)} before the file to measure only that"
-    if second_argument is not None and first_argument not in PARTS:
-        raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix=fix)
-    if second_argument is None and first_argument in PARTS and not Path(first_argument).exists():
-        raise UserError("bench", first_argument, "requires a run file", fix=fix)
-    return (list(PARTS), Path(first_argument)) if second_argument is None else ([first_argument], Path(second_argument))
-
-
 def parse_size_sweep(text: str) -> list[int]:
     """Return the sizes in bytes of a range, each twice the previous: "4KiB:16MiB".
 
-    Raises:
-        UserError: The text is not such a range.
+    Raises UserError if the text is not such a range.
     """
     start, colon, end = text.partition(":")
     smallest = _parse_size(start)
@@ -134,49 +115,39 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
     from phalanx.spec.torch_compat import check_torch_supports
 
     if run.cluster.nodes > 1:
-        raise UserError(
-            "cluster.nodes",
-            run.cluster.nodes,
-            "phalanx bench starts the ranks of one node",
-            fix="start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
-        )
+        fix = "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1"
+        raise UserError("cluster.nodes", run.cluster.nodes, "phalanx bench starts the ranks of one node", fix=fix)
     known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
         run, _ = choose_layout_for(run, known_nproc)
     run = assume_no_recomputation(run)
+    # Before the import of torch, which takes a second
     if known_nproc is not None:
-        check_layout(run, known_nproc)  # before the import of torch, which takes a second
+        check_layout(run, known_nproc)
     check_torch_supports(run.layout)
     if run.training.precision == "fp8":
         problem = "is not measured: calibrations do not support it"
         raise UserError("training.precision", "fp8", problem, fix="add --set training.precision=bf16")
+    import torch
+
     from phalanx.bench.ranks import launch_benchmarks
     from phalanx.launch.process import select_device, select_nproc
+    from phalanx.parallel.comm.device_memory import device_memory_bytes
 
     ranks = select_nproc(run, nproc)
     check_layout(run, ranks)
-    _refuse_too_large(largest, ranks, select_device(run))
+    # Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
+    device_type = select_device(run)
+    memory_bytes = device_memory_bytes(torch.device(device_type))
+    needed_bytes = 2 * largest * (1 if device_type == "cuda" else ranks)
+    if needed_bytes > memory_bytes / 2:
+        problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
+        raise UserError("--sweep", f"...:{largest}", problem, fix="use a smaller maximum size")
     results = launch_benchmarks(run, ranks, options)
     if isinstance(results, int):
         raise typer.Exit(results)
     return results
 
 
-def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
-    """Raise UserError if the buffers do not fit in memory.
-
-    Each rank has an input and an output: on a GPU in its memory, else all ranks in that of the machine.
-    """
-    import torch
-
-    from phalanx.parallel.comm.device_memory import device_memory_bytes
-
-    memory_bytes = device_memory_bytes(torch.device(device_type))
-    needed_bytes = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
-    if needed_bytes > memory_bytes / 2:
-        problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
-        raise UserError("--sweep", f"...:{size_bytes}", problem, fix="use a smaller maximum size")
-
-
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("bench", cls=OptionalSubcommand)(bench)
+app.command("bench", cls=command_with_part("|".join(PARTS)))(bench)

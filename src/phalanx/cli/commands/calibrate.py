@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json
 from phalanx.spec.formatting import GIB
@@ -16,8 +16,6 @@ MAX_LOG_HALF_WIDTH = 0.4
 """Half-width of an interval, as a logarithm, above which a calibration is uninformative."""
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from phalanx.plan.calibrate.calibrate import Calibration
     from phalanx.plan.calibrate.measured_run import MeasuredRun
 
@@ -25,18 +23,18 @@ if TYPE_CHECKING:
 def calibrate(
     found_by: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="Run directories from this machine, and result files of `phalanx bench`.",
             metavar="RUN_DIR... [MEASURED.json]...",
         ),
     ],
     machine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Starting description of the machine: a preset or a file. Default: this machine's CPU.", metavar="NAME"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Machine file to write.", metavar="FILE")] = Path("machine.toml"),
+    out: Annotated[Path, Option(help="Machine file to write.", metavar="FILE")] = Path("machine.toml"),
     json_: Json = False,
 ) -> None:
     """Fit the planner's constants to runs on your machine, so that plans predict this machine.
@@ -64,12 +62,8 @@ def calibrate(
     from phalanx.spec.terminal import Terminal
 
     if out.suffix != ".toml":
-        raise UserError(
-            "--out",
-            str(out),
-            "does not end in .toml, which --machine requires",
-            fix="use a file name that ends in .toml",
-        )
+        fix = "use a file name that ends in .toml"
+        raise UserError("--out", str(out), "does not end in .toml, which --machine requires", fix=fix)
     check_replaceable("--out", out)
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
@@ -88,12 +82,8 @@ def calibrate(
     measured = [with_measured_parts(read_measured_run(directory), directory) for directory in runs]
     sweeps = [read_benchmark_file(file) for file in files]
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
-        raise UserError(
-            "--machine",
-            None,
-            "is required for runs on GPUs",
-            fix="give the machine of the runs, such as --machine h100",
-        )
+        fix = "give the machine of the runs, such as --machine h100"
+        raise UserError("--machine", None, "is required for runs on GPUs", fix=fix)
     with Terminal(stderr=True).status(f"fitting constants to {len(runs)} runs, and cross-validating them"):
         calibration = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
     write_machine(out, calibration.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
@@ -103,10 +93,8 @@ def calibrate(
         print(json.dumps(calibration_to_json(measured, calibration), indent=2))
     else:
         print_calibration(measured, calibration, out)
-    if (
-        calibration.machine.calibration is not None
-        and calibration.machine.calibration.log_half_width > MAX_LOG_HALF_WIDTH
-    ):
+    fitted = calibration.machine.calibration
+    if fitted is not None and fitted.log_half_width > MAX_LOG_HALF_WIDTH:
         fix = "add longer runs, measured while nothing else uses the machine"
         print(f"the prediction intervals of {out} are too wide to choose a layout: {fix}", file=sys.stderr)
 
@@ -133,24 +121,16 @@ def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> di
 
 
 def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Path) -> None:
-    """Print predictions next to measurements, and the constants that the runs determine.
-
-    Args:
-        runs: Measured runs.
-        calibration: Predictions of the same runs, and the fitted machine.
-        out: Machine file that was written.
-    """
+    """Print predictions next to measurements, and the constants that the runs determine; `out` is the written file."""
     from math import exp
 
-    from rich.table import Table
+    from rich.table import Column
 
+    from phalanx.cli.common.text import print_line, text_table
     from phalanx.cost.estimate.constants import time_constants
     from phalanx.spec.terminal import Terminal
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for header in ("step s", "before", "now", "by the others", "GiB", "now"):
-        table.add_column(header, justify="right")
+    table = text_table(Column("run", no_wrap=True), numbers=("step s", "before", "now", "by the others", "GiB", "now"))
     for run, before, after, leave_one_out, memory in zip(
         runs, calibration.before, calibration.after, calibration.leave_one_out, calibration.memory, strict=True
     ):
@@ -160,8 +140,13 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
     console = Terminal()
     console.print(table)
     if calibration.operations:
+        names = [Column(header, no_wrap=True) for header in ("timed apart", "in")]
+        table = text_table(*names, numbers=("how many", "off by, before", "now"))
+        for operation in calibration.operations:
+            errors = [f"{100 * factor:.0f} %" for factor in (operation.before, operation.after)]
+            table.add_row(operation.kind, operation.of, f"{operation.count}", *errors)
         console.print()
-        console.print(_operations_table(calibration))
+        console.print(table)
     measured = calibration.machine.calibration
     published = time_constants()
     assert measured is not None
@@ -178,19 +163,4 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
         f"wrote {out}: phalanx plan RUN.toml --machine {out}",
     ]
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _operations_table(calibration: Calibration) -> Table:
-    """Return a table of the benchmarked operations and the planner's errors for them."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for header in ("timed apart", "in"):
-        table.add_column(header, no_wrap=True)
-    for header in ("how many", "off by, before", "now"):
-        table.add_column(header, justify="right")
-    for operation in calibration.operations:
-        errors = [f"{100 * factor:.0f} %" for factor in (operation.before, operation.after)]
-        table.add_row(operation.kind, operation.of, f"{operation.count}", *errors)
-    return table
+        print_line(console, line)

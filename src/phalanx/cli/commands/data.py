@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.progress import format_counts
 from phalanx.spec.errors import UserError
@@ -24,25 +25,25 @@ app = typer.Typer(help="Tokenize text and inspect tokens.", no_args_is_help=True
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
+    Argument(
         help="Files, directories or globs of text, .json, .jsonl or .parquet, also compressed; hf:NAME_OR_DIR; or "
         '"stdlib".',
         metavar="SOURCE",
     ),
 ]
-TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
+TextKey = Annotated[str, Option(help="Field of a JSONL line or Parquet row that holds the text.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+Force = Annotated[bool, Option("--force", help="Overwrite existing files.")]
 
 
 @app.command()
 def prepare(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx files to write.")],
-    tokenizer: Annotated[str, typer.Option(help='A Hugging Face tokenizer.json, or "bytes".')],
+    out: Annotated[Path, Option(help="Prefix of the .bin and .idx files to write.")],
+    tokenizer: Annotated[str, Option(help='A Hugging Face tokenizer.json, or "bytes".')],
     text_key: TextKey = "text",
-    workers: Annotated[int, typer.Option(help="Tokenizer threads; 0: one per core.", min=0)] = 0,
-    end: Annotated[bool, typer.Option("--end/--no-end", help="Append the end token to documents.")] = True,
+    workers: Annotated[int, Option(help="Tokenizer threads; 0: one per core.", min=0)] = 0,
+    end: Annotated[bool, Option("--end/--no-end", help="Append the end token to documents.")] = True,
     force: Force = False,
     json_: Json = False,
 ) -> None:
@@ -71,14 +72,24 @@ def prepare(
             (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
     except OSError as error:
         raise disk_error("--out", out, error) from None
-    _print_facts(_summarize_prepared(out, counts, time.monotonic() - start), json_)
+    seconds = time.monotonic() - start
+    facts = {
+        "prefix": str(out),
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "text_bytes": counts.text_bytes,
+        "bytes_per_token": round(counts.text_bytes / max(1, counts.tokens), 3),
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(counts.tokens / seconds),
+    }
+    _print_facts(facts, json_)
 
 
 @app.command()
 def tokenizer(
     sources: Sources,
-    out: Annotated[Path, typer.Option(help="The tokenizer.json to write.")],
-    vocab: Annotated[int, typer.Option(help="Maximum vocabulary size.", min=BYTES_VOCAB)] = 2048,
+    out: Annotated[Path, Option(help="The tokenizer.json to write.")],
+    vocab: Annotated[int, Option(help="Maximum vocabulary size.", min=BYTES_VOCAB)] = 2048,
     text_key: TextKey = "text",
     force: Force = False,
     json_: Json = False,
@@ -109,11 +120,9 @@ def tokenizer(
 
 @app.command()
 def inspect(
-    prefix: Annotated[str, typer.Argument(help="Prefix of a .bin/.idx pair.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help='Tokenizer that decodes the first tokens: a path or "bytes".')
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Number of tokens to show from the start.", min=0)] = 32,
+    prefix: Annotated[str, Argument(help="Prefix of a .bin/.idx pair.")],
+    tokenizer: Annotated[str | None, Option(help='Tokenizer that decodes the first tokens: a path or "bytes".')] = None,
+    tokens: Annotated[int, Option(help="Number of tokens to show from the start.", min=0)] = 32,
     json_: Json = False,
 ) -> None:
     """Show the contents of a .bin/.idx pair.
@@ -152,9 +161,8 @@ def inspect(
 def _refuse_existing(paths: list[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
-            raise UserError(
-                "--out", str(path), "already exists", fix="choose another name, or overwrite it with --force"
-            )
+            fix = "choose another name, or overwrite it with --force"
+            raise UserError("--out", str(path), "already exists", fix=fix)
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
@@ -175,17 +183,14 @@ def _total_bytes(sources: list[str]) -> int | None:
 
 @contextmanager
 def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
-    """Show a progress bar on a terminal, else occasional lines.
-
-    Both are printed to stderr, so that stdout has only the result.
-    """
+    """Show a progress bar on a terminal, else occasional lines: on stderr, so that stdout has only the result."""
     from rich import progress as bar
 
     from phalanx.spec.terminal import Terminal
 
     console = Terminal(stderr=True)
     if not console.is_terminal:
-        yield _ProgressLines(console.print)
+        yield _periodic_lines(console.print)
         return
     columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
     with bar.Progress(*columns, console=console, transient=True) as shown:
@@ -193,29 +198,17 @@ def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
         yield lambda counts: shown.update(task, completed=counts.text_bytes, description=format_counts(counts))
 
 
-class _ProgressLines:
-    """Printer of the counts every SECONDS_BETWEEN_LINES."""
+def _periodic_lines(print_line: Callable[[str], object]) -> Progress:
+    """Return a callback that prints the counts every SECONDS_BETWEEN_LINES."""
+    next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
 
-    def __init__(self, show: Any) -> None:
-        self.print_line = show
-        self.next_print_at = time.monotonic() + SECONDS_BETWEEN_LINES
+    def print_counts(counts: TokenizationCounts) -> None:
+        nonlocal next_line_at
+        if time.monotonic() >= next_line_at:
+            print_line(format_counts(counts))
+            next_line_at = time.monotonic() + SECONDS_BETWEEN_LINES
 
-    def __call__(self, counts: TokenizationCounts) -> None:
-        if time.monotonic() >= self.next_print_at:
-            self.print_line(format_counts(counts))
-            self.next_print_at = time.monotonic() + SECONDS_BETWEEN_LINES
-
-
-def _summarize_prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:
-    return {
-        "prefix": str(out),
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-        "text_bytes": counts.text_bytes,
-        "bytes_per_token": round(counts.text_bytes / max(1, counts.tokens), 3),
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(counts.tokens / seconds),
-    }
+    return print_counts
 
 
 def _print_facts(facts: dict[str, Any], as_json: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument
 
 from phalanx.cli.common.options import Json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.debug.hang_messages import Explanation
 
 
-def debug(run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")], json_: Json = False) -> None:
+def debug(run: Annotated[Path, Argument(help="Run directory.", metavar="RUN_DIR")], json_: Json = False) -> None:
     """Explain why a run hung or failed: which rank to check, what every rank did, and what to do next.
 
     The command compares the records of the ranks in hangs/ and failures/: the last collectives of each rank, and its

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.cli.common.output_file import check_replaceable
@@ -20,39 +21,35 @@ from phalanx.spec.errors import UserError
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(help="A run file: adds checks of its needs.", metavar="RUN.toml")
-    ] = None,
+    run: Annotated[Path | None, Argument(help="A run file: adds checks of its needs.", metavar="RUN.toml")] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
+        int | None, Option(help="Ranks per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Finish within a minute: write less to the disk.")] = False,
+    quick: Annotated[bool, Option("--quick", help="Finish within a minute: write less to the disk.")] = False,
     nccl_log: Annotated[
-        Path | None, typer.Option(help="NCCL log (NCCL_DEBUG=INFO) to check for a fallback to sockets.", metavar="FILE")
+        Path | None, Option(help="NCCL log (NCCL_DEBUG=INFO) to check for a fallback to sockets.", metavar="FILE")
     ] = None,
     topology: Annotated[
-        Path | None,
-        typer.Option(help="Write the links between GPUs, for `phalanx plan` and `placement`.", metavar="FILE"),
+        Path | None, Option(help="Write the links between GPUs, for `phalanx plan` and `placement`.", metavar="FILE")
     ] = None,
     save_snapshot: Annotated[
-        Path | None, typer.Option(help="Write all collected data to a new directory.", metavar="DIR")
+        Path | None, Option(help="Write all collected data to a new directory.", metavar="DIR")
     ] = None,
     from_snapshot: Annotated[
-        Path | None, typer.Option(help="Check a saved snapshot instead of this machine.", metavar="DIR")
+        Path | None, Option(help="Check a saved snapshot instead of this machine.", metavar="DIR")
     ] = None,
     save_report: Annotated[
-        Path | None, typer.Option(help="Write this node's report to a directory on shared storage.", metavar="DIR")
+        Path | None, Option(help="Write this node's report to a directory on shared storage.", metavar="DIR")
     ] = None,
     compare_reports: Annotated[
-        Path | None, typer.Option(help="Compare the node reports in a directory.", metavar="DIR")
+        Path | None, Option(help="Compare the node reports in a directory.", metavar="DIR")
     ] = None,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="Benchmark the run's collectives with ranks on this node instead.")
+        bool, Option("--collectives", help="Benchmark the run's collectives with ranks on this node instead.")
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write findings.json, findings.md and failing_nodes.txt to a directory.", metavar="DIR"),
+        Option(help="Write findings.json, findings.md and failing_nodes.txt to a directory.", metavar="DIR"),
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -79,66 +76,66 @@ def doctor(
 
         phalanx doctor --save-snapshot mine; phalanx doctor --from-snapshot mine
     """
-    _check_options(
-        run,
-        {
-            "--from-snapshot": from_snapshot,
-            "--save-snapshot": save_snapshot,
-            "--save-report": save_report,
-            "--topology": topology,
-        },
-        {"--compare-reports": compare_reports, "--collectives": collectives or None},
+    from phalanx.doctor.compare_nodes import (
+        collective_findings,
+        compare_nodes,
+        read_node_reports,
+        stale_report_findings,
     )
-    if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
-        raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file that NCCL_DEBUG_FILE names")
-    if (
-        save_snapshot is not None
-        and save_snapshot.exists()
-        and (not save_snapshot.is_dir() or any(save_snapshot.iterdir()))
-    ):
-        raise UserError(
-            "--save-snapshot",
-            str(save_snapshot),
-            "already exists",
-            fix="use a new directory: a snapshot shows one point in time",
-        )
-    expected = replace(
-        _load_expectations(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None
-    )
-    if compare_reports is not None:
-        findings, out = _compare_reports(compare_reports, expected.nodes or 0), out or compare_reports
-    elif collectives:
-        findings = _check_collectives(run, nproc, set_ or [])
-    else:
-        findings = _examine(expected, from_snapshot, save_snapshot, save_report=save_report, topology=topology)
-    _report_findings(findings, out, json_)
+    from phalanx.doctor.report import exit_code, sort_by_severity, write_reports
 
-
-def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
+    exclusive_options = {"--compare-reports": compare_reports, "--collectives": collectives or None}
+    machine_options = {
+        "--from-snapshot": from_snapshot,
+        "--save-snapshot": save_snapshot,
+        "--save-report": save_report,
+        "--topology": topology,
+    }
     given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
     if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
         raise UserError(" ".join(given), None, "cannot be combined", fix="use one of them")
-    if given == ["--collectives"] and run is None:
-        raise UserError(
-            "--collectives",
-            None,
-            "requires a run file, whose layout determines the collectives",
-            fix="add the run file",
-        )
+    if collectives and run is None:
+        fix = "add the run file"
+        raise UserError("--collectives", None, "requires a run file, whose layout determines the collectives", fix=fix)
+    # A disk that does not answer is reported by a check.
+    is_checked = nccl_log is not None and from_snapshot is None
+    if is_checked and run_child(("test", "-e", str(nccl_log)), COMMAND_SECONDS).code == 1:
+        raise UserError("--nccl-log", str(nccl_log), "is not a file", fix="give the file that NCCL_DEBUG_FILE names")
+    is_empty = save_snapshot is not None and save_snapshot.is_dir() and not any(save_snapshot.iterdir())
+    if save_snapshot is not None and save_snapshot.exists() and not is_empty:
+        fix = "use a new directory: a snapshot shows one point in time"
+        raise UserError("--save-snapshot", str(save_snapshot), "already exists", fix=fix)
+    expected = Expectations(ranks=nproc)
+    if run is not None:
+        from phalanx.doctor.expectations_from_run import expectations_from_run
+        from phalanx.spec.files.load import load_run
 
+        expected = expectations_from_run(load_run(run, set_ or []), nproc)
+    expected = replace(expected, quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
+    if compare_reports is not None:
+        nodes = read_node_reports(compare_reports)
+        findings = [
+            *compare_nodes(nodes, expected.nodes or 0),
+            *stale_report_findings(compare_reports),
+            *collective_findings(compare_reports),
+            *(finding for node in nodes for finding in node.findings),
+        ]
+        out = out or compare_reports
+    elif collectives and run is not None:
+        findings = _check_collectives(run, nproc, set_ or [])
+    else:
+        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
+    if out is not None:
+        write_reports(out, findings, "phalanx doctor")
+        print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
+    if json_:
+        rows = [asdict(finding) for finding in sort_by_severity(findings)]
+        print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
+    else:
+        from phalanx.cli.views.doctor import print_findings
 
-def _is_missing(file: Path) -> bool:
-    """Return whether a file is missing; False if its disk does not answer, which a check reports."""
-    return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
-
-
-def _load_expectations(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
-    if run is None:
-        return Expectations(ranks=nproc)
-    from phalanx.doctor.expectations_from_run import expectations_from_run
-    from phalanx.spec.files.load import load_run
-
-    return expectations_from_run(load_run(run, overrides), nproc)
+        print_findings(findings)
+    raise typer.Exit(exit_code(findings))
 
 
 def _examine(
@@ -151,17 +148,25 @@ def _examine(
     """Return the findings on one machine, and write the requested files."""
     from phalanx.doctor import run_checks
     from phalanx.doctor.compare_nodes import storage_clock, write_node_report
+    from phalanx.doctor.probes.nvidia_smi import topology_matrix
+    from phalanx.spec.topology.read import read_topology
 
     if from_snapshot is not None and not from_snapshot.is_dir():
-        raise UserError(
-            "--from-snapshot",
-            str(from_snapshot),
-            "is not a directory",
-            fix="give a directory that phalanx doctor --save-snapshot wrote",
-        )
+        fix = "give a directory that phalanx doctor --save-snapshot wrote"
+        raise UserError("--from-snapshot", str(from_snapshot), "is not a directory", fix=fix)
     machine = Machine(from_snapshot, save_snapshot)
     if topology is not None:
-        _write_topology(machine, topology)
+        # An existing file may be the topology of an earlier machine.
+        try:
+            read_topology(topology)
+        except UserError:
+            check_replaceable("--topology", topology)
+        try:
+            topology.write_text(topology_matrix(machine))
+        except CheckSkipped as skipped:
+            problem = f"cannot be written: {skipped}"
+            raise UserError("--topology", str(topology), problem, fix="remove --topology") from None
+        print(f"wrote {topology}; use it with phalanx placement RUN.toml --topology {topology}", file=sys.stderr)
     if save_report is None:
         return run_checks.run_all_checks(machine, expected, with_facts=save_snapshot is not None)
     save_report.mkdir(parents=True, exist_ok=True)
@@ -170,53 +175,15 @@ def _examine(
     return list(node.findings)
 
 
-def _write_topology(machine: Machine, file: Path) -> None:
-    from phalanx.doctor.probes.nvidia_smi import topology_matrix
-    from phalanx.spec.topology.read import read_topology
-
-    try:
-        read_topology(file)  # a topology file of an earlier machine
-    except UserError:
-        check_replaceable("--topology", file)
-    try:
-        file.write_text(topology_matrix(machine))
-    except CheckSkipped as skipped:
-        raise UserError("--topology", str(file), f"cannot be written: {skipped}", fix="remove --topology") from None
-    print(f"wrote {file}; use it with phalanx placement RUN.toml --topology {file}", file=sys.stderr)
-
-
-def _compare_reports(directory: Path, num_nodes: int) -> list[DoctorFinding]:
-    from phalanx.doctor.compare_nodes import (
-        collective_findings,
-        compare_nodes,
-        read_node_reports,
-        stale_report_findings,
-    )
-
-    nodes = read_node_reports(directory)
-    node_findings = (finding for node in nodes for finding in node.findings)
-    return [
-        *compare_nodes(nodes, num_nodes),
-        *stale_report_findings(directory),
-        *collective_findings(directory),
-        *node_findings,
-    ]
-
-
-def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
+def _check_collectives(run: Path, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
     from phalanx.cli.commands.auto_layout import choose_layout_for
     from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
     from phalanx.spec.files.load import load_run
 
-    assert run is not None
     described = load_run(run, overrides)
     if described.cluster.nodes > 1:
-        raise UserError(
-            "cluster.nodes",
-            described.cluster.nodes,
-            "--collectives starts the ranks of one node",
-            fix="start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
-        )
+        fix = "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1"
+        raise UserError("cluster.nodes", described.cluster.nodes, "--collectives starts the ranks of one node", fix=fix)
     if described.auto_layout:
         described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
     described = assume_no_recomputation(described)
@@ -228,19 +195,3 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
         raise UserError("--nproc", 1, "leaves no peer to communicate with", fix="start 2 ranks or more")
     check_layout(described, ranks)
     return launch_check(described, ranks)
-
-
-def _report_findings(findings: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
-    from phalanx.doctor.report import exit_code, sort_by_severity, write_reports
-
-    if out is not None:
-        write_reports(out, findings, "phalanx doctor")
-        print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
-    if as_json:
-        rows = [asdict(finding) for finding in sort_by_severity(findings)]
-        print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
-    else:
-        from phalanx.cli.views.doctor import print_findings
-
-        print_findings(findings)
-    raise typer.Exit(exit_code(findings))

@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from phalanx.cli.common.options import Json, Machine, Overrides, RunFile, Trust
 from phalanx.cost.exact.layout_checks import check_layout
@@ -25,20 +26,17 @@ if TYPE_CHECKING:
 def dryrun(
     run: RunFile,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Number of ranks; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+        int | None, Option(help="Number of ranks; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N")
     ] = None,
     trace: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Ranks to trace: corners (the first and last rank of each axis), all, or a list.",
             metavar="all|corners|0,5,...",
         ),
     ] = "corners",
-    jobs: Annotated[int, typer.Option(help="Ranks traced in parallel, one core each.", min=1, metavar="N")] = 2,
-    full: Annotated[
-        bool, typer.Option("--full", help="Run all micro-batches; by default equal ones run once.")
-    ] = False,
+    jobs: Annotated[int, Option(help="Ranks traced in parallel, one core each.", min=1, metavar="N")] = 2,
+    full: Annotated[bool, Option("--full", help="Run all micro-batches; by default equal ones run once.")] = False,
     machine: Machine = None,
     set_: Overrides = None,
     trust: Trust = None,

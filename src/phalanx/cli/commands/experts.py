@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json
 from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
@@ -17,20 +17,19 @@ from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.tables import parse_json
-from phalanx.spec.model import ModelSpec
 from phalanx.spec.terminal import Terminal
 
 Loads = dict[int, list[int]]
 
 
 def experts(
-    run: Annotated[Path, typer.Argument(help="Run directory of a mixture-of-experts model.", metavar="RUN_DIR")],
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: the run's layout.ep.", min=1)] = None,
+    run: Annotated[Path, Argument(help="Run directory of a mixture-of-experts model.", metavar="RUN_DIR")],
+    ep: Annotated[int | None, Option(help="Expert-parallel ranks; default: the run's layout.ep.", min=1)] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Renumber experts so that ranks have nearly equal loads.")
+        bool, Option("--balance", help="Renumber experts so that ranks have nearly equal loads.")
     ] = False,
     order: Annotated[
-        Path | None, typer.Option(help="Renumber experts by a JSON file: layer number -> order of its experts.")
+        Path | None, Option(help="Renumber experts by a JSON file: layer number -> order of its experts.")
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -51,18 +50,26 @@ def experts(
 
         echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
     """
-    require(
-        not (balance and order),
-        "--order",
-        str(order),
-        problem="cannot be combined with --balance",
-        fix="remove one of them",
-    )
+    problem = "cannot be combined with --balance"
+    require(not (balance and order), "--order", str(order), problem, fix="remove one of them")
     described = load_run(run / RUN_FILE, environment={})
+    model = described.model
     ranks = ep or described.layout.ep
-    layers = _moe_layers(run, described.model, ranks)
+    if model.moe is None:
+        fix = "give the directory of a run with model.moe"
+        raise UserError("run directory", str(run), "has a model without experts", fix=fix)
+    problem = f"does not divide model.moe.num_experts ({model.moe.num_experts})"
+    fix = f"use one of {', '.join(map(str, divisors(model.moe.num_experts)))}"
+    require(model.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
     checkpoint = require_valid_checkpoint(run)
-    loads = _read_loads(checkpoint, layers)
+    manifest = read_manifest(checkpoint)
+    if "expert_tokens" not in manifest:
+        fix = "resume the run, and save another checkpoint"
+        raise UserError("checkpoint", str(checkpoint), "does not record tokens per expert", fix=fix)
+    # Tokens between the last two evaluations, or up to now if there were none
+    until_now, before_last = manifest["expert_tokens"]
+    layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer)]
+    loads: Loads = dict(zip(layers, before_last if any(map(sum, before_last)) else until_now, strict=True))
     if order is None:
         orders = {layer: balanced_expert_order(tokens, ranks) for layer, tokens in loads.items()}
     else:
@@ -88,37 +95,8 @@ def experts(
         _show(rows, ranks, before, order_label="in that order" if order else "balanced")
 
 
-def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
-    """Return the layers with experts that `ranks` ranks can share."""
-    if spec.moe is None:
-        raise UserError(
-            "run directory", str(run), "has a model without experts", fix="give the directory of a run with model.moe"
-        )
-    fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
-    problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem=problem, fix=fix)
-    return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
-
-
-def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
-    """Return the tokens per expert between the last two evaluations, or up to now if there were none."""
-    if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
-        raise UserError(
-            "checkpoint",
-            str(checkpoint),
-            "does not record tokens per expert",
-            fix="resume the run, and save another checkpoint",
-        )
-    until_now, before = manifest["expert_tokens"]
-    return dict(zip(layers, before if any(map(sum, before)) else until_now, strict=True))
-
-
 def _read_order(file: Path, loads: Loads) -> Loads:
-    """Return the orders of experts by layer.
-
-    Raises:
-        UserError: The file contains something else.
-    """
+    """Return the orders of experts by layer. Raises UserError if the file contains something else."""
     fix = 'write {"0": [3, 1, 0, 2], "1": [0, 2, 1, 3]}'
     try:
         table = parse_json(file.read_bytes())
@@ -126,21 +104,16 @@ def _read_order(file: Path, loads: Loads) -> Loads:
         raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="give a JSON file") from None
     except ValueError:
         raise UserError("--order", str(file), "is not JSON", fix=fix) from None
-    require(isinstance(table, dict), "--order", str(file), problem="is not a JSON object of lists of experts", fix=fix)
+    require(isinstance(table, dict), "--order", str(file), "is not a JSON object of lists of experts", fix)
     names = {str(layer): layer for layer in loads}
     for layer, order in table.items():
-        require(
-            layer in names,
-            "--order",
-            str(file),
-            problem=f"{layer} is not a layer with experts",
-            fix=f"use {', '.join(names)}",
-        )
+        problem = f"{layer} is not a layer with experts"
+        require(layer in names, "--order", str(file), problem, fix=f"use {', '.join(names)}")
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         last = len(loads[names[layer]]) - 1
         problem = f"the order of layer {layer}, {order}, does not contain each expert exactly once"
-        require(is_permutation, "--order", str(file), problem=problem, fix=f"list 0 to {last}")
+        require(is_permutation, "--order", str(file), problem, fix=f"list 0 to {last}")
     return {names[layer]: order for layer, order in table.items()}
 
 

@@ -6,19 +6,17 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Trust
 from phalanx.spec.base import require
 
 
 def export(
-    run: Annotated[
-        Path, typer.Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
-    ],
-    directory: Annotated[Path, typer.Argument(help="New directory to write.", metavar="DIR")],
-    to: Annotated[str, typer.Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
-    dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
+    run: Annotated[Path, Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")],
+    directory: Annotated[Path, Argument(help="New directory to write.", metavar="DIR")],
+    to: Annotated[str, Option(help="Format: hf (loaded by transformers and vLLM).")] = "hf",
+    dtype: Annotated[str, Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
     trust: Trust = None,
 ) -> None:
     """Write a run's newest checkpoint, or a swarm's current model, as a Hugging Face directory with its tokenizer.
@@ -31,7 +29,7 @@ def export(
 
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
-    require(to == "hf", "--to", to, problem="is not a known format", fix="use --to hf")
+    require(to == "hf", "--to", to, "is not a known format", fix="use --to hf")
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
@@ -44,13 +42,7 @@ def export(
     end = load_tokenizer(trained.tokenizer_file).end
     try:
         dropped = export_hf(
-            trained.run.model,
-            parameters,
-            directory,
-            tokenizer=trained.tokenizer_file,
-            eos_id=end,
-            dtype=dtype,
-            source=source,
+            trained.run.model, parameters, directory, trained.tokenizer_file, eos_id=end, dtype=dtype, source=source
         )
     except OSError as error:
         raise disk_error("directory", directory, error) from None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Trust
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 
 
 def generate(
-    run: Annotated[
-        Path, typer.Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")
-    ],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty: begin a document.")] = "",
-    tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
+    run: Annotated[Path, Argument(help="Directory of a run with a checkpoint, or of a swarm.", metavar="RUN_DIR")],
+    prompt: Annotated[str, Option(help="Text to continue; empty: begin a document.")] = "",
+    tokens: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 200,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0: the most likely token.", min=0)] = 0.8,
+    top_k: Annotated[int, Option(help="Sample from this number of most likely tokens; 0: all.", min=0)] = 50,
+    seed: Annotated[int, Option(help="Random seed; equal seeds give equal texts.", min=0)] = 0,
     trust: Trust = None,
 ) -> None:
     """Print a prompt and its continuation by a run's newest checkpoint, or by a swarm's current model.
@@ -47,15 +45,8 @@ def generate(
     tokenizer = load_tokenizer(trained.tokenizer_file)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
-    stream = stream_tokens(
-        trained.module,
-        start,
-        temperature,
-        top_k=top_k,
-        generator=generator,
-        context=trained.run.training.seq_len,
-        vocab=tokenizer.vocab,
-    )
+    context = trained.run.training.seq_len
+    stream = stream_tokens(trained.module, start, temperature, top_k, generator, context, tokenizer.vocab)
     new = islice(stream, tokens)
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
@@ -64,13 +55,9 @@ def generate(
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], new: Iterable[int]) -> Iterator[str]:
-    """Yield the text that each new token adds.
+    """Yield the text that each new token adds after the tokens of the prompt, as they are sampled.
 
     A character is complete only with its last byte.
-
-    Args:
-        before: Tokens of the prompt.
-        new: Tokens that follow, as they are sampled.
     """
     shown = tokenizer.decode(before)
     for token in new:

@@ -6,13 +6,13 @@ import json
 from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
-import typer
 from rich.table import Table
+from typer import Argument, Option
 
+from phalanx.cli.common.text import print_line
 from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.model_state import Optimizer, model_state_bytes
 from phalanx.cost.exact.parameters import ParameterCount, count_parameters
-from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model_spec, preset_names
@@ -37,14 +37,11 @@ STATE_NOTE = "in fp32, before sharding; in bf16 the same sum; twice that for fp6
 
 def info(
     model: Annotated[
-        str | None,
-        typer.Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file."),
+        str | None, Argument(help="A preset, a Hugging Face config.json (or its directory), or a TOML file.")
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="Tokens per sequence; default: the model's context.", min=1)
-    ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the presets of models and machines.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    sequence: Annotated[int | None, Option(help="Tokens per sequence; default: the model's context.", min=1)] = None,
+    list_: Annotated[bool, Option("--list", help="List the presets of models and machines.")] = False,
+    json_: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's parameters, FLOPs per token, and bytes of training state.
 
@@ -62,16 +59,25 @@ def info(
         models = {name: count_parameters(load_model_spec(name)) for name in preset_names("models")}
         machines = {name: load_machine(name) for name in preset_names("machines")}
         if json_:
-            _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
+            facts: dict[str, Any] = {"models": {}, "machines": {}}
+            for name, count in models.items():
+                facts["models"][name] = {"total": count.total, "active": count.active}
+            for name, machine in machines.items():
+                values = {field: getattr(machine, field) for field in MACHINE_FIELDS}
+                facts["machines"][name] = {field: value for field, value in values.items() if value is not None}
+            print(json.dumps(facts, indent=2))
         else:
-            Terminal().print(_model_list(models), _machine_list(machines), sep="\n\n")
+            _show_presets(models, machines)
         return
     if model is None:
         raise UserError("MODEL", None, "is missing", fix="give a model, such as phalanx info llama3-8b, or use --list")
     spec = load_model_spec(model)
-    tokens = _resolve_sequence(spec, sequence)
+    if spec.position_embedding == "learned" and sequence is not None and sequence > spec.max_seq_len:
+        problem = f"is longer than the model's learned positions ({spec.max_seq_len})"
+        raise UserError("--sequence", sequence, problem, fix=f"use at most {spec.max_seq_len}")
+    tokens = sequence or spec.max_seq_len
     if json_:
-        _print_json(model_info(spec, tokens))
+        print(json.dumps(model_info(spec, tokens), indent=2))
     else:
         _show(model, spec, tokens)
 
@@ -98,80 +104,47 @@ def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
     }
 
 
-def _resolve_sequence(spec: ModelSpec, sequence: int | None) -> int:
-    if spec.position_embedding == "learned" and sequence is not None:
-        require(
-            sequence <= spec.max_seq_len,
-            "--sequence",
-            sequence,
-            problem=f"is longer than the model's learned positions ({spec.max_seq_len})",
-            fix=f"use at most {spec.max_seq_len}",
-        )
-    return sequence or spec.max_seq_len
-
-
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
     console = Terminal()
     facts = model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
-    console.print(describe(spec), highlight=False, soft_wrap=True)
-    tables = (
-        (_parameter_table(facts["parameters"]), ""),
-        (_flops_table(facts["flops_per_token"], sequence), FLOPS_NOTE),
-        (_state_table(facts["state_bytes"]), STATE_NOTE),
-    )
-    for table, note in tables:
-        console.print()
-        console.print(table)
-        if note:
-            console.print(note, style="dim", highlight=False)
+    print_line(console, describe(spec))
 
-
-def describe(spec: ModelSpec) -> str:
-    """Return a one-line description of the model's shape."""
-    heads = f"{spec.num_heads} heads of {spec.head_dim}"
-    heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
-    text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"
-    return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
-
-
-def _parameter_table(counts: dict[str, int]) -> Table:
+    counts = facts["parameters"]
     table = _table("", "parameters", "share")
     for part in PARTS:
         if counts[part]:
             table.add_row(part.replace("_", " "), f"{counts[part]:,}", f"{counts[part] / counts['total']:.1%}")
     table.add_row()
     table.add_row("total", f"{counts['total']:,}", "100.0%", style="bold")
-    table.add_row("active per token", f"{counts['active']:,}", f"{counts['active'] / counts['total']:.1%}")
-    table.add_row("in matrix products", f"{counts['matmul']:,}", f"{counts['matmul'] / counts['total']:.1%}")
-    return table
+    for part, label in (("active", "active per token"), ("matmul", "in matrix products")):
+        table.add_row(label, f"{counts[part]:,}", f"{counts[part] / counts['total']:.1%}")
+    console.print()
+    console.print(table)
 
-
-def _flops_table(flops: dict[str, float], sequence: int) -> Table:
+    flops = facts["flops_per_token"]
     table = _table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
     for row, kind in (("causal attention", "causal"), ("full attention, as PaLM counts", "full")):
         table.add_row(row, format_si(flops[f"forward_{kind}"]), format_si(flops[f"training_{kind}"]))
-    return table
+    console.print()
+    console.print(table)
+    console.print(FLOPS_NOTE, style="dim", highlight=False)
 
-
-def _state_table(bytes_by_optimizer: dict[str, dict[str, int]]) -> Table:
     table = _table("bytes of training state", "parameters", "gradients", "optimizer", "total")
-    for optimizer, state in bytes_by_optimizer.items():
+    for optimizer, state in facts["state_bytes"].items():
         table.add_row(optimizer, *(f"{format_si(size)}B" for size in state.values()))
-    return table
+    console.print()
+    console.print(table)
+    console.print(STATE_NOTE, style="dim", highlight=False)
 
 
-def _model_list(presets: dict[str, ParameterCount]) -> Table:
-    table = _table("model", "parameters", "active per token")
-    for name, count in presets.items():
-        table.add_row(name, format_si(count.total, COUNT_PREFIXES), format_si(count.active, COUNT_PREFIXES))
-    return table
-
-
-def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
-    table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
-    for name, machine in presets.items():
-        table.add_row(
+def _show_presets(models: dict[str, ParameterCount], machines: dict[str, ClusterSpec]) -> None:
+    model_table = _table("model", "parameters", "active per token")
+    for name, count in models.items():
+        model_table.add_row(name, format_si(count.total, COUNT_PREFIXES), format_si(count.active, COUNT_PREFIXES))
+    machine_table = _table("machine", "TFLOP/s", "GiB", "memory GB/s", "link GB/s", "domain", "NIC GB/s", "W")
+    for name, machine in machines.items():
+        machine_table.add_row(
             name,
             _format_scaled(machine.peak_flops, 1e12),
             _format_scaled(machine.memory_bytes, GIB),
@@ -181,18 +154,15 @@ def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
             _format_scaled(machine.network_bytes_per_second, 1e9),
             _format_scaled(machine.watts_per_device, 1),
         )
-    return table
+    Terminal().print(model_table, machine_table, sep="\n\n")
 
 
-def _model_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
-    return {name: {"total": count.total, "active": count.active} for name, count in presets.items()}
-
-
-def _machine_facts(presets: dict[str, ClusterSpec]) -> dict[str, Any]:
-    return {
-        name: {key: value for key in MACHINE_FIELDS if (value := getattr(machine, key)) is not None}
-        for name, machine in presets.items()
-    }
+def describe(spec: ModelSpec) -> str:
+    """Return a one-line description of the model's shape."""
+    heads = f"{spec.num_heads} heads of {spec.head_dim}"
+    heads += f" ({spec.num_kv_heads} key/value)" if spec.num_kv_heads != spec.num_heads else ""
+    text = f"{spec.num_layers} layers, width {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size:,}"
+    return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
 
 
 def _format_scaled(number: float | None, unit: float) -> str:
@@ -204,7 +174,3 @@ def _table(first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    print(json.dumps(facts, indent=2))

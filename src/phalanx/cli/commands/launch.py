@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.common.options import Overrides, RunFile
 from phalanx.cli.common.output_file import write_file
@@ -30,42 +30,37 @@ WRITERS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
 
 def launch(
     run: RunFile,
-    to: Annotated[str, typer.Option(help="System that starts the run.", metavar="slurm|kubernetes|skypilot")],
+    to: Annotated[str, Option(help="System that starts the run.", metavar="slurm|kubernetes|skypilot")],
     nodes: Annotated[
         str | None,
-        typer.Option(
-            help="Number of nodes, or minimum and maximum: 4, or 2:4. Default: cluster.nodes.", metavar="N|MIN:MAX"
-        ),
+        Option(help="Number of nodes, or minimum and maximum: 4, or 2:4. Default: cluster.nodes.", metavar="N|MIN:MAX"),
     ] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N"),
+        int | None, Option(help="Ranks and GPUs per node; default: cluster.nproc_per_node.", min=1, metavar="N")
     ] = None,
     set_: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: print.", metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(help="File to write; default: print.", metavar="FILE")] = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
+        bool, Option("--check/--no-check", help="Check each node with `phalanx doctor` before the run.")
     ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the job even if the planned memory exceeds that of the cards.")
+        bool, Option("--force", help="Write the job even if the planned memory exceeds that of the cards.")
     ] = False,
     cpus: Annotated[
-        int | None, typer.Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
+        int | None, Option(help="Cores per node; default: Slurm allocates whole nodes.", min=1, metavar="N")
     ] = None,
-    memory: Annotated[int | None, typer.Option(help="Memory per node in GiB.", min=1, metavar="GIB")] = None,
-    time: Annotated[str | None, typer.Option(help="Slurm: time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm: partition.", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm: account.", metavar="NAME")] = None,
+    memory: Annotated[int | None, Option(help="Memory per node in GiB.", min=1, metavar="GIB")] = None,
+    time: Annotated[str | None, Option(help="Slurm: time limit, HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, Option(help="Slurm: partition.", metavar="NAME")] = None,
+    account: Annotated[str | None, Option(help="Slurm: account.", metavar="NAME")] = None,
     image: Annotated[
-        str | None,
-        typer.Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE"),
+        str | None, Option(help="Kubernetes, SkyPilot (required): container image with phalanx.", metavar="IMAGE")
     ] = None,
     volume: Annotated[
-        str | None,
-        typer.Option(help="Kubernetes, SkyPilot (required): volume for text and checkpoints.", metavar="NAME"),
+        str | None, Option(help="Kubernetes, SkyPilot (required): volume for text and checkpoints.", metavar="NAME")
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="SkyPilot: GPU by its SkyPilot name, such as H100.", metavar="NAME")
+        str | None, Option(help="SkyPilot: GPU by its SkyPilot name, such as H100.", metavar="NAME")
     ] = None,
 ) -> None:
     """Write the job file that starts a run with Slurm, Kubernetes or SkyPilot, after a check of each node.
@@ -85,7 +80,7 @@ def launch(
     """
     if to not in WRITERS:
         raise UserError("--to", to, "is not known", fix=f"use one of {', '.join(WRITERS)}")
-    write, _ = WRITERS[to]
+    write, allowed = WRITERS[to]
     special = {
         "time": time,
         "partition": partition,
@@ -95,19 +90,21 @@ def launch(
         "accelerator": accelerator,
     }
     target_options = {name: value for name, value in special.items() if value is not None}
-    _check_target_options(to, target_options)
+    for name, value in target_options.items():
+        if name not in allowed:
+            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
+            raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
     described = load_run(run, set_ or [])
     for field, component in named_components(described):
         require_trusted(field, component, fix=f"read that code, then give a run file of your own: cp {run} my_run.toml")
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes, described.cluster.nodes)
     override_args = [argument for override in set_ or () for argument in ("--set", override)]
     options = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
+    flags = [*([] if check else ["--no-check"]), *(["--force"] if force else [])]
     job = ClusterJob(
         run=described,
         file=run,
-        command=_command(
-            run, options, override_args, flags=[*([] if check else ["--no-check"]), *(["--force"] if force else [])]
-        ),
+        command=_command(run, options, override_args, flags),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc=ranks_per_node(described, nproc),
@@ -121,15 +118,6 @@ def launch(
     for note in job_notes(job):
         print(f"phalanx: {note}", file=sys.stderr)
     _write(write(job, **target_options), out)
-
-
-def _check_target_options(to: str, options: Mapping[str, str]) -> None:
-    """Raise UserError if an option does not apply to the system."""
-    _, allowed = WRITERS[to]
-    for name, value in options.items():
-        if name not in allowed:
-            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
-            raise UserError(f"--{name}", value, f"does not apply to {to}", fix=f"remove it: it applies to {targets}")
 
 
 def _command(

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Annotated, Any, get_args
 
-import typer
 from rich.table import Column, Table
+from typer import Option
 
 from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
+from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import require_planned_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
@@ -77,7 +78,7 @@ def memory(
     run: RunFile,
     ranks: Ranks = None,
     machine: Machine = None,
-    all_: Annotated[bool, typer.Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,
+    all_: Annotated[bool, Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -95,16 +96,16 @@ def memory(
     """
     described = load_run(run, set_ or [], machine=machine)
     require_planned_layout(described)
-    world_size, ranks_source = (
-        (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
-    )
-    if ranks is None and described.cluster.nproc_per_node is None:
+    cluster = described.cluster
+    world_size = ranks or cluster.ranks
+    ranks_source = "cluster.nproc_per_node x cluster.nodes"
+    if ranks is not None:
+        ranks_source = "--ranks"
+    elif cluster.nproc_per_node is None:
         ranks_source = "one per node, because cluster.nproc_per_node is not set; see --ranks"
-    nproc_per_node = -(-world_size // described.cluster.nodes)  # CPU ranks share a node's memory
-    described = described.model_copy(
-        update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}
-    )
-    described = resolve_recomputation(described, world_size)
+    # CPU ranks share a node's memory.
+    cluster = cluster.replace(nproc_per_node=-(-world_size // cluster.nodes))
+    described = resolve_recomputation(described.replace(cluster=cluster), world_size)
     rows = memory_rows(described, world_size)
     if json_:
         print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
@@ -119,7 +120,7 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
         is_own = data == run.layout.data_parallel
         layout = run.layout if is_own else _layout_with_strategy(run.layout, data, world_size)
         if layout is not None:
-            strategy_rows = _layout_rows(run.model_copy(update={"layout": layout}), world_size, is_own)
+            strategy_rows = _layout_rows(run.replace(layout=layout), world_size, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -129,10 +130,9 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
 
     For a parameter server this is a worker, which has a device.
     """
-    by_strategy = [list(group) for _, group in groupby(rows, key=lambda row: row.data)]
     return [
         max(group, key=lambda row: (row.role != "server", row.memory.device if row.memory else 0))
-        for group in by_strategy
+        for _, group in groupby(rows, key=lambda row: row.data)
     ]
 
 
@@ -151,8 +151,8 @@ def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> La
         if size * layout.cp * layout.tp % layout.ep == 0
     ]
     if data == "hsdp":
-        return layout.model_copy(update={**unset, "data_parallel": data, "dp_shard": shards[-1]}) if shards else None
-    return layout.model_copy(update={**unset, "data_parallel": data})
+        return layout.replace(**unset, data_parallel=data, dp_shard=shards[-1]) if shards else None
+    return layout.replace(**unset, data_parallel=data)
 
 
 def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
@@ -163,33 +163,19 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
         micro_batch = plan_batch(run, world_size).micro_batch_size
     except UserError as error:
         return [MemoryRow(data=data, own=is_own, problem=str(error).partition("\n")[0])]
-    is_known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in memory_by_role}
-    risks = {
-        role: ranks_oom_probability(cluster, [role_memory]) if is_known[role] else None
-        for role, role_memory in memory_by_role.items()
-    }
-    return [
-        MemoryRow(
-            data=data,
-            own=is_own,
-            role=role,
-            micro_batch=micro_batch,
-            memory=memory_by_role[role],
-            fits=None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY,
-            p_oom=p_oom,
+    rows = []
+    for role, memory in memory_by_role.items():
+        is_known = cluster.rank_memory_bytes is not None and role != "server"
+        p_oom = ranks_oom_probability(cluster, [memory]) if is_known else None
+        fits = None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY
+        rows.append(
+            MemoryRow(data=data, own=is_own, role=role, micro_batch=micro_batch, memory=memory, fits=fits, p_oom=p_oom)
         )
-        for role, p_oom in risks.items()
-    ]
+    return rows
 
 
 def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
-    """Return the output of `phalanx memory --json`.
-
-    Args:
-        run: Run with its own layout.
-        world_size: Number of ranks.
-        rows: Rows of the table.
-    """
+    """Return the output of `phalanx memory --json` for the rows of the table."""
     return {
         "model": run.model.preset or run.model.from_hf,
         "ranks": world_size,
@@ -197,59 +183,49 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
         "optimizer": run.optimizer.name,
         "sequence": run.training.seq_len,
         "memory_bytes": run.cluster.rank_memory_bytes,
-        "layouts": [{**asdict(row), "memory": row.memory and _memory_to_json(row.memory)} for row in rows],
+        "layouts": [
+            {
+                **asdict(row),
+                "memory": row.memory and asdict(row.memory) | {"total": row.memory.total, "device": row.memory.device},
+            }
+            for row in rows
+        ],
     }
-
-
-def _memory_to_json(memory: RankMemory) -> dict[str, int]:
-    return {**asdict(memory), "total": memory.total, "device": memory.device}
 
 
 def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Terminal(width=max(Terminal().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
-    console.print(describe(run.model), highlight=False, soft_wrap=True)
-    console.print(_format_summary(run, world_size, ranks_source, rows=rows), highlight=False, soft_wrap=True)
-    console.print()
-    console.print(_table(run, world_size, rows), soft_wrap=True)
-    for row in rows:
-        if row.problem:
-            console.print(
-                f"{_row_label(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True
-            )
-    console.print()
-    beside = CUDA_NOTE if run.cluster.uses_cuda else "not counted: allocator, libraries"
-    for note in (*NOTES, beside, *_describe_available(run, rows)):
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
-
-
-def _describe_available(run: RunSpec, rows: list[MemoryRow]) -> list[str]:
-    """Describe a rank's device memory limit if known, and the CPU memory that the run's layout needs."""
-    limit = [describe_memory_limit(run.cluster)] if run.cluster.rank_memory_bytes is not None else []
-    host_bytes = max((row.memory.host for row in rows if row.own and row.memory), default=0)
-    need = describe_host_need(run.cluster, host_bytes, offloads=run.layout.offloads)
-    return [*limit, *([need] if need else [])]
-
-
-def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
-    """Format ranks, arithmetic and micro-batch."""
+    print_line(console, describe(run.model))
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
-    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, {describe_recomputation(run.layout)}"
+    arithmetic = f"{run.training.precision}, {run.optimizer.name}"
+    print_line(console, f"{ranks}, {arithmetic}, {batch}, {describe_recomputation(run.layout)}")
+    console.print()
+    console.print(_table(run, world_size, rows), soft_wrap=True)
+    for row in rows:
+        if row.problem:
+            print_line(console, f"{_row_label(row, world_size)}: {row.problem}", "yellow")
+    console.print()
+    notes = [*NOTES, CUDA_NOTE if run.cluster.uses_cuda else "not counted: allocator, libraries"]
+    if run.cluster.rank_memory_bytes is not None:
+        notes.append(describe_memory_limit(run.cluster))
+    host_bytes = max((row.memory.host for row in rows if row.own and row.memory), default=0)
+    if host_need := describe_host_need(run.cluster, host_bytes, offloads=run.layout.offloads):
+        notes.append(host_need)
+    for note in notes:
+        print_line(console, note, "dim")
 
 
 def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
     parts = (*PARTS, *(CUDA_PARTS if run.cluster.uses_cuda else ()))
     offloads = any(row.memory and _offloaded_bytes(row.memory) for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
-    table = Table(
-        Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
-    )
-    for column in (*parts, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""):
-        table.add_column(column, justify="right")
+    columns = [*parts, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""]
+    table = text_table(Column("bytes per rank", no_wrap=True), numbers=columns)
     for row in rows:
         if row.memory is None:
             table.add_row(_row_label(row, world_size), *["-"] * len(parts))

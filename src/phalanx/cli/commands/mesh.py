@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.common.text import print_line
 from phalanx.cost.exact.layout_checks import assume_no_recomputation, check_layout
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -69,7 +70,7 @@ def _show(facts: dict[str, Any]) -> None:
     nodes = -(-facts["ranks"] // facts["ranks_per_node"])
     where = f"{facts['ranks']} ranks on {plural(nodes, 'node')}"
     servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""
-    console.print(f"{where}{servers}; axes outermost first", highlight=False, soft_wrap=True)
+    print_line(console, f"{where}{servers}; axes outermost first")
     for axis in facts["axes"]:
         console.print()
         console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {AXIS_MEANINGS[axis['axis']]}", soft_wrap=True)
@@ -77,6 +78,4 @@ def _show(facts: dict[str, Any]) -> None:
             members = " ".join(map(str, group["ranks"]))
             console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)
     if facts["problem"]:
-        console.print(
-            f"\nthis layout is not possible: {facts['problem']}", style="yellow", highlight=False, soft_wrap=True
-        )
+        print_line(console, f"\nthis layout is not possible: {facts['problem']}", "yellow")

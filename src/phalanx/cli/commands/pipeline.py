@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from phalanx.cli.commands.pipeline_split import split
 from phalanx.cli.common.options import Json
@@ -36,33 +37,30 @@ OUTPUT_SUFFIXES = (".svg", ".png", ".json", ".csv")
 def show(
     schedule: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, searched, book-overlap (idealised), "
             "or a .csv file."
         ),
     ],
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,
+    stages: Annotated[int | None, Option(help="Pipeline ranks.", min=1, metavar="P")] = None,
+    microbatches: Annotated[int | None, Option(help="Micro-batches of a step.", min=1, metavar="M")] = None,
     times: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Times of a micro-batch on a rank, in any unit: forward pass, gradient of the input, gradient of the "
             "weights, transfer to the next rank.",
             metavar="F,B,W,COMM",
         ),
     ] = "1,1,1,0",
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
+        int | None, Option(help="Stages per rank (interleaved); default: 2.", min=1, metavar="V")
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N"),
+        float | None, Option(help="Maximum micro-batches in flight per rank (searched); default: P.", metavar="N")
     ] = None,
     out: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File to write: .svg, .png, .json (trace for ui.perfetto.dev) or PyTorch's .csv; repeatable."
-        ),
+        Option(help="File to write: .svg, .png, .json (trace for ui.perfetto.dev) or PyTorch's .csv; repeatable."),
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -82,14 +80,28 @@ def show(
         if file.suffix not in OUTPUT_SUFFIXES:
             raise UserError("--out", str(file), "has an unknown suffix", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
     durations = _parse_times(times)
-    _check_options(schedule, stages, microbatches, virtual_stages=virtual_stages, memory=memory)
+    _check_options(schedule, stages, microbatches, virtual_stages, memory)
     built: Schedule | None = None
     if schedule == IDEALIZED:
         timeline = book_overlap(*_require_sizes(stages, microbatches))
     else:
         built = _load_schedule(schedule, stages, microbatches, v=virtual_stages, memory=memory, times=durations)
         timeline = simulate(built, _stage_times(durations, built))
-    facts = _schedule_facts(schedule, timeline, built)
+    ranks = range(len(timeline.spans))
+    facts: dict[str, Any] = {
+        "schedule": schedule,
+        "ranks": len(ranks),
+        "makespan": float(timeline.makespan),
+        "bubble": float(timeline.bubble),
+        "bubble_over_ideal": float(timeline.bubble_overhead),
+        "window_bubble": float(timeline.rank_span_bubble),
+        "windows": [float(timeline.rank_span(rank)) for rank in ranks],
+    }
+    if built is None:
+        facts["active"] = active_fraction_per_tick(timeline)
+    else:
+        peaks = [float(peak_activations(built, rank)) for rank in ranks]
+        facts |= {"stages": built.stages, "micro_batches": built.micro_batches, "peak_activations": peaks}
     for file in out or []:
         _write(file, facts["schedule"], timeline, schedule=built)
     if json_:
@@ -105,15 +117,10 @@ def _check_options(
     has_none = f"does not apply to {name}"
     if name.endswith(".csv"):
         for option, value in (("--stages", stages), ("--microbatches", microbatches)):
-            require(value is None, option, value, problem=f"{has_none}, which defines it", fix=f"remove {option}")
-    require(
-        virtual_stages is None or name == "interleaved",
-        "--virtual-stages",
-        virtual_stages,
-        problem=has_none,
-        fix="remove --virtual-stages",
-    )
-    require(memory is None or name == "searched", "--memory", memory, problem=has_none, fix="remove --memory")
+            require(value is None, option, value, f"{has_none}, which defines it", f"remove {option}")
+    applies = virtual_stages is None or name == "interleaved"
+    require(applies, "--virtual-stages", virtual_stages, has_none, "remove --virtual-stages")
+    require(memory is None or name == "searched", "--memory", memory, has_none, "remove --memory")
 
 
 def _require_sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
@@ -129,9 +136,8 @@ def _parse_times(text: str) -> list[Fraction]:
     except (ValueError, ZeroDivisionError):
         values = []
     if not 3 <= len(values) <= 4 or min(values) < 0 or not any(values[:3]):
-        raise UserError(
-            "--times", text, "is not a list of three or four times", fix="write F,B,W or F,B,W,COMM, such as 1,1,1,0.2"
-        )
+        fix = "write F,B,W or F,B,W,COMM, such as 1,1,1,0.2"
+        raise UserError("--times", text, "is not a list of three or four times", fix=fix)
     return [*values, Fraction(0)][:4]
 
 
@@ -161,59 +167,33 @@ def _read(file: Path) -> list[list[Any]]:
     try:
         return read_csv(file.read_text(encoding="utf-8"), file.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            "FILE", str(file), f"cannot be read: {error}", fix="give a CSV file with a row per rank"
-        ) from None
-
-
-def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
-    ranks = range(len(timeline.spans))
-    facts: dict[str, Any] = {
-        "schedule": name,
-        "ranks": len(ranks),
-        "makespan": float(timeline.makespan),
-        "bubble": float(timeline.bubble),
-        "bubble_over_ideal": float(timeline.bubble_overhead),
-        "window_bubble": float(timeline.rank_span_bubble),
-        "windows": [float(timeline.rank_span(rank)) for rank in ranks],
-    }
-    if schedule is None:
-        return facts | {"active": active_fraction_per_tick(timeline)}
-    peaks = [float(peak_activations(schedule, rank)) for rank in ranks]
-    return facts | {"stages": schedule.stages, "micro_batches": schedule.micro_batches, "peak_activations": peaks}
-
-
-def _check_schedule_file(file: Path) -> None:
-    """Raise UserError if a CSV file contains something other than a schedule, which has no comments."""
-    if file.is_file():
-        try:
-            read_csv(file.read_text(encoding="utf-8"), str(file))
-        except (UserError, UnicodeDecodeError, OSError):
-            raise UserError(
-                "--out", str(file), "exists, and does not contain a schedule", fix="choose another name"
-            ) from None
+        fix = "give a CSV file with a row per rank"
+        raise UserError("FILE", str(file), f"cannot be read: {error}", fix=fix) from None
 
 
 def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
-    if file.suffix == ".csv":
-        _check_schedule_file(file)
-    else:
+    if file.suffix != ".csv":
         check_replaceable("--out", file)
+    elif file.is_file():
+        # A schedule has no comments that show who wrote it.
+        try:
+            read_csv(file.read_text(encoding="utf-8"), str(file))
+        except (UserError, UnicodeDecodeError, OSError):
+            problem = "exists, and does not contain a schedule"
+            raise UserError("--out", str(file), problem, fix="choose another name") from None
     try:
         if file.suffix == ".json":
             file.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
         elif file.suffix != ".csv":
             draw(timeline, name, file)
         elif schedule is None:
-            raise UserError(
-                "--out", str(file), "cannot represent an idealised timeline", fix="write .svg, .png or .json"
-            )
+            fix = "write .svg, .png or .json"
+            raise UserError("--out", str(file), "cannot represent an idealised timeline", fix=fix)
         else:
             file.write_text(to_csv(schedule), encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            "--out", str(file), f"cannot be written: {error}", fix="choose a file in an existing directory"
-        ) from None
+        fix = "choose a file in an existing directory"
+        raise UserError("--out", str(file), f"cannot be written: {error}", fix=fix) from None
 
 
 def _show(facts: dict[str, Any], timeline: Timeline, written: list[Path]) -> None:
@@ -242,9 +222,8 @@ def _table(facts: dict[str, Any]) -> Table:
         table.add_row("active", " ".join(f"{share:.0%}" for share in facts["active"]))
     else:
         peaks = facts["peak_activations"]
-        table.add_row(
-            "peak", f"{max(peaks):g} micro-batches of activations; by rank {' '.join(f'{p:g}' for p in peaks)}"
-        )
+        by_rank = " ".join(f"{peak:g}" for peak in peaks)
+        table.add_row("peak", f"{max(peaks):g} micro-batches of activations; by rank {by_rank}")
     return table
 
 
@@ -254,9 +233,9 @@ app.command()(split)
 @app.command()
 def check(
     file: Annotated[
-        Path, typer.Argument(help="A schedule in PyTorch's CSV format, with a row per rank.", metavar="FILE.csv")
+        Path, Argument(help="A schedule in PyTorch's CSV format, with a row per rank.", metavar="FILE.csv")
     ],
-    order: Annotated[bool, typer.Option("--order", help="Ignore idle cells: ranks wait for their inputs.")] = False,
+    order: Annotated[bool, Option("--order", help="Ignore idle cells: ranks wait for their inputs.")] = False,
     json_: Json = False,
 ) -> None:
     """Validate a schedule and list its violations; the exit code is 1 if it is rejected.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
-from rich.table import Table
+from rich.table import Column
+from typer import Option
 
 from phalanx.cli.common.options import Json, Overrides, RunFile
+from phalanx.cli.common.text import print_line, text_table
 from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.files.load import load_run
@@ -20,7 +20,7 @@ from phalanx.spec.terminal import Terminal
 def split(
     run: RunFile,
     stages: Annotated[
-        int | None, typer.Option(help="Total number of stages; default: those of the run's layout.", min=1, metavar="N")
+        int | None, Option(help="Total number of stages; default: those of the run's layout.", min=1, metavar="N")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -38,50 +38,31 @@ def split(
     costs = layer_flops(described.model, described.training.seq_len)
     layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
-    even = _split_evenly(described.model.num_layers, number)
-    facts = {
-        "stages": number,
-        "layers": layers,
-        "flops_per_token": rows,
-        "slowest_over_mean": _imbalance(rows),
-        "by_layers_alone": {"layers": even, "slowest_over_mean": _imbalance(stage_costs(costs, even))},
-    }
+    # By number of layers alone, with the extra ones in the first stages
+    boundaries = [-(-described.model.num_layers * stage // number) for stage in range(number + 1)]
+    even = [end - start for start, end in pairwise(boundaries)]
+    slowest_over_mean, even_slowest = (max(cut) * number / sum(cut) for cut in (rows, stage_costs(costs, even)))
     if json_:
+        facts = {
+            "stages": number,
+            "layers": layers,
+            "flops_per_token": rows,
+            "slowest_over_mean": slowest_over_mean,
+            "by_layers_alone": {"layers": even, "slowest_over_mean": even_slowest},
+        }
         print(json.dumps(facts, indent=2))
-    else:
-        _explain(facts, costs)
-
-
-def _split_evenly(layers: int, stages: int) -> list[int]:
-    """Divide layers by number alone, with the extra ones in the first stages."""
-    boundaries = [-(-layers * stage // stages) for stage in range(stages + 1)]
-    return [end - start for start, end in pairwise(boundaries)]
-
-
-def _imbalance(costs: Sequence[float]) -> float:
-    return max(costs) * len(costs) / sum(costs)
-
-
-def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("stage", "layers", "GFLOP per token", "share of the mean"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
-    mean = sum(facts["flops_per_token"]) / facts["stages"]
-    for stage, (layers, cost) in enumerate(
-        zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
-    ):
-        names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
+        return
+    table = text_table(Column("stage", justify="right"), "layers", numbers=("GFLOP per token", "share of the mean"))
+    for stage, (stage_layers, cost) in enumerate(zip(contiguous_ranges(layers), rows, strict=True)):
+        names = [f"{stage_layers[0]}-{stage_layers[-1]}" if len(stage_layers) > 1 else str(stage_layers[0])]
         names = ["embedding", *names] if stage == 0 else names
-        names += ["head"] if stage == facts["stages"] - 1 else []
-        table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
+        names += ["head"] if stage == number - 1 else []
+        table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost * number / sum(rows):.3f}")
     console = Terminal()
     console.print(table)
-    alone = facts["by_layers_alone"]
-    block = costs[1]
-    lines = [
-        f"the slowest stage limits the pipeline: {1 / facts['slowest_over_mean']:.1%} of an even cut",
-        f"the head costs {costs[-1] / block:.2g} of a block",
-        f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
-    ]
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    for line in (
+        f"the slowest stage limits the pipeline: {1 / slowest_over_mean:.1%} of an even cut",
+        f"the head costs {costs[-1] / costs[1]:.2g} of a block",
+        f"by layers alone ({' '.join(map(str, even))}) it would be {1 / even_slowest:.1%}",
+    ):
+        print_line(console, line)

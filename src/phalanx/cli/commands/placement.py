@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
 from phalanx.cli.common.output_file import check_replaceable
+from phalanx.cli.common.text import text_table
 from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
 from phalanx.plan.placement.findings import (
     LINK_KINDS,
@@ -47,24 +48,21 @@ def placement(
     ranks: Ranks = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Ranks per node; default: cluster.nproc_per_node, else the topology's GPUs, else 8.",
             min=1,
             metavar="N",
         ),
     ] = None,
     topology: Annotated[
-        Path | None,
-        typer.Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE"),
+        Path | None, Option(help="Output of `nvidia-smi topo -m`, or a topology file of NCCL.", metavar="FILE")
     ] = None,
     pxn: Annotated[
         bool,
-        typer.Option(
-            "--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbor on the destination's rail."
-        ),
+        Option("--pxn", help="Count traffic as NCCL's PXN sends it: through the neighbor on the destination's rail."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
+        Path | None, Option(help="Draw the traffic between nodes: .svg, .html or .png.", metavar="FILE")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -85,16 +83,17 @@ def placement(
     """
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
-    world_size, per_node = _rank_counts(described, ranks, nproc, node=node)
+    default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
+    per_node = nproc or described.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
+    world_size = ranks or per_node * described.cluster.nodes
     site = node_layout(described.cluster, per_node, node)
     parts = traffic_matrices(described, world_size, site.ranks_per_island)
     if pxn:
         parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
-    heat = traffic_heatmap(described, world_size, parts, site=site)
-    facts = placement_to_json(described, world_size, parts, site=site, node=node) | {
-        "pxn": pxn,
-        "sent": _heatmap_to_json(heat),
-    }
+    heat = traffic_heatmap(described, world_size, parts, site)
+    cells = [[a, b, float(heat.bytes[a, b])] for a, b in np.argwhere(heat.bytes > 0).tolist()]
+    facts = placement_to_json(described, world_size, parts, site, node)
+    facts |= {"pxn": pxn, "sent": {"unit": heat.unit, "cells": cells}}
     if out is not None:
         check_replaceable("--out", out)
         save_picture(heat, out)
@@ -105,32 +104,27 @@ def placement(
         _show(facts)
 
 
-def _rank_counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
-    """Return the number of ranks of the run and of a node."""
-    default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
-    per_node = nproc or run.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
-    return ranks or per_node * run.cluster.nodes, per_node
-
-
 def placement_to_json(
     run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
     """Return the output of `phalanx placement --json` without the matrix; bytes are per optimizer update.
 
-    Args:
-        run: Run with its layout.
-        world_size: Number of ranks.
-        parts: Traffic per axis of the layout.
-        site: Devices and links of a node.
-        node: Topology of a node; None without a file.
+    `parts` is the traffic per axis of the layout. `node` is the topology of a node, None without a file.
     """
     sizes = parallel_dims(run.layout, world_size)
     total_traffic = merge_matrices(world_size, list(parts.values()))
     links = bytes_by_link(total_traffic, site)
     network = links["rail"] + links["spine"]
     loads = nic_loads(total_traffic, site)
-    speed = _network_speed(run, node)
     cluster = run.cluster
+    # Bytes per second of each device: the topology's if known, else the run file's
+    speed = cluster.network_bytes_per_second
+    if node is not None:
+        speed = infer_cluster(node, cluster.preset).fields.get("network_bytes_per_second") or speed
+    busiest_seconds = None
+    if speed:
+        busiest_bytes = max(max(load.sent_bytes, load.received_bytes) for load in loads)
+        busiest_seconds = busiest_bytes * len({name for nics in site.nics for name in nics}) / (speed * site.nproc)
     return {
         "run": _run_label(run, world_size),
         "ranks": world_size,
@@ -138,31 +132,25 @@ def placement_to_json(
         "nodes": -(-world_size // site.nproc),
         "site": asdict(site),
         "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
-        "ranks_by_node": seating_by_node(run, world_size, site.nproc),
+        "ranks_by_node": coordinates_by_node(run, world_size, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
         "share_of_all": {
             link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINK_KINDS
         },
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
-        "busiest_nic_seconds": _min_nic_seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
-        "fabric_loads": fabric_loads(world_size, site, speed, oversubscription=cluster.oversubscription),
+        "busiest_nic_seconds": busiest_seconds,
+        "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
         "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(world_size, site),
-        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster=cluster)],
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
     }
 
 
-def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
-    """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3".
-
-    Args:
-        run: Run with its layout.
-        world_size: Number of ranks.
-        nproc: Ranks per node.
-    """
+def coordinates_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
+    """Return the coordinates of every node's ranks on each axis: "dp_shard 0, pp 0-1, tp 0-3"."""
     sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
-    seats = []
+    nodes = []
     for first in range(0, world_size, nproc):
         node_ranks = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
         num_servers = max(0, min(first + nproc, sizes.servers) - first)
@@ -172,19 +160,12 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
                 low = coordinates.min()
                 high = coordinates.max()
                 descriptions.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))
-        seats.append(", ".join(descriptions))
-    return seats
+        nodes.append(", ".join(descriptions))
+    return nodes
 
 
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
-    """Return the matrix of all traffic between ranks, nodes or groups of nodes.
-
-    Args:
-        run: Run with its layout.
-        world_size: Number of ranks.
-        parts: Traffic per axis of the layout, which the matrix adds up.
-        site: Devices and links of a node.
-    """
+    """Return the matrix of all traffic between ranks, nodes or groups of nodes, summed over the axes of the layout."""
     total_traffic = merge_matrices(world_size, list(parts.values()))
     nodes = -(-world_size // site.nproc)
     name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"
@@ -195,32 +176,14 @@ def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatri
     return Heatmap(name, total_traffic.aggregated(site.nproc * nodes_per_cell).to_dense(), unit)
 
 
-def _heatmap_to_json(heat: Heatmap) -> dict[str, Any]:
-    """Return the picture's cells as [from, to, bytes]."""
-    pairs = np.argwhere(heat.bytes > 0).tolist()
-    return {"unit": heat.unit, "cells": [[a, b, float(heat.bytes[a, b])] for a, b in pairs]}
-
-
 def _run_label(run: RunSpec, world_size: int) -> str:
     layout = run.layout
-    axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
-    axes = [
-        f"{axis} (outer)" if axis.startswith("pp") and layout.rank_order == "pipeline_outer" else axis for axis in axes
-    ]
-    kind = f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"
-    return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
-
-
-def _network_speed(run: RunSpec, node: NodeTopology | None) -> float | None:
-    """Return the network's bytes per second for each device: the topology's if known, else the run file's."""
-    measured = infer_cluster(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
-    return measured or run.cluster.network_bytes_per_second
-
-
-def _min_nic_seconds(speed: float | None, site: NodeLayout, busiest_bytes: float) -> float | None:
-    """Return the minimum seconds of the busiest network device; None if speeds are unknown."""
-    devices = len({name for nics in site.nics for name in nics})
-    return busiest_bytes * devices / (speed * site.nproc) if speed else None
+    axes = [f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"]
+    for axis in MODEL_PARALLEL_AXES:
+        if getattr(layout, axis) > 1:
+            is_outer = axis == "pp" and layout.rank_order == "pipeline_outer"
+            axes.append(f"{axis} {getattr(layout, axis)}{' (outer)' if is_outer else ''}")
+    return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join(axes)}"
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -251,8 +214,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _table(facts: dict[str, Any]) -> Table:
     """Return a table of bytes by axis and kind of link."""
-    numbers = [Column(header, justify="right") for header in (*LINK_KINDS.values(), "all")]
-    table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = text_table("bytes per step", numbers=(*LINK_KINDS.values(), "all"))
     for axis, links in facts["bytes"].items():
         cells = [format_bytes(links[link]) if links[link] else "-" for link in LINK_KINDS]
         table.add_row(axis, *cells, format_bytes(sum(links.values())), style="bold" if axis == "total" else "")
@@ -282,9 +244,8 @@ def _format_network(facts: dict[str, Any]) -> str:
 def _show_collectives(console: Terminal, facts: dict[str, Any]) -> None:
     """Print the loads and latencies of collectives over all ranks, if their formulas apply."""
     if facts["fabric_loads"]:
-        numbers = [Column(header, justify="right") for header in ("network card", "fast links", "by spine", "at least")]
         title = f"{format_bytes(BUFFER_BYTES)} over all ranks"
-        table = Table(title, *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        table = text_table(title, numbers=("network card", "fast links", "by spine", "at least"))
         for name, load in facts["fabric_loads"].items():
             sent = [format_bytes(load[link]) for link in ("nic_bytes", "nvlink_bytes")]
             seconds = format_seconds(load["seconds"]) if load["seconds"] else "-"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
+from typer import Option
 
 from phalanx.cli.commands.plan_cluster import rank_layouts, run_on_cluster
 from phalanx.cli.commands.plan_explain import compare, explain
@@ -16,17 +17,9 @@ from phalanx.cli.commands.plan_export import export_layout
 from phalanx.cli.commands.plan_nodes import parse_node_counts, show_node_counts
 from phalanx.cli.commands.plan_predict import predict
 from phalanx.cli.common.default_command import GroupWithDefault
-from phalanx.cli.common.options import (
-    AllSchedules,
-    Json,
-    Machine,
-    Nodes,
-    Nproc,
-    Overrides,
-    RunOrConfig,
-    Topology,
-)
+from phalanx.cli.common.options import AllSchedules, Json, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
 from phalanx.cli.common.output_file import check_output_file
+from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
     from phalanx.plan.search.result import EvaluatedLayout
@@ -67,19 +60,19 @@ def plan(
     machine: Machine = None,
     nodes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Number of nodes; default: cluster.nodes. A range shows the best layout of each number.",
             metavar="N|MIN:MAX",
         ),
     ] = None,
     nproc: Nproc = None,
     topology: Topology = None,
-    top: Annotated[int | None, typer.Option(help=f"Number of layouts to show; default: {DEFAULT_TOP}.", min=1)] = None,
+    top: Annotated[int | None, Option(help=f"Number of layouts to show; default: {DEFAULT_TOP}.", min=1)] = None,
     all_: AllSchedules = False,
     tokens: Annotated[
-        float | None, typer.Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
+        float | None, Option(help="Training tokens for days, energy and cost; default: the run's.", min=1)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(help="Write a run file with the best layout.", metavar="FILE")] = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -110,13 +103,18 @@ def plan(
     num_nodes, *more_counts = parse_node_counts(nodes)
     load = partial(run_on_cluster, run, machine, nproc=nproc, overrides=set_ or [], topology=topology)
     if more_counts:
-        _refuse_with_range(nodes, {"--top": top, "--all": all_ or None, "--tokens": tokens, "--out": out})
+        # A range of nodes has one layout for each number.
+        for option, value in {"--top": top, "--all": all_ or None, "--tokens": tokens, "--out": out}.items():
+            if value is not None:
+                problem = f"is a range, which cannot be combined with {option}"
+                raise UserError("--nodes", nodes, problem, fix=f"remove {option}, or give one number of nodes")
         show_node_counts(load, [num_nodes, *more_counts], as_json=json_)
         return
     described, world_size = load(num_nodes)
     num_shown = top or DEFAULT_TOP
     ranked = rank_layouts(described, world_size, num_shown, all_schedules=all_)
-    if out is not None:  # before any output, which a pager may cut off
+    # Before any output, which a pager may cut off
+    if out is not None:
         _write(described, ranked.best, out)
     if json_:
         import json
@@ -130,16 +128,6 @@ def plan(
         print_layout_table(described, world_size, ranked, top=num_shown, tokens=tokens)
 
 
-def _refuse_with_range(nodes: str | None, options: dict[str, object]) -> None:
-    """Raise UserError for an option of the table: a range of nodes has one layout for each number."""
-    from phalanx.spec.errors import UserError
-
-    for option, value in options.items():
-        if value is not None:
-            problem = f"is a range, which cannot be combined with {option}"
-            raise UserError("--nodes", nodes, problem, fix=f"remove {option}, or give one number of nodes")
-
-
 app.command()(explain)
 app.command()(compare)
 
@@ -147,11 +135,9 @@ app.command()(compare)
 @app.command()
 def explore(
     run: RunOrConfig,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the page to a file instead of serving it.", metavar="FILE")
-    ] = None,
+    html: Annotated[Path | None, Option(help="Write the page to a file instead of serving it.", metavar="FILE")] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to serve; default: any free port.", min=0, max=65535, metavar="N")
+        int | None, Option(help="Port to serve; default: any free port.", min=0, max=65535, metavar="N")
     ] = None,
     all_: AllSchedules = False,
     machine: Machine = None,
@@ -171,7 +157,6 @@ def explore(
         phalanx plan explore run.toml --machine h100 --nodes 16 --html plan.html
     """
     from phalanx.cli.commands.plan_explorer import PlanArguments, serve_page, write_page
-    from phalanx.spec.errors import UserError
 
     arguments = PlanArguments(
         run=run,
@@ -212,9 +197,8 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     name = shlex.quote(str(file))
     start = f"phalanx train {name}"
     if run.cluster.nodes > 1:
-        start += (
-            f" --rendezvous FIRST_NODE:{PORT} on each node, or phalanx launch {name} --to slurm|kubernetes|skypilot"
-        )
+        start += f" --rendezvous FIRST_NODE:{PORT} on each node"
+        start += f", or phalanx launch {name} --to slurm|kubernetes|skypilot"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}); start it with {start}", file=sys.stderr)
     for note in notes:
         print(note, file=sys.stderr)

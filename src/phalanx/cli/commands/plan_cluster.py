@@ -23,7 +23,7 @@ def rank_layouts(run: RunSpec, world_size: int, num_layouts: int = MIN_SEARCHED,
 
     with search_progress(world_size) as report:
         keep = max(num_layouts, MIN_SEARCHED)
-        return plan_or_raise(run, world_size, keep, report=report, group_schedules=not all_schedules)
+        return plan_or_raise(run, world_size, keep, report, group_schedules=not all_schedules)
 
 
 def run_on_cluster(
@@ -36,15 +36,8 @@ def run_on_cluster(
 ) -> tuple[RunSpec, int]:
     """Return the run on the machines that the options name, and its number of ranks.
 
-    A topology overrides the run file and the machine except for nproc; --set overrides the topology.
-
-    Args:
-        run: Run file.
-        machine: Preset or file of --machine; None for the run file's cluster.
-        nodes: Number of nodes; None for the cluster's.
-        nproc: Ranks per node; None for the cluster's, or else its number of cores or devices.
-        overrides: FIELD=VALUE of each --set.
-        topology: File of --topology; None without one.
+    An option that is None leaves the run file's value; without one, a node has as many ranks as cores or devices. A
+    topology overrides the run file and the machine except for nproc; --set overrides the topology.
     """
     from phalanx.spec.base import require
     from phalanx.spec.cluster import DEFAULT_DEVICES_PER_NODE, MAX_NODES
@@ -54,23 +47,16 @@ def run_on_cluster(
     if topology is not None:
         topology_overrides = _topology_overrides(topology, described.cluster)
         described = load_run(run, [*topology_overrides, *overrides], machine=machine)
-    require(
-        nodes is None or nodes <= MAX_NODES,
-        "--nodes",
-        nodes,
-        problem="is more than any cluster has",
-        fix=f"use at most {MAX_NODES:,}",
-    )
+    is_possible = nodes is None or nodes <= MAX_NODES
+    require(is_possible, "--nodes", nodes, "is more than any cluster has", fix=f"use at most {MAX_NODES:,}")
     cluster = described.cluster
-    changes = {
-        "nodes": nodes or cluster.nodes,
-        "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
-    }
     is_given = nproc is not None or cluster.nproc_per_node is not None
-    cluster = cluster.model_copy(update=changes)
+    nproc = nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE
+    cluster = cluster.replace(nodes=nodes or cluster.nodes, nproc_per_node=nproc)
     if not is_given:
-        cluster.model_fields_set.discard("nproc_per_node")  # so that a plan lists it among its assumptions
-    return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
+        # A plan then lists it among its assumptions.
+        cluster.model_fields_set.discard("nproc_per_node")
+    return described.replace(cluster=cluster, auto_layout=False), cluster.ranks
 
 
 def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:

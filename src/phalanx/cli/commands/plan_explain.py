@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.commands.plan_cluster import rank_layouts, run_on_cluster
 from phalanx.cli.common.options import AllSchedules, Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 def explain(
     run: RunOrConfig,
     number: Annotated[
-        int, typer.Argument(help="Number of the layout in the table of `phalanx plan`.", min=1, metavar="K")
+        int, Argument(help="Number of the layout in the table of `phalanx plan`.", min=1, metavar="K")
     ] = 1,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")
-    ] = None,
+    picture: Annotated[Path | None, Option(help="Draw the explanation: .svg, .html or .png.", metavar="FILE")] = None,
     all_: AllSchedules = False,
     machine: Machine = None,
     nodes: Nodes = None,
@@ -47,7 +45,7 @@ def explain(
         check_picture_file(picture, "--picture")
         check_output_file("--picture", picture, run)
     _check_number("K", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     ranked = rank_layouts(described, world_size, number, all_schedules=all_)
     _check_number("K", number, ranked.layouts)
     from phalanx.cli.views.plan import print_explanation
@@ -64,12 +62,9 @@ def explain(
 def compare(
     run: RunOrConfig,
     layout: Annotated[
-        str,
-        typer.Argument(help="Fields, such as `tp=4,pp=8`, or the number or text of a row of the table.", metavar="A"),
+        str, Argument(help="Fields, such as `tp=4,pp=8`, or the number or text of a row of the table.", metavar="A")
     ],
-    other: Annotated[
-        str | None, typer.Argument(help="Another layout; default: the first of the table.", metavar="B")
-    ] = None,
+    other: Annotated[str | None, Argument(help="Another layout; default: the first of the table.", metavar="B")] = None,
     all_: AllSchedules = False,
     machine: Machine = None,
     nodes: Nodes = None,
@@ -89,7 +84,7 @@ def compare(
     numbers = {text: int(digits) for text in texts if (digits := text.strip().rstrip("*")).isdecimal()}
     for number in numbers.values():
         _check_number("layout", number)
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     from phalanx.cli.views.plan import print_comparison
     from phalanx.plan.search.candidates import describe_other_strategy
     from phalanx.plan.search.evaluate import evaluate_layout_text, parse_layout
@@ -108,7 +103,7 @@ def compare(
             _check_number("layout", number, ranked)
             options[text] = ranked[number - 1]
     first, second = (options[text] for text in texts)
-    print_comparison(described, world_size, first, second=second, names=(names[0], names[1]), notes=notes)
+    print_comparison(described, world_size, first, second, names=(names[0], names[1]), notes=notes)
 
 
 def _check_number(argument: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:

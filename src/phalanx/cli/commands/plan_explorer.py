@@ -58,9 +58,7 @@ class PlanArguments:
 
     def load(self) -> tuple[RunSpec, int]:
         """Return the run and its number of ranks. Raises UserError if it cannot be planned."""
-        return run_on_cluster(
-            self.run, self.machine, self.nodes, nproc=self.nproc, overrides=list(self.overrides), topology=self.topology
-        )
+        return run_on_cluster(self.run, self.machine, self.nodes, self.nproc, list(self.overrides), self.topology)
 
     def as_json(self) -> dict[str, object]:
         """Return the arguments in JSON types, for another process."""
@@ -120,19 +118,13 @@ class BusyError(UserError):
 def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple[Choices, dict[str, int]]:
     """Return the choices in a decoded JSON body, and the integers that `more` names.
 
-    Args:
-        table: The body.
-        more: Names of further integers.
-        first: Choices of the command line, which may exceed `MAX_NUMBERS`.
-
-    Raises:
-        InvalidChoiceError: Fields are unknown or missing, a machine is unknown, or a value has another type.
+    The choices of the command line (`first`) may exceed `MAX_NUMBERS`. Raises InvalidChoiceError if fields are
+    unknown or missing, a machine is unknown, or a value has another type.
     """
     fields = ("machine", "nodes", "batch", "seq_len", *more)
     if not isinstance(table, dict) or set(table) != set(fields):
-        raise InvalidChoiceError(
-            "request", None, f"does not have the fields {', '.join(fields)}", fix="reload the page"
-        )
+        problem = f"does not have the fields {', '.join(fields)}"
+        raise InvalidChoiceError("request", None, problem, fix="reload the page")
     if table["machine"] not in ("", *preset_names("machines")):
         raise InvalidChoiceError("machine", table["machine"], "is not a known machine", fix="choose one from the list")
     for name in fields[1:]:
@@ -140,9 +132,8 @@ def parse_choices(table: object, more: tuple[str, ...], first: Choices) -> tuple
         low = 0 if name in more else 1
         high = max(MAX_NUMBERS[name], asdict(first).get(name, 0))
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise InvalidChoiceError(
-                name, value, "is not a valid number", fix=f"use a whole number from {low} to {high:,}"
-            )
+            fix = f"use a whole number from {low} to {high:,}"
+            raise InvalidChoiceError(name, value, "is not a valid number", fix=fix)
     return Choices(*(table[name] for name in fields[:4])), {name: table[name] for name in more}
 
 
@@ -153,7 +144,8 @@ def with_choices(arguments: PlanArguments, choices: Choices) -> PlanArguments:
     training = {"seq_len": choices.seq_len, "tokens_per_step": choices.batch * choices.seq_len}
     changed = (choices.batch, choices.seq_len) != (present.batch, present.seq_len)
     overrides = [f"training.{field}={value}" for field, value in training.items()] if changed else []
-    if choices.machine:  # a topology belongs to the machine of the command line
+    if choices.machine:
+        # A topology belongs to the machine of the command line.
         arguments = replace(arguments, machine=choices.machine, topology=None)
     nodes = choices.nodes if choices.nodes != present.nodes else arguments.nodes
     return replace(arguments, nodes=nodes, overrides=(*arguments.overrides, *overrides))
@@ -171,7 +163,7 @@ def write_page(arguments: PlanArguments, file: Path) -> None:
 def serve_page(arguments: PlanArguments, port: int) -> None:
     """Serve the explorer to this machine until Ctrl-C."""
     explorer = ExplorerServer(arguments)
-    server = make_http_server("--port", LOCAL_ADDRESS, port, get=explorer.get, post=explorer.post)
+    server = make_http_server("--port", LOCAL_ADDRESS, port, explorer.get, explorer.post)
     with closing(explorer), server:
         if has_screen(sys.platform, os.environ):
             import webbrowser
@@ -215,10 +207,7 @@ class ExplorerServer:
     def post(self, path: str, host: str, body: bytes) -> Answer:
         """Respond to POST with a plan for new choices (/plan), or with a selected layout (/layout).
 
-        Args:
-            path: Path of the request.
-            host: Host header of the request, which must name this machine.
-            body: Choices as JSON.
+        The host header of the request must name this machine; the body has the choices as JSON.
         """
         if refusal := refuse_other_hosts(host):
             return refusal
@@ -294,9 +283,7 @@ def explore_arguments(arguments: PlanArguments) -> tuple[Exploration, dict[str, 
     """Return the plan of some arguments with the data of a page, without details."""
     run, world_size = arguments.load()
     with search_progress(world_size) as report:
-        exploration = explore(
-            run, world_size, NUM_FIRST_CHOICES, group_schedules=not arguments.all_schedules, report=report
-        )
+        exploration = explore(run, world_size, NUM_FIRST_CHOICES, not arguments.all_schedules, report)
     assumed = "; ".join(list_assumptions(run, world_size, list(exploration.ranked.values())))
     notes = [calibration_note(run.cluster), describe_memory_limit(run.cluster)]
     notes += [f"assumed: {assumed}"] if assumed else []

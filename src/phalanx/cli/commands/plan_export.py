@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from phalanx.cli.commands.plan_cluster import MIN_SEARCHED, rank_layouts, run_on_cluster
 from phalanx.cli.common.options import Machine, Nodes, Nproc, Overrides, RunOrConfig, Topology
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def export_layout(
     run: RunOrConfig,
-    to: Annotated[str, typer.Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
+    to: Annotated[str, Option(help="Trainer: megatron, torchtitan, deepspeed or nanotron.", metavar="TRAINER")],
     machine: Machine = None,
     nodes: Nodes = None,
     nproc: Nproc = None,
@@ -37,7 +37,7 @@ def export_layout(
     from phalanx.spec.errors import UserError
     from phalanx.spec.formatting import format_gib
 
-    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
     trainer = require_known_trainer(to, "--to")
     check_run(described, trainer)
     with search_progress(world_size) as report:
@@ -49,12 +49,9 @@ def export_layout(
         raise UserError("--to", trainer, problem, fix=error.fix) from None
     print(exported.text)
     figures = f"{option.step_seconds:.3f} s a step and {format_gib(option.memory_bytes)} a rank"
-    print(
-        f"{option.candidate}: {figures} are Phalanx's figures for this layout; those of {TRAINER_NAMES[trainer]} are "
-        "not predicted",
-        file=sys.stderr,
-    )
-    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer=trainer)):
+    note = f"are Phalanx's figures for this layout; those of {TRAINER_NAMES[trainer]} are not predicted"
+    print(f"{option.candidate}: {figures} {note}", file=sys.stderr)
+    for note in (*exported.notes, *_why_not_best(described, world_size, option, trainer)):
         print(f"note: {note}", file=sys.stderr)
 
 

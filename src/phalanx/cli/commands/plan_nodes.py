@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.cli.common.progress import search_progress
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.cli.views.plan_nodes import NodeCount
     from phalanx.spec.run import RunSpec
 
     LoadRun = Callable[[int | None], tuple[RunSpec, int]]
@@ -34,37 +33,24 @@ def parse_node_counts(text: str | None) -> list[int | None]:
 
 
 def show_node_counts(load: LoadRun, counts: Sequence[int | None], as_json: bool) -> None:
-    """Print the best layout on each number of nodes. Raises UserError if none fits on any.
-
-    Args:
-        load: Returns the run on a number of nodes.
-        counts: Numbers of nodes.
-        as_json: Print JSON.
-    """
-    from phalanx.cli.views.plan_nodes import node_counts_to_json, print_node_counts
+    """Print the best layout on each number of nodes. Raises UserError if none fits on any."""
+    from phalanx.cli.views.plan_nodes import NodeCount, node_counts_to_json, print_node_counts
+    from phalanx.plan.search.explain import plan_or_raise
 
     loaded = [load(nodes) for nodes in counts]
-    planned = list(_plan_node_counts(loaded))
+    planned = []
+    error = None
+    for run, ranks in loaded:
+        try:
+            with search_progress(ranks) as report:
+                planned.append(NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best))
+        except UserError as caught:
+            error = caught
+            planned.append(NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field}: {caught.problem}"))
+    if error is not None and not any(count.best for count in planned):
+        raise error
     run, _ = loaded[0]
     if as_json:
         print(json.dumps(node_counts_to_json(run, planned), indent=2))
     else:
         print_node_counts(run, planned)
-
-
-def _plan_node_counts(loaded: Sequence[tuple[RunSpec, int]]) -> Iterator[NodeCount]:
-    from phalanx.cli.views.plan_nodes import NodeCount
-    from phalanx.plan.search.explain import plan_or_raise
-
-    error = None
-    fits = False
-    for run, ranks in loaded:
-        try:
-            with search_progress(ranks) as report:
-                yield NodeCount(run.cluster.nodes, ranks, plan_or_raise(run, ranks, report=report).best)
-            fits = True
-        except UserError as caught:
-            error = caught
-            yield NodeCount(run.cluster.nodes, ranks, problem=f"{caught.field}: {caught.problem}")
-    if error is not None and not fits:
-        raise error

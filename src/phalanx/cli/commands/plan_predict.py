@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from phalanx.cli.common.options import Json
 
 
 def predict(
-    table: Annotated[Path, typer.Argument(help="A CSV file with a run in each row.", metavar="RUNS.csv")],
-    json_: Json = False,
+    table: Annotated[Path, Argument(help="A CSV file with a run in each row.", metavar="RUNS.csv")], json_: Json = False
 ) -> None:
     """Predict the runs of a table, each with the trainer that its row describes.
 

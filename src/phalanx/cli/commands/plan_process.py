@@ -24,11 +24,9 @@ class PlanProcess:
     """A process that plans once, keeps the plan, and answers for its layouts."""
 
     def __init__(self, arguments: Mapping[str, object], is_limited: bool = True) -> None:
-        """Start the process.
+        """Start the process; `arguments` of the plan are in JSON types.
 
-        Args:
-            arguments: Arguments of the plan, in JSON types.
-            is_limited: True to limit its time and memory; the plan of the command line is not limited.
+        Its time and memory are limited, except for the plan of the command line.
         """
         self.num_users = 0
         """Number of threads that use this plan; it is changed under the lock of its owner."""
@@ -53,8 +51,7 @@ class PlanProcess:
     def facts(self) -> dict[str, Any]:
         """Return the data of the explorer's page, without details, after planning if that is not done yet.
 
-        Raises:
-            UserError: The run cannot be planned, or a limit was exceeded.
+        Raises UserError if the run cannot be planned, or a limit was exceeded.
         """
         with self._lock:
             if self._facts is None:
@@ -64,8 +61,7 @@ class PlanProcess:
     def details(self, layout: int) -> dict[str, Any]:
         """Return the details of a layout of the plan, which is made first if necessary.
 
-        Raises:
-            UserError: The plan has no such layout, the run cannot be planned, or a limit was exceeded.
+        Raises UserError if the plan has no such layout, the run cannot be planned, or a limit was exceeded.
         """
         self.facts()
         with self._lock:

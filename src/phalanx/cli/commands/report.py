@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json, Machine
 from phalanx.cli.common.output_file import write_file
 from phalanx.spec.errors import UserError
 
-if TYPE_CHECKING:
-    from phalanx.report.run_data import RunData
-
 PAGE = "report.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
+    runs: Annotated[list[Path], Argument(help="Run directories.", metavar="RUN_DIR...")],
     html: Annotated[
-        Path | None,
-        typer.Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE"),
+        Path | None, Option(help=f"Page to write; default: RUN_DIR/{PAGE}, for several runs ./{PAGE}.", metavar="FILE")
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json"),
+        Path | None, Option(help="Write a trace of all ranks, for ui.perfetto.dev.", metavar="FILE.json")
     ] = None,
     machine: Machine = None,
     json_: Json = False,
@@ -59,12 +54,21 @@ def report(
     known = load_machine(machine) if machine else None
     recorded = [read_run(directory, known) for directory in runs]
     if trace is not None:
-        _write_trace(recorded, trace)
+        from phalanx.report.export.chrome_trace import chrome_trace
+
+        if len(recorded) > 1:
+            raise UserError("--trace", str(trace), f"requires one run, not {len(recorded)}", fix="give one RUN_DIR")
+        if not recorded[0].ranks:
+            problem = "requires records of the ranks, which this run does not have"
+            fix = "train with metrics.per_rank_records = true, and add --profile-steps to record passes and collectives"
+            raise UserError("--trace", str(trace), problem, fix=fix)
+        write_file("--trace", trace, json.dumps(chrome_trace(recorded[0])))
     data = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
         raise UserError("run directory", str(runs[0]), "was not created by phalanx train", fix="add --html FILE")
-    if html or not json_:  # before any output, which a pager may cut off
+    # Before any output, which a pager may cut off
+    if html or not json_:
         write_file("--html", file, page(data), replaces_link=html is None and len(runs) == 1)
     if json_:
         print(json.dumps(data, indent=2, allow_nan=False))
@@ -72,14 +76,3 @@ def report(
         from phalanx.cli.views.report import print_report
 
         print_report(data, file)
-
-
-def _write_trace(recorded: list[RunData], file: Path) -> None:
-    from phalanx.report.export.chrome_trace import chrome_trace
-
-    if len(recorded) > 1:
-        raise UserError("--trace", str(file), f"requires one run, not {len(recorded)}", fix="give one RUN_DIR")
-    if not recorded[0].ranks:
-        fix = "train with metrics.per_rank_records = true, and add --profile-steps to record passes and collectives"
-        raise UserError("--trace", str(file), "requires records of the ranks, which this run does not have", fix=fix)
-    write_file("--trace", file, json.dumps(chrome_trace(recorded[0])))

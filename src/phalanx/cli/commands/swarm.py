@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.spec.errors import UserError
@@ -18,8 +20,6 @@ from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_si
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from phalanx.spec.run import RunSpec
     from phalanx.spec.swarm import Codec, Method, SwarmSpec
 
@@ -31,24 +31,23 @@ app = typer.Typer(
     help="Train one model at several sites over slow links.",
 )
 Certificates = Annotated[
-    Path, typer.Option("--certs", help="Folder of this member, created by `phalanx swarm certs`.", metavar="DIR")
+    Path, Option("--certs", help="Folder of this member, created by `phalanx swarm certs`.", metavar="DIR")
 ]
-Address = Annotated[str, typer.Argument(help="Address of the coordinator.", metavar="HOST:PORT")]
+Address = Annotated[str, Argument(help="Address of the coordinator.", metavar="HOST:PORT")]
 
 
 @app.command()
 def certs(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of the certificate authority; created if missing.", metavar="FOLDER")
+        Path, Argument(help="Folder of the certificate authority; created if missing.", metavar="FOLDER")
     ],
     members: Annotated[
-        list[str] | None, typer.Argument(help="Members that receive a certificate.", metavar="NAME...")
+        list[str] | None, Argument(help="Members that receive a certificate.", metavar="NAME...")
     ] = None,
     host: Annotated[
-        list[str] | None,
-        typer.Option(help="Host name or address of this member, for a coordinator.", metavar="HOST"),
+        list[str] | None, Option(help="Host name or address of this member, for a coordinator.", metavar="HOST")
     ] = None,
-    days: Annotated[int, typer.Option(help="Validity of the certificates in days.", min=1)] = 365,
+    days: Annotated[int, Option(help="Validity of the certificates in days.", min=1)] = 365,
 ) -> None:
     """Create a certificate authority for a swarm, and certificates for its members.
 
@@ -70,14 +69,14 @@ def certs(
     elif not members:
         raise UserError("NAME", None, "is missing", fix=f"list the members: phalanx swarm certs {folder} ann bob")
     for member in members or []:
-        print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
+        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
 
 
 @app.command()
 def serve(
-    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
+    run: Annotated[Path, Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     certificates: Certificates,
-    listen: Annotated[str, typer.Option(help="Address and port to listen on.", metavar="HOST:PORT")] = "0.0.0.0:7077",
+    listen: Annotated[str, Option(help="Address and port to listen on.", metavar="HOST:PORT")] = "0.0.0.0:7077",
     set_: Overrides = None,
 ) -> None:
     """Coordinate a swarm: wait for nodes, assign experts and text to them, and merge their updates, round by round.
@@ -107,7 +106,7 @@ def serve(
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(described, listen, certificates, log=lambda message: print(message, flush=True)))
+    raise typer.Exit(serve_swarm(described, listen, certificates, log=partial(print, flush=True)))
 
 
 @app.command()
@@ -115,9 +114,9 @@ def join(
     address: Address,
     certificates: Certificates,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks of this node; default: one per GPU, or one.", min=1, metavar="N")
+        int | None, Option(help="Ranks of this node; default: one per GPU, or one.", min=1, metavar="N")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Parent of the node's directory.", metavar="DIR")] = Path("nodes"),
+    out: Annotated[Path, Option(help="Parent of the node's directory.", metavar="DIR")] = Path("nodes"),
     set_: Overrides = None,
 ) -> None:
     """Take part in a swarm with this machine, from its next round on, until the last or Ctrl-C.
@@ -136,11 +135,8 @@ def join(
     _check_installed()
     from phalanx.swarm.join import join_swarm as take_part
 
-    raise typer.Exit(
-        take_part(
-            address, certificates, nproc, out=out, overrides=set_ or [], log=lambda message: print(message, flush=True)
-        )
-    )
+    log = partial(print, flush=True)
+    raise typer.Exit(take_part(address, certificates, nproc, out, overrides=set_ or [], log=log))
 
 
 @app.command()
@@ -164,7 +160,7 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 @app.command()
 def text(
     address: Address,
-    checksum: Annotated[str, typer.Argument(help="Checksum of the right text; the rejected node prints it.")],
+    checksum: Annotated[str, Argument(help="Checksum of the right text; the rejected node prints it.")],
     certificates: Certificates,
 ) -> None:
     """Set the text that all nodes of a swarm must read, as its operator.
@@ -206,13 +202,13 @@ MBIT = 1e6 / 8
 
 @app.command()
 def plan(
-    run: Annotated[Path, typer.Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
+    run: Annotated[Path, Argument(help="A run file with a [swarm] table.", metavar="SWARM.toml")],
     link: Annotated[
-        str, typer.Option(help="Bandwidth of a node in Mbit/s: upload, and download if different.", metavar="UP[:DOWN]")
+        str, Option(help="Bandwidth of a node in Mbit/s: upload, and download if different.", metavar="UP[:DOWN]")
     ] = "20:100",
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: swarm.nodes.", min=1)] = None,
+    nodes: Annotated[int | None, Option(help="Number of nodes; default: swarm.nodes.", min=1)] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(help="Measured time of one step on a node.", min=1e-9, metavar="S")
+        float | None, Option(help="Measured time of one step on a node.", min=1e-9, metavar="S")
     ] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -232,13 +228,33 @@ def plan(
 
     described = load_run(run, set_ or [])
     swarm = _require_swarm(described)
-    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, link=_parse_link(link), step_seconds=step_seconds))
+    up, _, down = link.partition(":")
+    try:
+        speeds = float(up) * MBIT, float(down or up) * MBIT
+    except ValueError:
+        speeds = 0.0, 0.0
+    if not 0 < min(speeds) <= max(speeds) < inf:
+        fix = "write Mbit/s of upload, and of download if different: 20:100"
+        raise UserError("--link", link, "is not a bandwidth", fix=fix)
+    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, speeds, step_seconds))
     if json_:
         print(json.dumps(rows, indent=2))
         return
+    from rich.table import Column
+
+    from phalanx.cli.common.text import text_table
     from phalanx.spec.terminal import Terminal
 
-    Terminal(width=max(Terminal().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
+    headers = ("up", "down", "state held", "on the wire", "of a round", "learning")
+    columns = [Column(header, justify="right", no_wrap=True) for header in headers]
+    table = text_table(Column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True), *columns)
+    for row in rows:
+        byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
+        has_times = row["round_seconds"] is not None
+        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilization']:.0%}") if has_times else ("", "")
+        name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
+        table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
+    Terminal(width=max(Terminal().width, 100), highlight=False).print(table)
 
 
 def _require_swarm(run: RunSpec) -> SwarmSpec:
@@ -247,24 +263,13 @@ def _require_swarm(run: RunSpec) -> SwarmSpec:
     return run.swarm
 
 
-def _parse_link(text: str) -> tuple[float, float]:
-    """Return the upload and download bandwidth in bytes per second."""
-    up, _, down = text.partition(":")
-    try:
-        speeds = float(up) * MBIT, float(down or up) * MBIT
-    except ValueError:
-        speeds = 0.0, 0.0
-    if not 0 < min(speeds) <= max(speeds) < inf:
-        raise UserError(
-            "--link", text, "is not a bandwidth", fix="write Mbit/s of upload, and of download if different: 20:100"
-        )
-    return speeds
-
-
 def _plan_rows(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method and codec, including the run file's own."""
+    """Yield a row for each method and codec, including the run file's own.
+
+    `link` is the upload and download bandwidth in bytes per second.
+    """
     from phalanx.cost.exact.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
     from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 
@@ -275,7 +280,7 @@ def _plan_rows(
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
-        exchange = round_bytes(node, method, codec, replication=swarm.replication)
+        exchange = round_bytes(node, method, codec, swarm.replication)
         exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
         sent = RoundBytes(exchange.up * exchanges, exchange.down * exchanges)
         time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
@@ -292,28 +297,10 @@ def _plan_rows(
         }
 
 
-def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True)
-    for header in ("up", "down", "state held", "on the wire", "of a round", "learning"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
-        has_times = row["round_seconds"] is not None
-        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilization']:.0%}") if has_times else ("", "")
-        name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
-        table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
-    return table
-
-
 def _format_status(swarm_status: dict[str, Any]) -> str:
     """Format the status of a swarm in lines."""
-    lines = [
-        f"round {swarm_status['round']} of {swarm_status['rounds']}, "
-        f"{swarm_status['method']} in {swarm_status['codec']}"
-    ]
+    kind = f"{swarm_status['method']} in {swarm_status['codec']}"
+    lines = [f"round {swarm_status['round']} of {swarm_status['rounds']}, {kind}"]
     if swarm_status["text"]:
         lines.append(f"text {swarm_status['text']}")
     if swarm_status["problem"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from phalanx.cli.commands.train_start import (
     StartOptions,
@@ -35,10 +36,10 @@ def _ranks(text: str) -> int:
 
 
 def train(
-    run: Annotated[Path, typer.Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
+    run: Annotated[Path, Argument(help="A run file, or the directory of a run to continue.", metavar="RUN.toml")],
     nproc: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Ranks on this machine; default: cluster.nproc_per_node, one per GPU, or one.",
             parser=_ranks,
             metavar="N",
@@ -46,11 +47,11 @@ def train(
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help='Machine for layout = "auto": a preset, or a file by `phalanx calibrate`.', metavar="NAME"),
+        Option(help='Machine for layout = "auto": a preset, or a file by `phalanx calibrate`.', metavar="NAME"),
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Number of nodes, or minimum and maximum: the run continues with fewer nodes if one is lost, and "
             "with more if one joins. Default: cluster.nodes.",
             metavar="N|LEAST:MOST",
@@ -58,38 +59,30 @@ def train(
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(
-            help="Rendezvous of the nodes: the address of one of them, and a free port there.", metavar="HOST:PORT"
-        ),
+        Option(help="Rendezvous of the nodes: the address of one of them, and a free port there.", metavar="HOST:PORT"),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
+        list[str] | None, Option("--set", help="Override a field, e.g. training.steps=200.", metavar="KEY=VALUE")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, if there is one.")] = False,
     profile_memory: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--profile-memory",
             help="Measure memory and traffic of one early step on each rank, and compare them with the plan.",
         ),
     ] = False,
     profile_steps: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Profile these steps (inclusive): passes and collectives over time, memory in the first step; on GPUs "
             "a trace of the last of several.",
             metavar="FIRST:LAST",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start even if the plan exceeds the machine's memory.")
-    ] = False,
+    force: Annotated[bool, Option("--force", help="Start even if the plan exceeds the machine's memory.")] = False,
     trust: Trust = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Check the run, print it as TOML, and exit.")
-    ] = False,
+    print_config: Annotated[bool, Option("--print-config", help="Check the run, print it as TOML, and exit.")] = False,
 ) -> None:
     """Train a model as a run file describes it.
 
@@ -117,23 +110,21 @@ def train(
     or this node of several, failed; 2 an error that you must fix; 75 a signal stopped the run after a checkpoint; 130
     Ctrl-C.
     """
-    described = _load(run, set_ or [], machine, trust=trust)
+    described = _load(run, set_ or [], machine, trust)
     if described.swarm is not None:
         fix = "start the coordinator with phalanx swarm serve; to train on this machine alone, add --set swarm="
-        raise UserError(
-            "swarm", described.swarm.method, "is a run of several sites, which phalanx train does not start", fix=fix
-        )
+        problem = "is a run of several sites, which phalanx train does not start"
+        raise UserError("swarm", described.swarm.method, problem, fix=fix)
     if profile_steps is not None:
         check_profiled_steps(described, profile_steps)
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
     has_nodes = rendezvous is not None or max_nodes > 1
     sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
-    cluster = described.cluster.model_copy(update=sizes)  # the run directory records it for a later resume
-    described = described.model_copy(update={"cluster": cluster})
-    rank_options = [
-        *(["--profile-memory"] if profile_memory else []),
-        *(["--profile-steps", profile_steps] if profile_steps else []),
-    ]
+    # The run directory records the sizes for a later resume.
+    cluster = described.cluster.replace(**sizes)
+    described = described.replace(cluster=cluster)
+    rank_options = ["--profile-memory"] if profile_memory else []
+    rank_options += ["--profile-steps", profile_steps] if profile_steps else []
     start = StartOptions(resume, force, rank_options)
     if print_config:
         with _exit_code_of_nodes() if has_nodes else nullcontext():
@@ -150,7 +141,7 @@ def train(
     if has_nodes:
         with _exit_code_of_nodes():
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint=endpoint))
+            raise typer.Exit(run_on_nodes(described, start, min_nodes, endpoint))
     raise typer.Exit(run_on_one_machine(described, start))
 
 
@@ -168,13 +159,11 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
     """Raise UserError for an invalid window of steps, or one in which nothing would be recorded."""
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
-        raise UserError(
-            "--profile-steps", steps, f"begins after the last step, {run.training.steps}", fix="choose earlier steps"
-        )
+        problem = f"begins after the last step, {run.training.steps}"
+        raise UserError("--profile-steps", steps, problem, fix="choose earlier steps")
     if not run.metrics.per_rank_records:
-        raise UserError(
-            "--profile-steps", steps, "has no effect with metrics.per_rank_records = false", fix="set it to true"
-        )
+        problem = "has no effect with metrics.per_rank_records = false"
+        raise UserError("--profile-steps", steps, problem, fix="set it to true")
 
 
 def _load(path: Path, overrides: list[str], machine: str | None, trust: bool | None) -> RunSpec:
@@ -192,13 +181,12 @@ def _load(path: Path, overrides: list[str], machine: str | None, trust: bool | N
         raise UserError("run directory", str(path), problem, fix=fix)
     for override in overrides:
         if override.startswith("training.seconds=") and override != "training.seconds=":
-            fix = "set training.steps instead"
-            raise UserError(
-                "--set", override, "applies to new runs only: the number of steps of this run is fixed", fix=fix
-            )
-    directory = path.resolve()  # the directory may have been moved since its creation
-    places = [f"output_dir='{directory.parent}'", f"name={directory.name}"]
-    return load_run(path / RUN_FILE, [*overrides, *places], machine=machine, trust=bool(trust))
+            problem = "applies to new runs only: the number of steps of this run is fixed"
+            raise UserError("--set", override, problem, fix="set training.steps instead")
+    # The directory may have been moved since its creation.
+    directory = path.resolve()
+    location = [f"output_dir='{directory.parent}'", f"name={directory.name}"]
+    return load_run(path / RUN_FILE, [*overrides, *location], machine=machine, trust=bool(trust))
 
 
 def _format_config(run: RunSpec, start: StartOptions) -> str:
@@ -214,7 +202,7 @@ def _format_config(run: RunSpec, start: StartOptions) -> str:
 
     ranks = select_nproc(run)
     layout_ranks = run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks
-    run, _ = decide_and_check(run, ranks, start, layout_ranks=layout_ranks)
+    run, _ = decide_and_check(run, ranks, start, layout_ranks)
     with offer_recorded_tokens(run, start.resume):
         check_sources(run.data)
     batch_plan = plan_batch(run, ranks * run.cluster.nodes)

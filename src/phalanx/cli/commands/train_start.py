@@ -43,31 +43,23 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
         raise UserError("--rendezvous", rendezvous, "is not a valid rendezvous address", fix=fix)
     is_waiting = False
     deadline = time.monotonic() + patience_seconds
-    while isinstance(ip_address := _resolve_host(host), OSError):
-        if time.monotonic() > deadline:
-            fix = "use a host name that all nodes can resolve, or an IP address"
-            raise LocalNodeError(
-                "--rendezvous", rendezvous, f"{host} cannot be resolved: {ip_address.strerror}", fix=fix
-            )
-        if not is_waiting:
-            print(f"phalanx: {host} cannot be resolved yet ({ip_address.strerror}); retrying", file=sys.stderr)
+    while True:
+        try:
+            ip_address = IPv4Address(gethostbyname(host))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                problem = f"{host} cannot be resolved: {error.strerror}"
+                fix = "use a host name that all nodes can resolve, or an IP address"
+                raise LocalNodeError("--rendezvous", rendezvous, problem, fix=fix) from None
+            if not is_waiting:
+                print(f"phalanx: {host} cannot be resolved yet ({error.strerror}); retrying", file=sys.stderr)
         is_waiting = True
         time.sleep(RETRY_SECONDS)
     if ip_address.is_unspecified:
-        raise UserError(
-            "--rendezvous",
-            rendezvous,
-            "stands for all addresses of a machine",
-            fix="use the address of one of the nodes",
-        )
+        fix = "use the address of one of the nodes"
+        raise UserError("--rendezvous", rendezvous, "stands for all addresses of a machine", fix=fix)
     return host, int(port)
-
-
-def _resolve_host(host: str) -> IPv4Address | OSError:
-    try:
-        return IPv4Address(gethostbyname(host))
-    except OSError as error:
-        return error
 
 
 def decide_and_check(
@@ -75,16 +67,9 @@ def decide_and_check(
 ) -> tuple[RunSpec, str | None]:
     """Decide what the run file leaves open, and check the run on this machine, before any text is read.
 
-    Args:
-        ranks: The number of ranks on this machine.
-        start: The options of the start.
-        layout_ranks: The number of ranks per node for `layout = "auto"`, or None if it is unknown.
-
-    Returns:
-        The run with its choices, and the planner's report as JSON if it chose the layout.
-
-    Raises:
-        UserError: Settings, run directory, disk or memory are unusable.
+    The result is the run with its choices, and the planner's report as JSON if it chose the layout. `layout_ranks`
+    is the number of ranks per node for `layout = "auto"`, or None if it is unknown. Raises UserError if settings,
+    run directory, disk or memory are unusable.
     """
     from phalanx.launch.preflight import check_settings, preflight
     from phalanx.train.create_run import check_machine_memory, decide_choices, decide_recomputation
@@ -94,7 +79,8 @@ def decide_and_check(
     if run.auto_layout:
         run, plan = choose_layout_for(run, layout_ranks)
     run = decide_recomputation(run, ranks * run.cluster.nodes)
-    if run.cluster.nodes == 1:  # with several, only the rendezvous host checks the run directory
+    # Of several nodes, only the rendezvous host checks the run directory.
+    if run.cluster.nodes == 1:
         preflight(run, ranks, start.resume)
     else:
         check_settings(run, ranks * run.cluster.nodes)
@@ -114,31 +100,26 @@ def run_on_one_machine(run: RunSpec, start: StartOptions) -> int:
         from phalanx.train.create_run import decide_choices
 
         run, plan = choose_layout_for(decide_choices(run, start.resume), nproc)
+    # Before the import of torch, which takes a second; the warm process imports it in the meantime.
     if nproc is not None and not run.layout.auto_checkpointing:
-        preflight(run, nproc, start.resume)  # before the import of torch, which takes a second
+        preflight(run, nproc, start.resume)
     has_launcher = nproc != 1 or run.recovery.restarts_ranks
-    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch in the meantime
+    with warm_process() if has_launcher else nullcontext() as warm:
         from phalanx.launch.process import select_nproc
         from phalanx.launch.supervisor import supervise_training
 
         ranks = select_nproc(run)
         run, _ = decide_and_check(run, ranks, start)
-        directory, lock = _set_up(run, ranks, start.resume, plan=plan)
+        directory, lock = _set_up(run, ranks, start.resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
-            return supervise_training(
-                directory, run, ranks, choose_layout=choose_layout, options=start.rank_options, warm_process=warm
-            )
+            return supervise_training(directory, run, ranks, choose_layout, start.rank_options, warm_process=warm)
 
 
 def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tuple[str, int]) -> int:
     """Run one of several nodes, each of which runs this command; return the exit code.
 
-    Args:
-        run: The run; its cluster has the maximum number of nodes.
-        start: The options of the start.
-        min_nodes: The number of nodes that suffice.
-        endpoint: The host and port of the rendezvous.
+    The run's cluster has the maximum number of nodes; `endpoint` is the host and port of the rendezvous.
     """
     from phalanx.launch.warm_process import warm_process
 
@@ -160,21 +141,15 @@ def run_on_nodes(run: RunSpec, start: StartOptions, min_nodes: int, endpoint: tu
             join_seconds=run.recovery.rendezvous_timeout_seconds,
             last_call_seconds=run.recovery.last_call_timeout_seconds,
         )
-        if rendezvous.is_host:  # other nodes find no rendezvous before the run directory exists
-            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan=plan)
-        else:
-            directory = run_directory(run)
-            lock = None
+        directory = run_directory(run)
+        lock = None
+        # Other nodes find no rendezvous before the run directory exists.
+        if rendezvous.is_host:
+            directory, lock = _set_up(run, ranks * max_nodes, start.resume, plan)
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
             return supervise_training(
-                directory,
-                run,
-                ranks,
-                choose_layout=choose_layout,
-                options=start.rank_options,
-                rendezvous=rendezvous,
-                warm_process=warm,
+                directory, run, ranks, choose_layout, start.rank_options, rendezvous, warm_process=warm
             )
 
 
@@ -187,7 +162,7 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, resume, progress=progress)
+        prepared = check_and_prepare(run, ranks, resume, progress)
     lock = lock_run_directory(run, resume)
     directory = write_run_directory(run, prepared)
     if plan is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from phalanx.spec.errors import UserError
 
@@ -19,15 +20,13 @@ PyTorch's import. A rendezvous of nodes takes `recovery.last_call_timeout_second
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN_DIR")],
-    every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.1, metavar="SECONDS")] = 2.0,
-    web: Annotated[bool, typer.Option("--web", help="Serve a live page to this machine only.")] = False,
-    port: Annotated[
-        int, typer.Option(help="Port of the page; 0: any free port.", min=0, max=65535, metavar="N")
-    ] = 8642,
+    run: Annotated[Path, Argument(help="Run directory.", metavar="RUN_DIR")],
+    every: Annotated[float, Option(help="Refresh interval in seconds.", min=0.1, metavar="SECONDS")] = 2.0,
+    web: Annotated[bool, Option("--web", help="Serve a live page to this machine only.")] = False,
+    port: Annotated[int, Option(help="Port of the page; 0: any free port.", min=0, max=65535, metavar="N")] = 8642,
     prometheus: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Serve metrics at /metrics on this port, on all addresses of this machine; 0: any free port.",
             min=0,
             max=65535,
@@ -54,10 +53,10 @@ def watch(
     from phalanx.report.run_data import read_run
 
     if web and prometheus is not None:
-        raise UserError(
-            "--prometheus", prometheus, "cannot be combined with --web", fix="start a second phalanx watch for it"
-        )
-    read_run(run)  # a directory that is not a run is rejected before any output
+        fix = "start a second phalanx watch for it"
+        raise UserError("--prometheus", prometheus, "cannot be combined with --web", fix=fix)
+    # A directory that is not a run is rejected before any output.
+    read_run(run)
     with suppress(KeyboardInterrupt):
         if prometheus is not None:
             from phalanx.cli.commands.watch_servers import serve_metrics
@@ -68,9 +67,28 @@ def watch(
 
             serve_page(run, port, every)
         elif sys.stdout.isatty():
-            _watch_live(run, every)
+            from rich.live import Live
+
+            from phalanx.cli.views.report import render_live
+            from phalanx.spec.terminal import Terminal
+
+            with Live(console=Terminal(), auto_refresh=False) as screen:
+                for facts in _poll_facts(run, every):
+                    screen.update(render_live(facts), refresh=True)
         else:
-            _print_lines(run, every)
+            from phalanx.cli.views.report import format_latest_step
+            from phalanx.report.formatting import round_lines
+
+            last_step = num_printed = 0
+            for facts in _poll_facts(run, every):
+                steps = facts["curves"]["step"]
+                for index in range(-sum(step > last_step for step in steps), 0):
+                    print(format_latest_step(facts, index), flush=True)
+                last_step = steps[-1] if steps else 0
+                rounds = round_lines(facts)
+                for line in rounds[num_printed:]:
+                    print(line, flush=True)
+                num_printed = len(rounds)
 
 
 def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
@@ -86,7 +104,10 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
         facts = report_facts(read_run(directory))
         yield facts
         run = facts["run"]
-        if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(facts):
+        # A swarm's node that has finished its steps still exchanges updates.
+        rounds = facts.get("swarm", {"rounds": None})["rounds"]
+        in_last_round = rounds and run["under_way"] and rounds["round"][-1] + 1 < facts["swarm"]["planned"]
+        if run["step"] >= run.get("steps", float("inf")) and not in_last_round:
             return
         failure = "; ".join(facts["problems"]) if run["failed"] or run["under_way"] is False else None
         if failure and not run["under_way"] and _has_ended(directory):
@@ -110,36 +131,3 @@ def _has_ended(directory: Path) -> bool:
         with suppress(OSError):  # it may have been deleted
             last_modified = max(last_modified, file.stat().st_mtime)
     return time.time() - last_modified > RESTART_SECONDS
-
-
-def _in_last_round(facts: dict[str, Any]) -> bool:
-    """Return whether a swarm's node has finished its steps and now exchanges updates only."""
-    swarm = facts.get("swarm", {"rounds": None})
-    return bool(swarm["rounds"] and facts["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
-
-
-def _watch_live(directory: Path, every_seconds: float) -> None:
-    from rich.live import Live
-
-    from phalanx.cli.views.report import render_live
-    from phalanx.spec.terminal import Terminal
-
-    with Live(console=Terminal(), auto_refresh=False) as screen:
-        for facts in _poll_facts(directory, every_seconds):
-            screen.update(render_live(facts), refresh=True)
-
-
-def _print_lines(directory: Path, every_seconds: float) -> None:
-    from phalanx.cli.views.report import format_latest_step
-    from phalanx.report.formatting import round_lines
-
-    last_step = num_printed = 0
-    for facts in _poll_facts(directory, every_seconds):
-        steps = facts["curves"]["step"]
-        for index in range(-sum(step > last_step for step in steps), 0):
-            print(format_latest_step(facts, index), flush=True)
-        last_step = steps[-1] if steps else 0
-        texts = round_lines(facts)
-        for line in texts[num_printed:]:
-            print(line, flush=True)
-        num_printed = len(texts)

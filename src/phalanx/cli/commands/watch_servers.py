@@ -29,12 +29,7 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 def serve_page(directory: Path, port: int, every_seconds: float) -> None:
     """Serve the page to this machine, and print its address, until interrupted.
 
-    Args:
-        port: TCP port.
-        every_seconds: Interval at which the page requests its content again.
-
-    Raises:
-        UserError: The port is in use.
+    The page requests its content again every `every_seconds`. Raises UserError if the port is in use.
     """
 
     def answer(path: str, host: str) -> Answer:

@@ -34,18 +34,11 @@ def make_http_server(
     get: Callable[[str, str], Answer],
     post: Callable[[str, str, bytes], Answer] | None = None,
 ) -> ThreadingHTTPServer:
-    """Return a server that listens on a port of this machine.
+    """Return a server that listens on a port of this machine; 0 selects a free one.
 
-    Args:
-        option: The option that names the port, for the error.
-        host: The address to listen on.
-        port: The port; 0 selects a free one.
-        get: Responds to GET; its arguments are the path and the host name of the request.
-        post: Responds to POST; its third argument is a JSON body. A body of another content type is rejected, because
-            pages of other sites can send those without permission.
-
-    Raises:
-        UserError: The port is in use.
+    `get` responds to GET: its arguments are the path and the host name of the request. `post` responds to POST, and
+    also gets a JSON body. A body of another content type is rejected, because pages of other sites can send those
+    without permission. Raises UserError if the port, which `option` names, is in use.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -105,7 +98,8 @@ def make_http_server(
                 return
             try:
                 super().process_request(request, client_address)
-            except Exception:  # no thread was started, which would have released it; Ctrl-C may come after its start
+            except Exception:
+                # No thread was started, which would have released it. Ctrl-C may come after its start.
                 self.free_connections.release()
                 raise
 

@@ -5,31 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-RunFile = Annotated[Path, typer.Argument(help="A run file.", metavar="RUN.toml")]
-RunOrConfig = Annotated[Path, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
+RunFile = Annotated[Path, Argument(help="A run file.", metavar="RUN.toml")]
+RunOrConfig = Annotated[Path, Argument(help="A run file, or a Hugging Face config.json.", metavar="RUN.toml")]
 Ranks = Annotated[
-    int | None,
-    typer.Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N"),
+    int | None, Option(help="Ranks of the run; default: cluster.nproc_per_node x cluster.nodes.", min=1, metavar="N")
 ]
 Machine = Annotated[
     str | None,
-    typer.Option(
-        help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.", metavar="NAME|FILE"
-    ),
+    Option(help="A machine preset (`phalanx info --list`), or a file by `phalanx calibrate`.", metavar="NAME|FILE"),
 ]
-Nodes = Annotated[int | None, typer.Option(help="Number of nodes; default: cluster.nodes.", min=1)]
-Nproc = Annotated[int | None, typer.Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)]
+Nodes = Annotated[int | None, Option(help="Number of nodes; default: cluster.nodes.", min=1)]
+Nproc = Annotated[int | None, Option(help="Devices per node; default: 8, or a CPU's cores.", min=1)]
 Topology = Annotated[
-    Path | None, typer.Option(help="Links of a node, written by `phalanx doctor --topology`.", metavar="FILE")
+    Path | None, Option(help="Links of a node, written by `phalanx doctor --topology`.", metavar="FILE")
 ]
-AllSchedules = Annotated[bool, typer.Option("--all", help="Show all schedules of each layout.")]
+AllSchedules = Annotated[bool, Option("--all", help="Show all schedules of each layout.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a field, e.g. training.seq_len=4096.", metavar="K=V")
+    list[str] | None, Option("--set", help="Override a field, e.g. training.seq_len=4096.", metavar="K=V")
 ]
 Trust = Annotated[
     bool | None,
-    typer.Option("--trust", help="Run the code that a run directory names (your own model, loss, callbacks ...)."),
+    Option("--trust", help="Run the code that a run directory names (your own model, loss, callbacks ...)."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]

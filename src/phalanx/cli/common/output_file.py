@@ -24,9 +24,8 @@ def check_replaceable(option: str, file: Path) -> None:
     except OSError:
         return
     if head and WRITTEN_BY.encode() not in head:
-        raise UserError(
-            option, str(file), "exists, and was not written by phalanx", fix="choose another name, or remove it"
-        )
+        fix = "choose another name, or remove it"
+        raise UserError(option, str(file), "exists, and was not written by phalanx", fix=fix)
 
 
 def check_output_file(option: str, file: Path, run: Path) -> None:
@@ -46,17 +45,10 @@ def check_output_file(option: str, file: Path, run: Path) -> None:
 
 
 def write_file(option: str, file: Path, text: str, replaces_link: bool = False) -> None:
-    """Write the file of an option.
+    """Write the file of an option; the text and an existing file must have WRITTEN_BY in their headers.
 
-    Args:
-        option: Option that names the file, for errors.
-        file: File to write; an existing one must have WRITTEN_BY in its header.
-        text: Content, with WRITTEN_BY in its header.
-        replaces_link: True to replace a link in the file's place instead of following it, in a run directory, which
-            may be someone else's.
-
-    Raises:
-        UserError: The file cannot be written, or would replace one of the user's.
+    With `replaces_link`, a link in the file's place is replaced and not followed: a run directory may be someone
+    else's. Raises UserError if the file cannot be written, or would replace one of the user's.
     """
     if not (replaces_link and file.is_symlink()):
         check_replaceable(option, file)

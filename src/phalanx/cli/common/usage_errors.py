@@ -15,8 +15,6 @@ from phalanx.spec.local_paths import URL, check_local_path
 
 UsageError: Any = typer.BadParameter.__base__
 """Base class of usage errors in click, or in the click that newer typer versions include."""
-
-
 FREE_TEXT_OPTIONS = ("--prompt", "--image")
 """Options whose values may be URLs: a prompt, and the image of a container."""
 ADDRESS_OPTIONS = ("--listen", "--rendezvous")
@@ -27,11 +25,8 @@ ADDRESS_COMMANDS = (("swarm", "join"), ("swarm", "status"), ("swarm", "text"))
 def refuse_urls(arguments: Sequence[str], is_flag: Callable[[str], bool]) -> None:
     """Raise UserError for a URL in a command line: a file needs a local path, and an address has no scheme.
 
-    This runs before options are parsed: a parsed path has lost the second slash of its scheme.
-
-    Args:
-        arguments: The command line.
-        is_flag: Returns whether an option takes no value, so that an argument may follow it.
+    This runs before options are parsed: a parsed path has lost the second slash of its scheme. `is_flag` returns
+    whether an option takes no value, so that an argument may follow it.
     """
     for previous, argument in zip(("", *arguments), arguments, strict=False):
         option, _, value = argument.partition("=")
@@ -70,16 +65,21 @@ def to_user_error(error: Any) -> UserError:
             return UserError("option", error.option_name, "is not known", fix=f"write --set {field}=VALUE")
         return _unknown_name_error("option", error.option_name, names)
     if hasattr(error, "option_name"):
-        return UserError(
-            error.option_name, None, _describe_problem(error.message, f"Option {error.option_name!r}"), fix=hint
-        )
-    if getattr(error, "param", None) is not None:
-        name = _parameter_label(error.param)
+        problem = _describe_problem(error.message, f"Option {error.option_name!r}")
+        return UserError(error.option_name, None, problem, fix=hint)
+    parameter = getattr(error, "param", None)
+    if parameter is not None:
+        # The name as in help: --nodes, RUN.toml
+        if parameter.param_type_name == "option":
+            name = str(max(parameter.opts, key=len))
+        else:
+            name = re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)
         if type(error).__name__ == "MissingParameter":
             usage = error.ctx.get_usage().partition(" ")[2].strip()
-            option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
+            option = f" {name} {parameter.metavar or ''}".rstrip() if name.startswith("-") else ""
             return UserError(name, None, "is missing", fix=f"write: {usage}{option}")
-        value = _offending_value(error)
+        # typer provides the value, or the message contains it.
+        value = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
         return UserError(name, value, _describe_problem(error.message), fix=number_fix(name, value) or hint)
     requested = error.message.partition("'")[2].partition("'")[0]
     known = getattr(error.ctx.command, "commands", None)
@@ -104,18 +104,6 @@ def _run_field(option: str) -> str:
     tables = RunSpec.model_fields.items()
     fields = [f"{table}.{name}" for table, field in tables if name in getattr(field.annotation, "model_fields", ())]
     return fields[0] if len(fields) == 1 else ""
-
-
-def _parameter_label(parameter: Any) -> str:
-    """Return a parameter as in help: --nodes, RUN.toml."""
-    if parameter.param_type_name == "option":
-        return str(max(parameter.opts, key=len))
-    return re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)
-
-
-def _offending_value(error: Any) -> object:
-    """Return the given value if typer provides it; otherwise the message contains it."""
-    return error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
 
 
 def _describe_problem(message: str, subject: str = "") -> str:

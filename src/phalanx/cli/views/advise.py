@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from phalanx.cli.common.text import print_line
 from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
 from phalanx.plan.search.result import EvaluatedLayout
@@ -29,14 +30,10 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     best = advised.best
     name = run.model.preset or run.model.from_hf or "model"
     machine = run.cluster.preset or "device"
-    console.print(
-        f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}: "
-        f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner",
-        style="bold",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(f"the planner's best: {_format_option(best)}", highlight=False, soft_wrap=True)
+    agreement = f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner"
+    setup = f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}"
+    print_line(console, f"{setup}: {agreement}", "bold")
+    print_line(console, f"the planner's best: {_format_option(best)}")
     for kind, title in TITLES.items():
         kind_advice = [advice for advice in advised.advice if advice.rule.kind == kind]
         if kind_advice:
@@ -49,7 +46,7 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
         "planner's best",
         f"{len(advised.inapplicable_rules)} rules do not apply; --json lists them",
     ):
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
+        print_line(console, note, "dim")
 
 
 def _show(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
@@ -64,7 +61,7 @@ def _show(console: Terminal, advice: Advice, best: EvaluatedLayout) -> None:
         lines.append(f"with {_format_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
     lines += [advice.reason, *([rule.unplanned_part] if rule.unplanned_part else [])]
     for line in lines:
-        console.print(f"{'':15}{line}", style="dim" if line == lines[0] else "", highlight=False, soft_wrap=True)
+        print_line(console, f"{'':15}{line}", "dim" if line == lines[0] else "")
 
 
 def _format_option(option: EvaluatedLayout) -> str:
@@ -96,14 +93,14 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
 
 
 def _rule_to_json(rule: RuleOfThumb) -> dict[str, str]:
-    texts = {
+    return {
         "kind": rule.kind,
         "rule": rule.name,
         "says": rule.recommendation,
         "asks": rule.requirements_text,
         "source": rule.source,
+        "beyond": rule.unplanned_part,
     }
-    return {**texts, "beyond": rule.unplanned_part}
 
 
 def _option_to_json(option: EvaluatedLayout) -> dict[str, Any]:

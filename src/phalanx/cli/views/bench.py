@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from phalanx.bench.latency_bandwidth_fit import WARN_ABOVE
 from phalanx.bench.nccl_tests_format import format_table
+from phalanx.cli.common.text import text_table
 from phalanx.spec.formatting import format_si
 from phalanx.spec.terminal import Terminal
 
@@ -15,10 +16,7 @@ Facts = dict[str, Any]
 
 
 def print_benchmarks(results: Facts) -> None:
-    """Print all measurements.
-
-    Lines among collectives that are not in nccl-tests' format start with #.
-    """
+    """Print all measurements. Lines among collectives that are not in nccl-tests' format start with #."""
     console = Terminal(width=max(Terminal().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} concurrent ranks, each {results['device']}; times of the slowest"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
@@ -34,7 +32,8 @@ def print_benchmarks(results: Facts) -> None:
 
 def _matmul_table(results: Facts) -> Table:
     passes = [column for name in ("forward", "inputs", "weights") for column in (name, "FLOP/s")]
-    grid = _grid(f"product, {results['precision']}", "times", "m", "n", "k", *passes)
+    title = Column(f"product, {results['precision']}", no_wrap=True)
+    grid = text_table(title, numbers=("times", "m", "n", "k", *passes))
     for row in results["matmul"]:
         batch = f"{row['batch']} x " if row["batch"] > 1 else ""
         sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
@@ -46,35 +45,27 @@ def _matmul_table(results: Facts) -> Table:
 
 def _attention_table(results: Facts) -> Table:
     passes = "forward", "FLOP/s", "backward", "FLOP/s"
-    grid = _grid(f"attention, {results['precision']}", "times", "heads", "tokens", *passes)
+    title = Column(f"attention, {results['precision']}", no_wrap=True)
+    grid = text_table(title, numbers=("times", "heads", "tokens", *passes))
     for row in results["attention"]:
         kind = "masked" if row["masked"] else "causal"
         kind = kind if row["causal"] else "unmasked"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
-        shown = (
-            *_format_timing(row["flops"], row["forward_seconds"]),
-            *_format_timing(2 * row["flops"], row["backward_seconds"]),
-        )
-        grid.add_row(kind, f"{row['count']}", heads, tokens, *shown)
+        forward = _format_timing(row["flops"], row["forward_seconds"])
+        backward = _format_timing(2 * row["flops"], row["backward_seconds"])
+        grid.add_row(kind, f"{row['count']}", heads, tokens, *forward, *backward)
     return grid
 
 
 def _bandwidth_table(results: Facts) -> Table:
-    grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
+    numbers = ("read and written", "in", "a rank", "all ranks")
+    grid = text_table(Column("memory", no_wrap=True), numbers=numbers)
     for row in results["bandwidth"]:
         speeds = row["bytes_per_second"], results["world_size"] * row["bytes_per_second"]
         moved = f"{format_si(row['moved_bytes'])}B"
         time = f"{1e3 * row['seconds']:.3g} ms"
         grid.add_row(row["kernel"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
-    return grid
-
-
-def _grid(title: str, *columns: str) -> Table:
-    grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    grid.add_column(title, no_wrap=True)
-    for column in columns:
-        grid.add_column(column, justify="right")
     return grid
 
 
@@ -86,24 +77,26 @@ def collectives(results: Facts) -> str:
     """Return a table in nccl-tests' format per operation and group, with traffic per update and fit."""
     if not results["collectives"]:
         return "# this run has no collectives"
-    return "\n".join(_format_collective(collective) for collective in results["collectives"])
-
-
-def _format_collective(collective: Facts) -> str:
-    ranks = collective["ranks"]
-    groups = collective["groups"]
-    where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
-    sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
-    lines = [
-        f"# {collective['operation']} among {collective['among']}: {ranks} ranks ({where}); an update calls {sent}"
-    ]
-    return "\n".join([*lines, format_table(collective["nccl_tests"]), *_format_fit(collective["fit"], ranks), "#"])
+    lines = []
+    for collective in results["collectives"]:
+        ranks = collective["ranks"]
+        groups = collective["groups"]
+        where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
+        sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
+        name = f"{collective['operation']} among {collective['among']}"
+        lines.append(f"# {name}: {ranks} ranks ({where}); an update calls {sent}")
+        lines += [format_table(collective["nccl_tests"]), *_format_fit(collective["fit"], ranks), "#"]
+    return "\n".join(lines)
 
 
 def _format_fit(fit: Facts | None, ranks: int) -> list[str]:
     if fit is None:
         return ["# one size does not determine latency and bandwidth: see --sweep"]
-    pieces = [_format_piece(piece) for piece in fit["pieces"]]
+    pieces = []
+    for piece in fit["pieces"]:
+        speed = piece["bytes_per_second"]
+        transfer = "" if speed is None else f" + S / {speed / 1e9:.4g} GB/s"
+        pieces.append(f"{1e6 * piece['latency_seconds']:.1f} us{transfer}")
     time = pieces[0] if len(pieces) == 1 else f"{fit['joined']}({', '.join(pieces)})"
     sizes = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B"
     times = fit["times"].replace("_", "-")
@@ -112,9 +105,3 @@ def _format_fit(fit: Facts | None, ranks: int) -> list[str]:
         f"# valid for {sizes} among {ranks} ranks only",
     ]
     return [*lines, f"# warning: the error of some size exceeds {WARN_ABOVE:.0%}"] if fit["doubtful"] else lines
-
-
-def _format_piece(piece: Facts) -> str:
-    latency = f"{1e6 * piece['latency_seconds']:.1f} us"
-    speed = piece["bytes_per_second"]
-    return latency if speed is None else f"{latency} + S / {speed / 1e9:.4g} GB/s"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.common.text import text_table
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.report import failing_hosts, sort_by_severity
 from phalanx.spec.terminal import Terminal
@@ -27,22 +28,25 @@ def print_findings(findings: Sequence[DoctorFinding]) -> None:
         is_wide = console.width >= MIN_TABLE_WIDTH
         console.print(_table(problems, len(hosts) > 1) if is_wide else _list(problems, len(hosts) > 1))
         console.print()
-    for reason, ids in _skip_reasons([finding for finding in findings if finding.severity == "SKIP"]).items():
+    ids_by_reason: dict[str, dict[str, None]] = {}
+    for finding in findings:
+        if finding.severity == "SKIP":
+            ids_by_reason.setdefault(str(finding.measured), {})[finding.id] = None
+    for reason, ids in ids_by_reason.items():
         console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
     ok_counts = Counter(finding.id.partition(".")[0] for finding in findings if finding.severity == "OK")
     if ok_counts:
         listed = ", ".join(f"{family} {count}" for family, count in ok_counts.items())
         console.print(Text(f"passed checks: {listed}", "dim"), soft_wrap=True)
-    counts = ", ".join(
-        f"{sum(finding.severity == kind for finding in findings)} {name}" for kind, name in SEVERITY_LABELS
-    )
+    num_by_severity = Counter[str](finding.severity for finding in findings)
+    counts = ", ".join(f"{num_by_severity[kind]} {name}" for kind, name in SEVERITY_LABELS)
     console.print(f"\n{', '.join(sorted(hosts)) or 'ranks'}: {counts}", style="bold", soft_wrap=True)
     if len(hosts) > 1 and failing_hosts(findings):
         console.print(f"leave out: --exclude={','.join(failing_hosts(findings))}", soft_wrap=True)
 
 
 def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = text_table()
     for name in ("", "finding", *(["host"] if several else []), "device", "measured", "should be", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=not name, ratio=2 if name == "what to do" else None)
     for finding in problems:
@@ -63,16 +67,6 @@ def _list(problems: Sequence[DoctorFinding], several: bool) -> Table:
         title = " ".join(filter(None, (finding.id, finding.host if several else "", finding.device)))
         measured = f"measured: {finding.measured} {finding.unit}".strip()
         lines = "\n".join([title, measured, f"should be: {finding.threshold}", f"what to do: {finding.remedy}"])
-        grid.add_row(
-            Text(finding.severity, STYLES[finding.severity]), Text(lines) + Text(f"\n{finding.command}", "dim")
-        )
+        severity = Text(finding.severity, STYLES[finding.severity])
+        grid.add_row(severity, Text(lines) + Text(f"\n{finding.command}", "dim"))
     return grid
-
-
-def _skip_reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
-    """Group the skipped checks by their reason."""
-    reasons: dict[str, list[str]] = {}
-    for finding in skipped:
-        ids = reasons.setdefault(str(finding.measured), [])
-        ids += [finding.id] if finding.id not in ids else []
-    return reasons

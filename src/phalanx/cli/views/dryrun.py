@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.common.text import text_table
 from phalanx.spec.formatting import format_si
 from phalanx.spec.parallel_dims import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
@@ -58,53 +59,48 @@ def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
             console.print(f"\nrank {traced['rank']}: differences", style="bold")
             console.print(_detail(wrong), soft_wrap=True)
     console.print()
-    for note in [*NOTES, *_repetition_note(report), *_reasons(report)]:
+    notes = [*NOTES]
+    tracing = [traced["tracing"] for traced, _ in results]
+    if not all(rank["full"] for rank in tracing):
+        least = min(
+            tracing, key=lambda rank: rank["traced_micro_batches"] * rank["traced_blocks"] / max(rank["blocks"], 1)
+        )
+        counts = [
+            f"{least[f'traced_{work}']} of {least[work]} {work.replace('_', '-')}"
+            for work in ("micro_batches", "blocks")
+            if least[f"traced_{work}"] < least[work]
+        ]
+        notes.append(f"equal work ran once: {', '.join([*counts, 'few chunks of rows'])} (--full runs all)")
+    # Reasons why quantities agree that differ by more than the tolerance
+    explained_ranks = defaultdict[str, set[int]](set)
+    for rank, checks in report.rank_checks.items():
+        for check in checks:
+            if check.explanation:
+                explained_ranks[check.explanation].add(rank)
+    notes += [f"ranks {', '.join(map(str, sorted(ranks)))}: {why}" for why, ranks in explained_ranks.items()]
+    for note in notes:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
     if not report.ok:
         console.print(f"plan and program disagree on ranks {', '.join(map(str, wrong_ranks))}", style="bold red")
     else:
-        console.print(
-            f"plan and program agree on all {len(results)} traced ranks of {report.world_size:,}", style="bold green"
-        )
-
-
-def _reasons(report: DryRunReport) -> list[str]:
-    """Return why quantities agree that differ by more than the tolerance, with their ranks."""
-    ranks = defaultdict[str, set[int]](set)
-    for rank, checks in report.rank_checks.items():
-        for check in checks:
-            if check.explanation:
-                ranks[check.explanation].add(rank)
-    return [f"ranks {', '.join(map(str, sorted(found)))}: {why}" for why, found in ranks.items()]
-
-
-def _repetition_note(report: DryRunReport) -> list[str]:
-    """Return a line on the work that was counted instead of run, if there may be any."""
-    tracing = [traced["tracing"] for traced, _ in report.results]
-    if all(rank["full"] for rank in tracing):
-        return []
-    least = min(tracing, key=lambda rank: rank["traced_micro_batches"] * rank["traced_blocks"] / max(rank["blocks"], 1))
-    counts = [
-        f"{least[f'traced_{what}']} of {least[what]} {what.replace('_', '-')}"
-        for what in ("micro_batches", "blocks")
-        if least[f"traced_{what}"] < least[what]
-    ]
-    return [f"equal work ran once: {', '.join([*counts, 'few chunks of rows'])} (--full runs all)"]
+        traced_ranks = f"{len(results)} traced ranks of {report.world_size:,}"
+        console.print(f"plan and program agree on all {traced_ranks}", style="bold green")
 
 
 def _overview(run: RunSpec, report: DryRunReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in"):
-        table.add_column(column, justify="right")
+    columns = ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in")
+    table = text_table(numbers=columns)
     for traced, checks in report.results:
         collectives = [check for check in checks if check.kind == "collective"]
         total = next(check for check in checks if check.quantity == "total")
         flops = next(check for check in checks if check.kind == "flops")
         calls = sum(check.traced_calls for check in collectives)
         all_agree = all(check.agrees for check in collectives)
+        coordinates = _mesh_coordinates(run, report.world_size, traced["rank"]).items()
+        coordinate_text = "".join(f" {axis} {coordinate}" for axis, coordinate in coordinates)
         table.add_row(
-            Text(f"{traced['rank']}") + Text(_format_coordinates(run, report.world_size, traced["rank"]), "dim"),
+            Text(f"{traced['rank']}") + Text(coordinate_text, "dim"),
             f"{calls:,} {'as planned' if all_agree else 'not as planned'}",
             f"{format_si(sum(check.traced for check in collectives))}B",
             f"{format_si(total.traced)}B",
@@ -120,11 +116,7 @@ def _overview(run: RunSpec, report: DryRunReport) -> Table:
 
 
 def _detail(checks: list[PlanCheck]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column, justify in (("", "left"), ("among", "left"), ("ranks", "right"), ("calls", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for column in ("traced", "planned", ""):
-        table.add_column(column, justify="right")
+    table = text_table("", "among", numbers=("ranks", "calls", "traced", "planned", ""))
     table.add_column("")
     for check in checks:
         calls = f"{check.traced_calls:,}" if check.traced_calls == check.planned_calls else ""
@@ -153,11 +145,6 @@ def _format_deviation(check: PlanCheck) -> str:
     difference = check.traced - check.planned
     sign = "+" if difference > 0 else "-"
     return f"{100 * difference / check.planned:+.1f}%, {sign}{format_si(abs(difference))}{UNITS[check.kind]}"
-
-
-def _format_coordinates(run: RunSpec, world_size: int, rank: int) -> str:
-    coordinates = _mesh_coordinates(run, world_size, rank)
-    return " " + " ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates.items()) if coordinates else ""
 
 
 def _mesh_coordinates(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from phalanx.cli.common.text import print_line, text_table
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY, describe_fit, describe_memory_limit
 from phalanx.spec.formatting import GIB, format_gib, format_optional
@@ -39,15 +40,18 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
             unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
     for problem, names in unhelpful.items():
-        console.print(f"no effect: {', '.join(names)}: {problem}", style="dim", highlight=False, soft_wrap=True)
+        print_line(console, f"no effect: {', '.join(names)}: {problem}", "dim")
     if diagnosis.current_footprint.fits:
         console.print("\nThe run fits without changes.", style="green")
     else:
         _print_steps(console, diagnosis)
-    _print_best(console, diagnosis)
+    best = diagnosis.best
+    if best is not None:
+        figures = f"{best.step_seconds:.3g} s, {format_gib(best.memory_bytes)}"
+        print_line(console, f"\nThe planner's best of all layouts on these devices: {best.candidate}: {figures}")
     console.print()
     for note in (describe_memory_limit(run.cluster), *NOTES):
-        console.print(note, style="dim", highlight=False, soft_wrap=True)
+        print_line(console, note, "dim")
 
 
 def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
@@ -56,20 +60,16 @@ def _print_head(console: Terminal, run: RunSpec, diagnosis: Diagnosis) -> None:
     name = run.model.preset or run.model.from_hf or "model"
     machine = cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
-    console.print(
+    print_line(
+        console,
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.device)} of the "
         f"{diagnosis.limit_bytes / GIB:.1f} GiB available: {verdict}",
-        style="bold green" if diagnosis.current_footprint.fits else "bold red",
-        highlight=False,
-        soft_wrap=True,
+        "bold green" if diagnosis.current_footprint.fits else "bold red",
     )
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
-    console.print(
-        ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
-        + f"; micro-batch {diagnosis.micro_batch}, step {format_optional(diagnosis.current_footprint.step_seconds)} s",
-        highlight=False,
-        soft_wrap=True,
-    )
+    sizes = ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
+    step = f"step {format_optional(diagnosis.current_footprint.step_seconds)} s"
+    print_line(console, f"{sizes}; micro-batch {diagnosis.micro_batch}, {step}")
 
 
 def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
@@ -78,7 +78,8 @@ def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
         table = _table("change", "frees GiB", "most in", "GiB then", "step s", "")
         before = diagnosis.current_footprint
         for effect in diagnosis.steps:
-            before = _add_step(table, effect, before)
+            _add_row(table, effect, before)
+            before = effect.new_footprint or before
         console.print(table)
     if not fits_after(diagnosis.steps):
         console.print("These changes together do not make it fit.", style="red")
@@ -86,36 +87,17 @@ def _print_steps(console: Terminal, diagnosis: Diagnosis) -> None:
     last_effect = diagnosis.needed[-1]
     if len(diagnosis.needed) < len(diagnosis.steps):
         names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
-        console.print(f"\nSufficient: {names}", highlight=False, soft_wrap=True)
-    console.print(
-        f"\nIt fits with  --set {_pasted_after_set(last_effect)}", style="green", highlight=False, soft_wrap=True
-    )
+        print_line(console, f"\nSufficient: {names}")
+    print_line(console, f"\nIt fits with  --set {_pasted_after_set(last_effect)}", "green")
     if last_effect.new_footprint:
         footprint = last_effect.new_footprint
         then = f"{format_gib(footprint.memory.device)}, step {format_optional(footprint.step_seconds)} s"
         console.print(then, highlight=False)
 
 
-def _print_best(console: Terminal, diagnosis: Diagnosis) -> None:
-    best = diagnosis.best
-    if best is None:
-        return
-    console.print(
-        f"\nThe planner's best of all layouts on these devices: {best.candidate}: {best.step_seconds:.3g} s, "
-        f"{format_gib(best.memory_bytes)}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
 def _pasted_after_set(effect: RemedyEffect) -> str:
     """Return the settings of a remedy as a command line takes them after its first `--set`."""
     return " --set ".join(effect.settings)
-
-
-def _add_step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
-    _add_row(table, effect, before)
-    return effect.new_footprint or before
 
 
 def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
@@ -144,7 +126,7 @@ def _table(*headers: str) -> Table:
         Column(header, justify="left" if header in left_aligned else "right", no_wrap=header != "costs")
         for header in headers
     ]
-    return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    return text_table(*columns)
 
 
 def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.table import Column, Table
 
+from phalanx.cli.common.text import print_line, text_table
 from phalanx.cli.views.plan_notes import (
     PREDICTED_TRAINER,
     describe_faster_layout,
@@ -51,17 +52,12 @@ BATCH_TRAINERS = (
 
 
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
-    """Print the fastest layouts, the Pareto front of time and memory, and the cost of a full training.
+    """Print the `top` fastest layouts, the Pareto front of time and memory, and the cost of a full training.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        plan: Result of the search, with at least one layout.
-        top: Number of layouts to print.
-        tokens: Tokens of a full training; None for those of the run.
+    The plan has at least one layout. `tokens` are those of a full training; None for those of the run.
     """
     console = plan_console()
-    _print_head(console, run, world_size, plan=plan)
+    _print_head(console, run, world_size, plan)
     table = plan_table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.layouts[:top], 1):
@@ -71,10 +67,10 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (first := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
-        _print_line(console, describe_safer_layout(plan, first), style="yellow")
+        print_line(console, describe_safer_layout(plan, first), "yellow")
     if (faster := find_faster_layout(run, world_size, plan)) is not None:
         for note in describe_faster_layout(faster):
-            _print_line(console, note, style="yellow")
+            print_line(console, note, "yellow")
     console.print(f"*: on the Pareto front of time and memory. All layouts shown have {limit}.", style="dim")
     for note in (
         f"Step times within {UNCERTAIN_GAIN:.0%} count as equal: layouts without offload, then with fewer kinds of "
@@ -82,29 +78,25 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         "One row per layout, with its best schedule; --all shows every schedule.",
         *describe_memory_column(run.cluster, plan.layouts[:top]),
     ):
-        _print_line(console, note, style="dim")
+        print_line(console, note, "dim")
     exposed = "exposed: communication not hidden by compute."
     console.print(f"{exposed} phalanx plan explain RUN.toml K shows the parts of time and memory.", style="dim")
     console.print()
-    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)):
-        _print_line(console, line)
+    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
+        print_line(console, line)
     print_assumptions(console, run, world_size, options=plan.layouts[:top])
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
     """Print the parts of a layout's time and memory, why others are slower, and what would improve it.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        plan: Result of the search.
-        index: Index of the layout in `plan.layouts`.
+    `index` is that of the layout in `plan.layouts`.
     """
     console = plan_console()
     option = plan.layouts[index]
-    _print_head(console, run, world_size, plan=plan)
+    _print_head(console, run, world_size, plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
-    _print_line(
+    print_line(
         console,
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
         f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (including recomputation)",
@@ -117,23 +109,28 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         share = seconds / option.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
-    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation assigns a core to each rank
-        _print_simulated(console, run, world_size, option=option)
+    # The simulation assigns a core to each rank.
+    if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:
+        seconds = float(simulate_candidate(run, world_size, option.candidate).makespan)
+        compared = f"{option.schedule_seconds:.3f} s in the table above"
+        print_line(console, f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; {compared}", "dim")
+        command = show_command(run, world_size, option.candidate)
+        print_line(console, f"draw it, with all ranks as slow as the slowest: {command}", "dim")
     console.print()
     _print_memory_parts(console, run.cluster, option)
     if host_need := describe_host_need(run.cluster, option.host_bytes, offloads=option.candidate.offloads):
-        _print_line(console, host_need)
+        print_line(console, host_need)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
-    _print_line(console, describe_memory_limit(run.cluster), style="dim")
+    print_line(console, describe_memory_limit(run.cluster), "dim")
     other_options = [other for other in plan.layouts[: index + 6] if other is not option]
     if other_options:
         console.print("\nother layouts, compared with this one", style="bold")
         for other in other_options:
-            _print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, option)}")
+            print_line(console, f"  {other.candidate}\n    {explain_slowdown(run, other, option)}")
     console.print("\nwhat if, compared with the fastest layout", style="bold")
     for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "no layout fits"
-        _print_line(console, f"  {idea.change}: {then}")
+        print_line(console, f"  {idea.change}: {then}")
     console.print()
     print_assumptions(console, run, world_size, options=[option, *other_options])
 
@@ -155,19 +152,7 @@ def _print_memory_parts(console: Terminal, cluster: ClusterSpec, option: Evaluat
         note += ", with the rest of the process as measured"
     if option.memory_bytes > max(totals):
         note += f"; the fullest rank is in another stage: {format_gib(option.memory_bytes)}"
-    _print_line(console, note, style="dim")
-
-
-def _print_simulated(console: Terminal, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
-    """Print the simulated pipeline next to the search's estimate."""
-    candidate = option.candidate
-    seconds = float(simulate_candidate(run, world_size, candidate).makespan)
-    for line in (
-        f"simulated schedule: {seconds:.3f} s of compute, transfers and bubble; "
-        f"{option.schedule_seconds:.3f} s in the table above",
-        f"draw it, with all ranks as slow as the slowest: {show_command(run, world_size, candidate)}",
-    ):
-        _print_line(console, line, style="dim")
+    print_line(console, note, "dim")
 
 
 def print_comparison(
@@ -178,29 +163,28 @@ def print_comparison(
     names: tuple[str, str],
     notes: Sequence[str] = (),
 ) -> None:
-    """Print two layouts side by side, and why one is slower.
+    """Print two layouts side by side under their names, and why one is slower.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        first: Evaluated layout.
-        second: Another evaluated layout.
-        names: Headings of the two.
-        notes: Lines on layouts that are not evaluated as they were written.
+    `notes` are lines on layouts that are not evaluated as they were written.
     """
     console = plan_console()
-    _print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
+    print_line(console, f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}")
     named = list(zip(names, (first, second), strict=True))
     for name, option in named:
         console.print(f"{name}: {option.candidate}", style="bold", highlight=False)
     for note in notes:
-        _print_line(console, note, style="yellow")
+        print_line(console, note, "yellow")
     console.print()
     (slow, slower), (fast, faster) = sorted(named, key=lambda pair: -pair[1].step_seconds)
     sign = 1 if slower is first else -1
     table = plan_table("", *names, f"{slow} - {fast}")
-    for row in _comparison_rows(run.cluster, first, second, sign=sign):
-        table.add_row(*row)
+    for part, label in PART_DESCRIPTIONS.items():
+        table.add_row(*_comparison_row(label, first.parts[part], second.parts[part], sign, unit="s"))
+    table.add_row(*_comparison_row("step", first.step_seconds, second.step_seconds, sign, unit="s"))
+    table.add_row(*_comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign, unit="GiB"))
+    first_host, second_host = (node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second))
+    if first_host or second_host:
+        table.add_row(*_comparison_row("CPU memory of a node", first_host, second_host, sign, unit="GiB"))
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     print_assumptions(console, run, world_size, options=[first, second])
@@ -212,20 +196,7 @@ def print_comparison(
     if not equally_fast(slower, faster):
         longer = slower.step_seconds / faster.step_seconds - 1
         conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
-    _print_line(console, conclusion)
-
-
-def _comparison_rows(
-    cluster: ClusterSpec, first: EvaluatedLayout, second: EvaluatedLayout, sign: int
-) -> Iterator[list[str]]:
-    """Yield the cells of two layouts and their difference: times, memory, and with offload the CPU memory of a node."""
-    for part, label in PART_DESCRIPTIONS.items():
-        yield _comparison_row(label, first.parts[part], second.parts[part], sign=sign, unit="s")
-    yield _comparison_row("step", first.step_seconds, second.step_seconds, sign=sign, unit="s")
-    yield _comparison_row("memory", first.memory_bytes / GIB, second.memory_bytes / GIB, sign=sign, unit="GiB")
-    first_host, second_host = (node_host_bytes(cluster, option.host_bytes) / GIB for option in (first, second))
-    if first_host or second_host:
-        yield _comparison_row("CPU memory of a node", first_host, second_host, sign=sign, unit="GiB")
+    print_line(console, conclusion)
 
 
 def _comparison_row(label: str, first: float, second: float, sign: int, unit: str) -> list[str]:
@@ -238,18 +209,17 @@ def _comparison_row(label: str, first: float, second: float, sign: int, unit: st
 def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
     """Print a table of predictions."""
     console = plan_console()
-    _print_line(console, BATCH_TRAINERS)
+    print_line(console, BATCH_TRAINERS)
     table = plan_table("row", "trainer", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
     for row in predictions:
         if isinstance(row, PredictionFailure):
             table.add_row(row.id, "", "-", "", "", "", "", "", row.reason)
             continue
-        span = f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}"
         table.add_row(
             row.id,
             row.trainer,
             f"{row.step_time_s:.4g}",
-            span,
+            f"{row.step_time_low_s:.4g} to {row.step_time_high_s:.4g}",
             f"{row.tflops_per_gpu:.0f}",
             f"{row.mfu:.1f} %",
             f"{row.memory_gib:.1f}",
@@ -261,12 +231,12 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 
 def _print_head(console: Terminal, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
-    _print_line(
+    print_line(
         console,
         f"{PREDICTED_TRAINER}: {describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in "
         f"sequences of {training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
     )
-    _print_line(console, calibration_note(run.cluster), style="dim")
+    print_line(console, calibration_note(run.cluster), "dim")
     console.print()
 
 
@@ -296,16 +266,9 @@ def format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
 
 def plan_table(*headers: str) -> Table:
     """Return a table whose first two columns are text; only the second is broken into lines."""
-    columns = [
-        Column(header, justify="left" if index < 2 else "right", no_wrap=index != 1)
-        for index, header in enumerate(headers)
-    ]
-    return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-
-
-def _print_line(console: Terminal, text: str, style: str | None = None) -> None:
-    """Print a line as it is: unbroken, and with numbers in the same color."""
-    console.print(text, style=style, highlight=False, soft_wrap=True)
+    first, second, *numbers = headers
+    columns = [Column(header, justify="right", no_wrap=True) for header in numbers]
+    return text_table(Column(first, no_wrap=True), second, *columns)
 
 
 def plan_console() -> Terminal:

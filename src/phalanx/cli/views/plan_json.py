@@ -15,14 +15,9 @@ from phalanx.spec.run import RunSpec
 
 
 def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
-    """Return the output of `phalanx plan --json`.
+    """Return the output of `phalanx plan --json` with the `top` first layouts; the plan has at least one.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        plan: Result of the search, with at least one layout.
-        top: Number of layouts to return.
-        tokens: Tokens of a full training; None for those of the run.
+    `tokens` are those of a full training; None for those of the run.
     """
     faster = find_faster_layout(run, world_size, plan)
     front = plan.pareto_front
@@ -46,5 +41,5 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
         "taken": str(plan.best.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens=tokens)),
+        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens)),
     }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.cli.common.text import print_line
 from phalanx.cli.views.plan import calibration_note, format_figures, plan_console, plan_table
 from phalanx.cli.views.plan_notes import PREDICTED_TRAINER, print_assumptions
 from phalanx.plan.search.result import EvaluatedLayout
@@ -33,7 +34,7 @@ def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
         calibration_note(run.cluster),
         "",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
     figures = ("step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     table = plan_table("nodes", "layout", "ranks", "per rank", *figures)
     fitting = [count for count in planned if count.best is not None]
@@ -46,7 +47,7 @@ def print_node_counts(run: RunSpec, planned: Sequence[NodeCount]) -> None:
         table.add_row(str(count.nodes), str(count.best.candidate), f"{count.ranks:,}", f"{per_rank:.1%}", *cells)
     console.print(table)
     note = "per rank: tokens/s per rank, relative to the first row that fits. --nodes N shows all layouts of N nodes."
-    console.print(f"\n{note}", style="dim", highlight=False, soft_wrap=True)
+    print_line(console, f"\n{note}", "dim")
     best = [count.best for count in fitting if count.best is not None]
     print_assumptions(console, run, fitting[-1].ranks, options=best)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.cli.common.text import print_line
 from phalanx.plan.search.evaluate import layout_to_text
 from phalanx.plan.search.explain import equally_fast
 from phalanx.plan.search.faster_layout import FasterLayout
@@ -27,37 +28,18 @@ def describe_setup(run: RunSpec, world_size: int) -> str:
 
 
 def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
-    """List the assumptions of some predictions.
-
-    Args:
-        run: Run with the model and the cluster.
-        world_size: Number of ranks.
-        options: Predicted layouts.
-    """
+    """List the assumptions of predictions of these layouts."""
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
     offloads_activations = any(option.candidate.activation_checkpointing == "offload" for option in options)
-    assumptions = describe_assumptions(
-        run.cluster,
-        world_size,
-        offload_targets,
-        precision=run.training.precision,
-        offloads_activations=offloads_activations,
-    )
-    return assumptions + balanced
+    precision = run.training.precision
+    return describe_assumptions(run.cluster, world_size, offload_targets, precision, offloads_activations) + balanced
 
 
 def print_assumptions(console: Terminal, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
-    """Print the assumptions of some predictions.
-
-    Args:
-        console: Terminal to print to.
-        run: Run with the model and the cluster.
-        world_size: Number of ranks.
-        options: Predicted layouts.
-    """
+    """Print the assumptions of predictions of these layouts."""
     line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing about the machine'}"
-    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    print_line(console, line, "dim")
 
 
 def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:

@@ -13,17 +13,9 @@ MAX_OTHER_LAYOUTS = 4
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
-    """Return the picture of a layout's explanation.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        plan: Result of the search.
-        index: Index of the layout in `plan.layouts`.
-    """
+    """Return the picture of the explanation of `plan.layouts[index]`."""
     option = plan.layouts[index]
-    all_other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index]
-    other_indices = all_other_indices[:MAX_OTHER_LAYOUTS]
+    others = [(number, other) for number, other in enumerate(plan.layouts, 1) if number != index + 1]
     stages = {f"{name} stage": parts for name, parts in option.stages.items()}
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
@@ -32,10 +24,7 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
         layout=str(option.candidate),
         meaning=PART_DESCRIPTIONS,
         seconds=option.parts,
-        other_layouts={
-            other_index + 1: Bar(str(plan.layouts[other_index].candidate), plan.layouts[other_index].parts)
-            for other_index in other_indices
-        },
+        other_layouts={number: Bar(str(other.candidate), other.parts) for number, other in others[:MAX_OTHER_LAYOUTS]},
         bytes=[Bar(name, parts) for name, parts in stages.items()],
         counted_bytes=option.memory_bytes,
         memory_bytes=float(run.cluster.rank_memory_bytes or 0),

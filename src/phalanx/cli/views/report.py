@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.cli.common.text import text_table
 from phalanx.report import formatting, gpu_samples
 from phalanx.report.gpu_profile import facts as gpu_profile
 from phalanx.spec.formatting import format_ratio, format_seconds
@@ -89,9 +90,9 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
         if metric in curves
     ]
     remaining_seconds = formatting.seconds_left(facts)
-    return "  ".join(parts) + (
-        f"  {format_seconds(remaining_seconds)} left" if remaining_seconds and index == -1 else ""
-    )
+    if remaining_seconds and index == -1:
+        parts.append(f"{format_seconds(remaining_seconds)} left")
+    return "  ".join(parts)
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:
@@ -191,7 +192,7 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = text_table()
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if index else "left")
     return table

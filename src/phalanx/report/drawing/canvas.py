@@ -49,13 +49,10 @@ Shape = Region | Label
 
 
 def check_picture_file(file: Path, option: str) -> None:
-    """Raise UserError if a picture cannot have this file name.
+    """Raise UserError, which names `option`, if a picture cannot have this file name.
 
     The format follows from the suffix: .svg, .html or .png. Other suffixes are errors, and so is .png without
     matplotlib.
-
-    Args:
-        option: The option that the error names.
     """
     if file.suffix not in (".svg", ".html", ".png"):
         raise UserError(option, str(file), "has an unknown suffix", fix="use .svg, .html or .png")
@@ -64,45 +61,28 @@ def check_picture_file(file: Path, option: str) -> None:
 
 
 def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:
-    """Write a picture in the format of the file's suffix.
+    """Write a picture in the format of the file's suffix; `draw` draws it on a figure of matplotlib.
 
-    Args:
-        option: The option that errors name.
-        title: The title of an HTML page.
-        svg: A function that returns the picture as SVG.
-        draw: A function that draws the picture on a figure of matplotlib.
-
-    Raises:
-        UserError: The suffix is invalid (`check_picture_file`), or the file cannot be written.
+    Raises UserError if the suffix is invalid (`check_picture_file`), or the file cannot be written.
     """
     check_picture_file(file, option)
     try:
         if file.suffix == ".png":
-            _write_png(draw, file)
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+
+            figure = Figure()
+            FigureCanvasAgg(figure)
+            draw(figure)
+            figure.savefig(file, dpi=1.5 * DOTS_PER_INCH, metadata={"Software": WRITTEN_BY})
         else:
             file.write_text(svg() if file.suffix == ".svg" else page(title, svg()), encoding="utf-8")
     except OSError as error:
         raise UserError(option, str(file), f"cannot be written: {error.strerror}", fix="use a writable path") from None
 
 
-def _write_png(draw: Callable[[Any], None], file: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    FigureCanvasAgg(figure)
-    draw(figure)
-    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH, metadata={"Software": WRITTEN_BY})
-
-
 def document(width: float, height: float, marks: Iterable[str]) -> str:
-    """Return SVG elements as a standalone picture on a white background.
-
-    Args:
-        width: The width in pixels.
-        height: The height in pixels.
-        marks: The elements.
-    """
+    """Return SVG elements as a standalone picture on a white background; lengths are in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
@@ -135,14 +115,7 @@ def element(mark: Shape) -> str:
 
 
 def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> None:
-    """Draw shapes on a figure of matplotlib.
-
-    Args:
-        figure: The figure, which gets the size of the picture.
-        width: The width in pixels.
-        height: The height in pixels.
-        marks: The shapes.
-    """
+    """Draw shapes on a figure of matplotlib, which gets the size of the picture in pixels."""
     from matplotlib.patches import Rectangle
 
     figure.set_size_inches(width / DOTS_PER_INCH, height / DOTS_PER_INCH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from math import log10
@@ -52,79 +51,79 @@ class Heatmap:
 
 
 def color(number: float, limits: tuple[float, float]) -> str:
-    """Return the color of a number on a logarithmic scale.
+    """Return the color of a number of bytes on a logarithmic scale from the minimum to the maximum.
 
     The traffic of ranks that share products is often a thousand times that of others.
-
-    Args:
-        number: The number of bytes.
-        limits: The minimum and the maximum of the scale.
     """
     low, high = limits
     fraction = log10(number / low) / log10(high / low) if high > low else 1.0
     position = min(max(fraction, 0.0), 1.0) * (len(COLORS) - 1)
     lower = min(int(position), len(COLORS) - 2)
-    lower_channels, upper_channels = (_parse_rgb(COLORS[index]) for index in (lower, lower + 1))
-    mixed = (round(a + (b - a) * (position - lower)) for a, b in zip(lower_channels, upper_channels, strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def _parse_rgb(text: str) -> tuple[int, ...]:
-    return tuple(int(text[start : start + 2], 16) for start in (1, 3, 5))
+    mixed = ""
+    for start in (1, 3, 5):
+        a, b = (int(COLORS[index][start : start + 2], 16) for index in (lower, lower + 1))
+        mixed += f"{round(a + (b - a) * (position - lower)):02x}"
+    return f"#{mixed}"
 
 
 def svg(heat: Heatmap) -> str:
     """Return a standalone picture, in which each cell has a tooltip; cells of zero bytes are not drawn."""
-    background = (
-        f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOR}"/>'
-    )
-    marks = [background, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
-    return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
-
-
-def _cells(heat: Heatmap) -> Iterator[str]:
-    cell_side = SIDE / len(heat.bytes)
-    limits = heat.limits
+    count = len(heat.bytes)
+    cell_side = SIDE / count
+    (low, high) = heat.limits
+    unit = escape(heat.unit)
+    marks = [f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOR}"/>']
     for source, target in np.argwhere(heat.bytes > 0).tolist():
         number = float(heat.bytes[source, target])
         tooltip = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
-        yield (
+        marks.append(
             f'<rect class="cell" x="{LEFT + target * cell_side:.6g}" y="{TOP + source * cell_side:.6g}" '
-            f'width="{cell_side:.6g}" height="{cell_side:.6g}" fill="{color(number, limits)}">'
+            f'width="{cell_side:.6g}" height="{cell_side:.6g}" fill="{color(number, (low, high))}">'
             f"<title>{escape(tooltip)}</title></rect>"
         )
 
-
-def _lines(heat: Heatmap) -> Iterator[str]:
-    """Yield lines around all cells and between nodes."""
-    count = len(heat.bytes)
+    # Lines around all cells and between nodes
     for index in {0, count, *(range(0, count, heat.node) if heat.node > 1 else ())}:
         x = LEFT + index * SIDE / count
         y = TOP + index * SIDE / count
-        style = f'stroke="{INK}" stroke-width="{1 if index in (0, count) else 0.6:g}"'
-        yield f'<path class="node" d="M{x:.6g} {TOP:g}v{SIDE:g}M{LEFT:g} {y:.6g}h{SIDE:g}" {style} fill="none"/>'
+        path = f"M{x:.6g} {TOP:g}v{SIDE:g}M{LEFT:g} {y:.6g}h{SIDE:g}"
+        width = 1 if index in (0, count) else 0.6
+        marks.append(f'<path class="node" d="{path}" stroke="{INK}" stroke-width="{width:g}" fill="none"/>')
 
-
-def _labels(heat: Heatmap) -> Iterator[str]:
-    """Yield the title, the axes, and numbers of rows and columns as space permits."""
-    yield f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="bold">{escape(heat.title)}</text>'
-    yield f'<text x="{LEFT + SIDE / 2:g}" y="40" text-anchor="middle">to {escape(heat.unit)}</text>'
+    # The title, the axes, and numbers of rows and columns as space permits
     middle = TOP + SIDE / 2
     rotation = f'transform="rotate(-90 18 {middle:g})"'
-    yield f'<text x="18" y="{middle:g}" text-anchor="middle" {rotation}>from {escape(heat.unit)}</text>'
-    for index in axis_ticks(len(heat.bytes), heat.node):
-        offset = (index + 0.5) * SIDE / len(heat.bytes)
-        yield f'<text class="tick" x="{LEFT + offset:.6g}" y="{TOP - 6:g}" text-anchor="middle">{index}</text>'
-        yield f'<text class="tick" x="{LEFT - 6:g}" y="{TOP + offset + 4:.6g}" text-anchor="end">{index}</text>'
+    marks += [
+        f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="bold">{escape(heat.title)}</text>',
+        f'<text x="{LEFT + SIDE / 2:g}" y="40" text-anchor="middle">to {unit}</text>',
+        f'<text x="18" y="{middle:g}" text-anchor="middle" {rotation}>from {unit}</text>',
+    ]
+    for index in axis_ticks(count, heat.node):
+        offset = (index + 0.5) * SIDE / count
+        marks += [
+            f'<text class="tick" x="{LEFT + offset:.6g}" y="{TOP - 6:g}" text-anchor="middle">{index}</text>',
+            f'<text class="tick" x="{LEFT - 6:g}" y="{TOP + offset + 4:.6g}" text-anchor="end">{index}</text>',
+        ]
+
+    # The legend: a bar of colors with its bytes, the minimum at the bottom
+    x = LEFT + SIDE + 24
+    height = SIDE / LEGEND_STEPS
+    for step in range(LEGEND_STEPS):
+        number = low * (high / low) ** ((step + 0.5) / LEGEND_STEPS)
+        box = f'x="{x:g}" y="{TOP + SIDE - (step + 1) * height:.6g}" width="18" height="{height + 0.5:.6g}"'
+        marks.append(f'<rect class="legend" {box} fill="{color(number, (low, high))}"/>')
+    for fraction in (0, 0.25, 0.5, 0.75, 1) if high > low else (1,):
+        y = TOP + SIDE * (1 - fraction) + 4
+        text = format_bytes(low * (high / low) ** fraction)
+        marks.append(f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{text}</text>')
+    marks.append(f'<text x="{x:g}" y="{TOP - 24:g}">bytes per</text><text x="{x:g}" y="{TOP - 10:g}">step (log)</text>')
+    return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
 
 
 def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
     """Return the rows to number: all, the first of one or several nodes, or round numbers.
 
-    Args:
-        count: Number of rows.
-        node: Rows per node; 0 or 1 if rows are not ranks of nodes.
-        max_ticks: Maximum number of rows to number.
+    `node` is the number of rows per node; 0 or 1 if rows are not ranks of nodes.
     """
     if count <= max_ticks:
         return range(count)
@@ -134,27 +133,10 @@ def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
     return range(0, count, step)
 
 
-def _legend(heat: Heatmap) -> Iterator[str]:
-    """Yield a bar of colors with its bytes, the minimum at the bottom."""
-    (low, high) = heat.limits
-    x = LEFT + SIDE + 24
-    step_height = SIDE / LEGEND_STEPS
-    for step in range(LEGEND_STEPS):
-        number = low * (high / low) ** ((step + 0.5) / LEGEND_STEPS)
-        y = TOP + SIDE - (step + 1) * step_height
-        fill = color(number, (low, high))
-        yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{step_height + 0.5:.6g}" fill="{fill}"/>'
-    for fraction in (0, 0.25, 0.5, 0.75, 1) if high > low else (1,):
-        y = TOP + SIDE * (1 - fraction) + 4
-        yield f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{format_bytes(low * (high / low) ** fraction)}</text>'
-    yield f'<text x="{x:g}" y="{TOP - 24:g}">bytes per</text><text x="{x:g}" y="{TOP - 10:g}">step (log)</text>'
-
-
 def save_picture(heat: Heatmap, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg, .html or .png.
 
-    Raises:
-        UserError: The suffix is another one, the file cannot be written, or matplotlib is missing for .png.
+    Raises UserError if the suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     canvas.save_picture(file, "--out", heat.title, svg=lambda: svg(heat), draw=lambda figure: _draw(heat, figure))
 

@@ -68,8 +68,7 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
 def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any]:
     """Return the timeline in the Trace Event Format of chrome://tracing and ui.perfetto.dev.
 
-    Args:
-        microseconds: The length of its time unit.
+    `microseconds` is the length of its time unit.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
@@ -78,26 +77,16 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
     unit = float(microseconds)
     for rank, span in executed_spans(timeline):
         action = span.action
-        events.append(
-            {
-                "ph": "X",
-                "name": str(action),
-                "cat": LEGEND[action.kind],
-                "pid": rank,
-                "tid": action.stage,
-                "ts": span.start * unit,
-                "dur": span.seconds * unit,
-                "args": {"stage": action.stage, "micro_batch": action.micro},
-            }
-        )
+        event = {"ph": "X", "name": str(action), "cat": LEGEND[action.kind], "pid": rank, "tid": action.stage}
+        args = {"stage": action.stage, "micro_batch": action.micro}
+        events.append({**event, "ts": span.start * unit, "dur": span.seconds * unit, "args": args})
     return {"comment": WRITTEN_BY, "traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(timeline: Timeline, title: str, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg or .png.
 
-    Raises:
-        UserError: matplotlib is not installed.
+    Raises UserError if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -115,9 +104,8 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
         action = span.action
         color = COLORS[action.kind][shade[action.stage]]
         axes.barh(rank, span.seconds, left=span.start, height=0.86, color=color, edgecolor="white", linewidth=0.6)
-        axes.text(
-            (span.start + span.end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white"
-        )
+        middle = (span.start + span.end) / 2
+        axes.text(middle, rank, str(action.micro), ha="center", va="center", fontsize=7, color="white")
     axes.set(title=title, xlabel="time", xlim=(0, makespan), ylim=(ranks - 0.5, -0.5), yticks=range(ranks))
     axes.set_yticklabels([f"rank {rank}" for rank in range(ranks)])
     axes.spines[["top", "right"]].set_visible(False)

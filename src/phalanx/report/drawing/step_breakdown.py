@@ -85,8 +85,7 @@ class Breakdown:
 def save_picture(breakdown: Breakdown, file: Path) -> None:
     """Write a picture in the format of the file's suffix: .svg, .html or .png.
 
-    Raises:
-        UserError: The suffix is another one, the file cannot be written, or matplotlib is missing for .png.
+    Raises UserError if the suffix is another one, the file cannot be written, or matplotlib is missing for .png.
     """
     shapes = layout_shapes(breakdown)
     height = _bottom(shapes) + LEFT
@@ -128,19 +127,11 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         top += LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
         yield Label(kind="name", x=LEFT, y=top, content=bar.name, bold=is_main)
-        yield Label(
-            kind="total",
-            x=LEFT + MAX_BAR_WIDTH,
-            y=top,
-            content=f"{bar.total:.3f} {unit}{difference}",
-            anchor="end",
-            bold=is_main,
-        )
+        total = f"{bar.total:.3f} {unit}{difference}"
+        yield Label(kind="total", x=LEFT + MAX_BAR_WIDTH, y=top, content=total, anchor="end", bold=is_main)
         thickness = THICK_BAR if is_main else THIN_BAR
         top += 5
-        yield from _bar(
-            "time", bar, top, thickness=thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time
-        )
+        yield from _bar("time", bar, top, thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time)
         top += thickness
     yield from _axis(longest, top)
     columns = (unit, "share", *(f"more in {position}" for position in breakdown.other_layouts))
@@ -164,31 +155,16 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     names = []
     for bar in breakdown.bytes:
         top += LINE + 2
-        names.append(
-            Label(kind="name", x=LEFT, y=top, content=f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula")
-        )
+        text = f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"
+        names.append(Label(kind="name", x=LEFT, y=top, content=text))
         yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
-    yield from _line(
-        "limit",
-        breakdown.memory_bytes,
-        "of the device for a rank",
-        scale=scale,
-        top=section_top - LINE,
-        bottom=top,
-    )
-    yield from _line(
-        "counted",
-        breakdown.counted_bytes,
-        "on the largest rank, counted tensor by tensor",
-        scale=scale,
-        top=section_top,
-        bottom=top,
-    )
+    yield from _line("limit", breakdown.memory_bytes, "of the device for a rank", scale, section_top - LINE, top)
+    counted_text = "on the largest rank, counted tensor by tensor"
+    yield from _line("counted", breakdown.counted_bytes, counted_text, scale, section_top, top)
     for name in names:
-        yield Region(
-            kind="behind", x=name.x, y=name.y - 11, width=len(name.content) * DIGIT_WIDTH, height=14, fill="#ffffff"
-        )
+        width = len(name.content) * DIGIT_WIDTH
+        yield Region(kind="behind", x=name.x, y=name.y - 11, width=width, height=14, fill="#ffffff")
         yield name
     yield from _axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
@@ -209,41 +185,26 @@ def _bar(
     for part, value in bar.parts.items():
         width = value * scale
         (label, tooltip) = describe_part(part, value, bar.total)
-        yield Region(
-            kind=kind,
-            x=x,
-            y=y,
-            width=width - 1 if width > 2 else width,
-            height=thickness,
-            fill=COLORS[part],
-            tooltip=tooltip,
-        )
+        fill = COLORS[part]
+        gap = 1 if width > 2 else 0
+        yield Region(kind=kind, x=x, y=y, width=width - gap, height=thickness, fill=fill, tooltip=tooltip)
         if width > (len(label) + 1) * DIGIT_WIDTH:
-            yield Label(
-                kind=f"{kind}-label",
-                x=x + width / 2,
-                y=y + thickness / 2 + 4,
-                content=label,
-                anchor="middle",
-                fill=_text_color(COLORS[part]),
-            )
+            middle = y + thickness / 2 + 4
+            ink = _text_color(fill)
+            yield Label(kind=f"{kind}-label", x=x + width / 2, y=middle, content=label, anchor="middle", fill=ink)
         x += width
 
 
 def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
     """Yield a vertical line at an amount of memory, with a label at its top, on the side with space."""
     x = LEFT + size_bytes * scale
-    left = x > WIDTH / 2
-    yield Region(
-        kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GRAY
-    )
-    yield Label(
-        kind=kind,
-        x=x - 6 if left else x + 6,
-        y=top,
-        content=f"{size_bytes / GIB:.1f} GiB {text}",
-        anchor="end" if left else "start",
-    )
+    color = INK if kind == "limit" else GRAY
+    yield Region(kind=kind, x=x - 1, y=top - 10, width=2, height=bottom - top + 14, fill=color)
+    content = f"{size_bytes / GIB:.1f} GiB {text}"
+    if x > WIDTH / 2:
+        yield Label(kind=kind, x=x - 6, y=top, content=content, anchor="end")
+    else:
+        yield Label(kind=kind, x=x + 6, y=top, content=content)
 
 
 def _axis(max_value: float, y: float) -> Iterator[Shape]:

@@ -23,11 +23,7 @@ MAX_VALUES = 65_536
 def pack_columns(
     choices: Mapping[str, Sequence[Hashable]], numbers: Mapping[str, NDArray[np.floating[Any]]]
 ) -> dict[str, Any]:
-    """Pack columns of equal length.
-
-    Args:
-        choices: Columns with few distinct values.
-        numbers: Columns of numbers, which are rounded (`round_floats`).
+    """Pack columns of equal length: choices with few distinct values, and numbers, which are rounded (`round_floats`).
 
     Returns:
         `rows`, their number; `choices`, the distinct values of each column; `numbers`, the names of the columns;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.placement.findings import bytes_by_link, node_layout
 from phalanx.plan.placement.traffic_matrix import traffic_matrices
 from phalanx.plan.search.candidates import CandidateLayout
@@ -22,7 +22,6 @@ from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
@@ -38,11 +37,6 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     """Return all that the page shows of a layout that was clicked, as plain data.
 
     A layout that Phalanx cannot train has the formula's predictions and a `problem` that says why.
-
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        candidate: Layout to describe.
     """
     option = evaluate(run, world_size, [candidate])[0]
     layout_run = run.model_copy(update={"layout": candidate.layout()})
@@ -51,14 +45,32 @@ def layout_details(run: RunSpec, world_size: int, candidate: CandidateLayout) ->
     except UserError as error:
         return _predictions(run, option) | {"problem": str(error)}
     memories = rank_memory(layout_run, world_size)
+    site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
+    matrices = traffic_matrices(layout_run, world_size, site.ranks_per_island)
     option = with_counted_memory(run.cluster, option, list(memories.values()))
+    num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
+    if run.cluster.ranks_per_core > 1:
+        timeline = {"note": "No simulation: it assumes one core per rank, but ranks share cores."}
+    elif num_actions > MAX_ACTIONS:
+        timeline = {"note": f"The schedule has {num_actions:,} passes; a page can show at most {MAX_ACTIONS:,}."}
+    else:
+        timeline = timeline_to_json(simulate_candidate(run, world_size, candidate))
+    # Bytes of the fullest rank of each role by part, and the most of all parts at one time with driver and libraries
+    memory_by_role = {}
+    for role, memory in memories.items():
+        parts = {part: getattr(memory, part) for part in MEMORY_PARTS}
+        if run.cluster.device == "cpu":
+            parts["offloaded"] = memory.host
+        parts["process"] = process_bytes(run.cluster, 0)
+        held_bytes, _ = device_and_host_bytes(run.cluster, [memory])
+        memory_by_role[role] = {"parts": parts, "peak_bytes": process_bytes(run.cluster, held_bytes)}
     return _predictions(run, option) | {
         "counted_bytes": option.memory_bytes,
         "host_use": describe_host_use(candidate.offloads),
         "fit": describe_fit(option.p_oom),
-        "memory": {role: _rank_memory(run.cluster, memory) for role, memory in memories.items()},
-        "traffic": _traffic(layout_run, world_size),
-        "timeline": _timeline(run, world_size, candidate),
+        "memory": memory_by_role,
+        "traffic": {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()},
+        "timeline": timeline,
     }
 
 
@@ -72,33 +84,6 @@ def _predictions(run: RunSpec, option: EvaluatedLayout) -> Details:
         "host_use": "offloaded state, estimated; checkpoint copies are not included",
         "warnings": slow_link_warnings(run, option.candidate),
     }
-
-
-def _rank_memory(cluster: ClusterSpec, memory: RankMemory) -> Details:
-    """Bytes of the fullest rank of a role by part, and the most of all parts at one time with driver and libraries."""
-    parts = {part: getattr(memory, part) for part in MEMORY_PARTS}
-    held_bytes, _ = device_and_host_bytes(cluster, [memory])
-    peak_bytes = process_bytes(cluster, held_bytes)
-    if cluster.device == "cpu":
-        parts["offloaded"] = memory.host
-    return {"parts": parts | {"process": process_bytes(cluster, 0)}, "peak_bytes": peak_bytes}
-
-
-def _traffic(run: RunSpec, world_size: int) -> dict[str, dict[str, float]]:
-    """Bytes that all ranks send in a step, by axis and kind of link."""
-    site = node_layout(run.cluster, run.cluster.nproc_per_node or 1)
-    matrices = traffic_matrices(run, world_size, site.ranks_per_island)
-    return {axis: bytes_by_link(matrix, site) for axis, matrix in matrices.items()}
-
-
-def _timeline(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Details:
-    """Return the simulated pipeline, or a note why there is none."""
-    num_actions = 3 * candidate.pp * candidate.micro_batches * candidate.virtual_stages
-    if run.cluster.ranks_per_core > 1:
-        return {"note": "No simulation: it assumes one core per rank, but ranks share cores."}
-    if num_actions > MAX_ACTIONS:
-        return {"note": f"The schedule has {num_actions:,} passes; a page can show at most {MAX_ACTIONS:,}."}
-    return timeline_to_json(simulate_candidate(run, world_size, candidate))
 
 
 def timeline_to_json(timeline: Timeline) -> Details:

@@ -43,32 +43,22 @@ class Exploration:
 
 
 def explore(
-    run: RunSpec,
-    world_size: int,
-    keep: int,
-    group_schedules: bool = True,
-    report: ProgressCallback = lambda *_: None,
+    run: RunSpec, world_size: int, keep: int, group_schedules: bool = True, report: ProgressCallback = lambda *_: None
 ) -> Exploration:
-    """Search for the first choices of the planner, and predict all layouts that the search considered.
+    """Search for the first `keep` choices of the planner, and predict all layouts that the search considered.
 
-    Args:
-        run: Run to plan.
-        world_size: Number of ranks.
-        keep: Maximum number of first choices.
-        group_schedules: True to keep one of the layouts that differ in their schedule only, as in `plan_or_raise`.
-        report: Progress callback.
-
-    Raises:
-        UserError: If no layout fits, as in `plan_or_raise`.
+    With `group_schedules`, one of the layouts that differ in their schedule only is kept, as in `plan_or_raise`.
+    Raises UserError if no layout fits, as in `plan_or_raise`.
     """
-    plan = plan_or_raise(run, world_size, keep, report=report, group_schedules=group_schedules)
+    plan = plan_or_raise(run, world_size, keep, report, group_schedules)
     index_of = {candidate: index for index, candidate in enumerate(plan.candidates)}
-    for option in plan.layouts:  # variants with offload that the search made while it counted memory are not in it
+    # Variants with offload that the search made while it counted memory are not among the candidates.
+    for option in plan.layouts:
         index_of.setdefault(option.candidate, len(index_of))
     layouts = list(index_of)
     predictions = predict_layouts(run, world_size, layouts)
     ranked = {index_of[option.candidate]: option for option in plan.layouts}
-    counted = formula_front(run, world_size, layouts, predictions=predictions, report=report)
+    counted = formula_front(run, world_size, layouts, predictions, report)
     return Exploration(
         run=run,
         world_size=world_size,
@@ -89,18 +79,10 @@ def formula_front(
 ) -> dict[int, EvaluatedLayout]:
     """Return the layouts that run and fit, and that no other such layout beats in step time and the formula's memory.
 
-    Every layout has this estimate. Whether a layout fits is counted tensor by tensor too,
-    for at most `MAX_EXACT_EVALUATIONS` layouts.
+    Every layout has this estimate. Whether a layout fits is counted tensor by tensor too, for at most
+    `MAX_EXACT_EVALUATIONS` layouts.
 
-    Args:
-        run: Run with the model, the batch and the cluster.
-        world_size: Number of ranks.
-        layouts: Layouts to compare.
-        predictions: Predictions of `layouts`.
-        report: Progress callback, of the layouts compared.
-
-    Returns:
-        The evaluations with exact memory, by index in `layouts`, the fastest first.
+    The evaluations have exact memory; their keys are indices in `layouts`, the fastest first.
     """
     size = len(layouts)
     seconds, memory, p_oom = (

@@ -142,8 +142,8 @@ def page(facts: Mapping[str, Any], form: str = "") -> str:
 def _setup(exploration: Exploration, context: PageContext) -> dict[str, Any]:
     """Return what all layouts share, and meanings and colors of what is shown."""
     run = exploration.run
-    training = exploration.run.training
-    cluster = exploration.run.cluster
+    training = run.training
+    cluster = run.cluster
     model = run.model.preset or run.model.from_hf or "model"
     machine = cluster.preset or "the cluster"
     flops = training_flops_per_token(run.model, training.seq_len)
@@ -186,7 +186,8 @@ def _columns(exploration: Exploration) -> dict[str, Any]:
     predictions = exploration.predictions
     numbers = {part: getattr(predictions.time, part) for part in PART_DESCRIPTIONS}
     memory = exploration.column(predictions.memory.allocated).copy()
-    for index, option in exploration.counted.items():  # so that the axis has the number of the list and the details
+    # Counted memory, so that the axis has the number of the list and the details
+    for index, option in exploration.counted.items():
         memory[index] = option.memory_bytes
     numbers |= {
         "memory": memory,

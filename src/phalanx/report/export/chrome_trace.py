@@ -42,17 +42,9 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
     yield _metadata_event(record.rank, "process_name", name=f"rank {record.rank} on {record.host}")
     yield _metadata_event(record.rank, "process_sort_index", sort_index=record.rank)
     events = [event for line in record.steps for event in _step_events(record, line)]
-    events += [
-        _complete_event(
-            record.rank,
-            0,
-            line["pause"],
-            start_seconds=line["start"] + record.offset_seconds,
-            seconds=line["seconds"],
-            step=line["step"],
-        )
-        for line in record.pauses
-    ]
+    for line in record.pauses:
+        start = line["start"] + record.offset_seconds
+        events.append(_complete_event(record.rank, 0, line["pause"], start, line["seconds"], step=line["step"]))
     for lane in sorted({event["tid"] for event in events if "tid" in event} | set(range(len(LANES)))):
         yield _metadata_event(record.rank, "thread_name", lane, name=LANES[min(lane, len(LANES) - 1)])
         yield _metadata_event(record.rank, "thread_sort_index", lane, sort_index=lane)
@@ -65,34 +57,21 @@ def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
     step = line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
     start = line["start"] + offset
-    seconds = line["seconds"]
-    yield _complete_event(
-        rank,
-        0,
-        f"step {step}",
-        start_seconds=start,
-        seconds=sum(seconds.values()),
-        step=step,
-        clock_error_seconds=error,
-    )
-    for phase, duration in seconds.items():
-        yield _complete_event(rank, 0, phase, start_seconds=start, seconds=duration, step=step)
+    phases = line["seconds"]
+    total_seconds = sum(phases.values())
+    yield _complete_event(rank, 0, f"step {step}", start, total_seconds, step=step, clock_error_seconds=error)
+    for phase, duration in phases.items():
+        yield _complete_event(rank, 0, phase, start, duration, step=step)
         start += duration
     for kind, stage, micro, a, b in line.get("spans", ()):
         args = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
-        yield _complete_event(rank, 1, f"{stage}{kind}{micro}", start_seconds=a + offset, seconds=b - a, **args)
+        yield _complete_event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **args)
     for wait, a, b in line.get("waits", ()):
-        yield _complete_event(rank, 2, wait, start_seconds=a + offset, seconds=b - a)
+        yield _complete_event(rank, 2, wait, a + offset, b - a)
     for lane, call in _assign_lanes(call for call in line.get("collectives", ()) if call["end"] is not None):
         args = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
-        yield _complete_event(
-            rank,
-            3 + lane,
-            call["operation"],
-            start_seconds=call["start"] + offset,
-            seconds=call["end"] - call["start"],
-            **args,
-        )
+        seconds = call["end"] - call["start"]
+        yield _complete_event(rank, 3 + lane, call["operation"], call["start"] + offset, seconds, **args)
     for sample in line.get("memory", ()):
         bytes_by_part = {part: size for part, size in sample.items() if part != "at"}
         yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (sample["at"] + offset), "args": bytes_by_part}

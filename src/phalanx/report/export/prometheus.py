@@ -30,69 +30,62 @@ Sample = tuple[str, Mapping[str, str], float]
 """Name, labels in addition to `run`, value."""
 
 STEP_FAMILIES = {
-    "step": ("phalanx_step", "gauge", "Last finished step."),
-    "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN if it was not finite."),
+    "step": ("phalanx_step", "Last finished step."),
+    "loss": ("phalanx_loss_nats_per_token", "Training loss of the last step; NaN if it was not finite."),
     "grad_norm": (
         "phalanx_gradient_norm",
-        "gauge",
         "Gradient norm of the last step, before clipping; NaN if it was not finite.",
     ),
-    "learning_rate": ("phalanx_learning_rate", "gauge", "Learning rate of the last step."),
-    "step_seconds": ("phalanx_step_seconds", "gauge", "Duration of the last step."),
-    "tokens_per_second": ("phalanx_tokens_per_second", "gauge", "Tokens per second of the last step, over all ranks."),
+    "learning_rate": ("phalanx_learning_rate", "Learning rate of the last step."),
+    "step_seconds": ("phalanx_step_seconds", "Duration of the last step."),
+    "tokens_per_second": ("phalanx_tokens_per_second", "Tokens per second of the last step, over all ranks."),
     "targets_per_second": (
         "phalanx_targets_per_second",
-        "gauge",
         "Targets per second of the last step, over all ranks: tokens without those whose target is ignored.",
     ),
-    "mfu": ("phalanx_mfu_ratio", "gauge", "Model FLOP/s of the last step as a share of the devices' peak."),
-    "tokens": ("phalanx_tokens", "gauge", "Tokens computed in training."),
-    "targets": ("phalanx_targets", "gauge", "Targets trained on."),
-    "skipped_steps": ("phalanx_skipped_steps", "gauge", "Steps skipped because of a non-finite gradient."),
+    "mfu": ("phalanx_mfu_ratio", "Model FLOP/s of the last step as a share of the devices' peak."),
+    "tokens": ("phalanx_tokens", "Tokens computed in training."),
+    "targets": ("phalanx_targets", "Targets trained on."),
+    "skipped_steps": ("phalanx_skipped_steps", "Steps skipped because of a non-finite gradient."),
 }
-"""Metrics from the last step's record in metrics.jsonl, by field: name, type, help.
+"""Metrics from the last step's record in metrics.jsonl, by field: name and help text.
 
 None of them is a counter: a restarted run continues from a checkpoint, with lower counts than before.
 """
 EVALUATION_FAMILIES = {
-    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Held-out loss of the last evaluation."),
+    "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "Held-out loss of the last evaluation."),
     "held_out_tokens": (
         "phalanx_held_out_tokens",
-        "gauge",
         "Targets of the last evaluation; losses of other numbers are not comparable.",
     ),
 }
-OTHER_FAMILIES = (
-    ("phalanx_planned_steps", "gauge", "Number of steps of the run."),
-    ("phalanx_under_way", "gauge", "1 while the run trains, 0 after its end; absent if unknown."),
-    ("phalanx_start_timestamp_seconds", "gauge", "Time of the last start, in seconds since 1970."),
-    (
-        "phalanx_last_step_timestamp_seconds",
-        "gauge",
-        "Time of the last step, or of the last start if no step followed, in seconds since 1970.",
+OTHER_FAMILIES = {
+    "phalanx_planned_steps": "Number of steps of the run.",
+    "phalanx_under_way": "1 while the run trains, 0 after its end; absent if unknown.",
+    "phalanx_start_timestamp_seconds": "Time of the last start, in seconds since 1970.",
+    "phalanx_last_step_timestamp_seconds": (
+        "Time of the last step, or of the last start if no step followed, in seconds since 1970."
     ),
-    ("phalanx_checkpoint_step", "gauge", "Step of the newest complete checkpoint."),
-    ("phalanx_checkpoint_timestamp_seconds", "gauge", "Time of the newest complete checkpoint, in seconds since 1970."),
-    ("phalanx_checkpoint_interval_steps", "gauge", "Steps between checkpoints; 0 if the interval is automatic."),
-    ("phalanx_starts_total", "counter", "Number of starts."),
-    ("phalanx_failures_total", "counter", "Number of failures, with or without a restart."),
-    ("phalanx_failed_ranks", "gauge", "Ranks with a failure record since the last start."),
-    ("phalanx_rank_info", "gauge", "Always 1; the labels are the host and the kind of device of each rank."),
-    ("phalanx_rank_step", "gauge", "Last step that each rank recorded."),
-    ("phalanx_phase_seconds", "gauge", "Seconds of each phase of each rank's last step, including waits."),
-    (
-        "phalanx_wait_seconds",
-        "gauge",
-        "Seconds that each rank waited for other ranks in its last step, by phase; CPUs only.",
-    ),
-    ("phalanx_compute_seconds", "gauge", "Seconds of the passes in each rank's last step; on CPUs without waits."),
-    ("phalanx_peak_memory_bytes", "gauge", "Peak memory of each rank on its GPU, or on its host."),
-    ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; on a CPU, of its host."),
-)
+    "phalanx_checkpoint_step": "Step of the newest complete checkpoint.",
+    "phalanx_checkpoint_timestamp_seconds": "Time of the newest complete checkpoint, in seconds since 1970.",
+    "phalanx_checkpoint_interval_steps": "Steps between checkpoints; 0 if the interval is automatic.",
+    "phalanx_starts_total": "Number of starts.",
+    "phalanx_failures_total": "Number of failures, with or without a restart.",
+    "phalanx_failed_ranks": "Ranks with a failure record since the last start.",
+    "phalanx_rank_info": "Always 1; the labels are the host and the kind of device of each rank.",
+    "phalanx_rank_step": "Last step that each rank recorded.",
+    "phalanx_phase_seconds": "Seconds of each phase of each rank's last step, including waits.",
+    "phalanx_wait_seconds": "Seconds that each rank waited for other ranks in its last step, by phase; CPUs only.",
+    "phalanx_compute_seconds": "Seconds of the passes in each rank's last step; on CPUs without waits.",
+    "phalanx_peak_memory_bytes": "Peak memory of each rank on its GPU, or on its host.",
+    "phalanx_device_memory_bytes": "Memory of each rank's device; on a CPU, of its host.",
+}
 FAMILIES = {
-    name: (kind, text) for name, kind, text in (*STEP_FAMILIES.values(), *EVALUATION_FAMILIES.values(), *OTHER_FAMILIES)
+    name: ("counter" if name.endswith("_total") else "gauge", text)
+    for name, text in (*STEP_FAMILIES.values(), *EVALUATION_FAMILIES.values(), *OTHER_FAMILIES.items())
 }
 """Type and help text of every metric."""
+LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 @dataclass
@@ -129,21 +122,12 @@ class RunMetrics:
         self._ranks: dict[Path, RankMetrics] = {}
 
     def exposition_text(self, checkpoints: Sequence[Path]) -> str:
-        """Return the current metrics as text.
-
-        Args:
-            checkpoints: The complete checkpoints, the newest first.
-        """
+        """Return the current metrics as text; `checkpoints` are the complete ones, the newest first."""
         run = None
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / RUN_FILE, environment={})
         name = run.name if run else self.directory.resolve().name
-        samples = [
-            *self._rank_samples(),
-            *self._step_samples(),
-            *self._run_samples(checkpoints),
-            *(_planned_samples(run) if run else ()),
-        ]
+        samples = [*self._rank_samples(), *self._step_samples(), *self._run_samples(run, checkpoints)]
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in samples])
 
     def _step_samples(self) -> Iterator[Sample]:
@@ -157,15 +141,16 @@ class RunMetrics:
         if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator does no steps
             return
         for families, line in ((STEP_FAMILIES, self._step or {"step": 0}), (EVALUATION_FAMILIES, self._evaluation)):
-            for key, (name, _, _) in families.items():
+            for key, (name, _) in families.items():
                 if key in line:
                     yield name, {}, math.nan if line[key] is None else line[key]
         started = self._started_at()
         yield "phalanx_start_timestamp_seconds", {}, started
-        record_files = [
-            rank.follower.path for rank in self._ranks.values() if rank.step
-        ]  # also if metrics.every is not 1
-        times = [_modified_at(file) for file in ([self._metrics.path] if self._step else []) + record_files]
+        # Ranks record every step, also if metrics.every is not 1.
+        files = [rank.follower.path for rank in self._ranks.values() if rank.step]
+        if self._step:
+            files.append(self._metrics.path)
+        times = map(_modified_at, files)
         yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
 
     def _started_at(self) -> float:
@@ -173,7 +158,7 @@ class RunMetrics:
         start_times = [float(event["time"]) for event in read_events(self.directory) if event["kind"] == STARTED]
         return max([*start_times, _modified_at(self.directory / RUN_FILE)])
 
-    def _run_samples(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+    def _run_samples(self, run: RunSpec | None, checkpoints: Sequence[Path]) -> Iterator[Sample]:
         active = is_running(self.directory)
         if active is not None:
             yield "phalanx_under_way", {}, active
@@ -184,6 +169,13 @@ class RunMetrics:
         yield "phalanx_starts_total", {}, sum(event["kind"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / FAILURES_DIR).glob("rank-*.json")])
+        if run is None:
+            return
+        if run.training.has_decided_steps:
+            yield "phalanx_planned_steps", {}, run.training.steps
+        interval = run.checkpoint.every
+        at_end = run.training.steps if run.training.has_decided_steps else 0
+        yield "phalanx_checkpoint_interval_steps", {}, 0 if interval == "auto" else interval or at_end
 
     def _rank_samples(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
@@ -193,17 +185,22 @@ class RunMetrics:
             return
         rank0 = ranks[0]
         for number, rank in sorted(ranks.items()):
-            if all(rank.opening[name] == rank0.opening[name] for name in ("step", "ranks")):  # ranks of the last start
-                yield from _record_samples({"rank": str(number)}, rank.opening, rank.step)
-
-
-def _planned_samples(run: RunSpec) -> Iterator[Sample]:
-    steps = run.training.steps
-    checkpoint_interval = run.checkpoint.every
-    if run.training.has_decided_steps:
-        yield "phalanx_planned_steps", {}, steps
-    at_end = steps if run.training.has_decided_steps else 0
-    yield "phalanx_checkpoint_interval_steps", {}, 0 if checkpoint_interval == "auto" else checkpoint_interval or at_end
+            opening = rank.opening
+            step = rank.step
+            if any(opening[name] != rank0.opening[name] for name in ("step", "ranks")):  # of an earlier start
+                continue
+            labels = {"rank": str(number)}
+            yield "phalanx_rank_info", {**labels, "host": opening["host"], "device": opening["device"]}, 1
+            yield "phalanx_device_memory_bytes", labels, opening["memory_bytes"]
+            if not step:
+                continue
+            yield "phalanx_rank_step", labels, step["step"]
+            yield "phalanx_compute_seconds", labels, computed_seconds(step)
+            yield "phalanx_peak_memory_bytes", labels, step["peak_memory_bytes"]
+            for phase, seconds in step["seconds"].items():
+                yield "phalanx_phase_seconds", {**labels, "phase": phase}, seconds
+            for phase, seconds in step.get("wait_seconds", {}).items():
+                yield "phalanx_wait_seconds", {**labels, "phase": phase}, seconds
 
 
 def _modified_at(file: Path) -> float:
@@ -214,20 +211,6 @@ def _modified_at(file: Path) -> float:
         return 0.0
 
 
-def _record_samples(labels: dict[str, str], header: JsonRecord, line: JsonRecord) -> Iterator[Sample]:
-    yield "phalanx_rank_info", {**labels, "host": header["host"], "device": header["device"]}, 1
-    yield "phalanx_device_memory_bytes", labels, header["memory_bytes"]
-    if not line:
-        return
-    yield "phalanx_rank_step", labels, line["step"]
-    yield "phalanx_compute_seconds", labels, computed_seconds(line)
-    yield "phalanx_peak_memory_bytes", labels, line["peak_memory_bytes"]
-    for phase, seconds in line["seconds"].items():
-        yield "phalanx_phase_seconds", {**labels, "phase": phase}, seconds
-    for phase, seconds in line.get("wait_seconds", {}).items():
-        yield "phalanx_wait_seconds", {**labels, "phase": phase}, seconds
-
-
 def exposition(samples: Sequence[Sample]) -> str:
     """Return samples in the text format, grouped by metric below its help and type."""
     lines = []
@@ -236,13 +219,9 @@ def exposition(samples: Sequence[Sample]) -> str:
         if family_samples:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         for _, labels, value in family_samples:
-            pairs = ",".join(f'{key}="{_escape_label(label)}"' for key, label in labels.items())
+            pairs = ",".join(f'{key}="{label.translate(LABEL_ESCAPES)}"' for key, label in labels.items())
             lines.append(f"{name}{{{pairs}}} {_format_value(value)}")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _escape_label(label: str) -> str:
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _format_value(value: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.report.run_data import RunData
@@ -66,28 +67,24 @@ def table_rows(gpu: Mapping[str, Any]) -> list[list[str]]:
     ranks = sorted(longest, key=lambda rank: int(rank["rank"]))
     rows = [["", *(f"rank {rank['rank']}" for rank in ranks)]]
     rows += [[name, *(_format_share(rank[key], rank["seconds"]) for rank in ranks)] for key, name in TIMES.items()]
-    exposed = [_exposed_by_group(rank["groups"]) for rank in ranks]
+    # Ranks give the groups of one mesh axis different names and the same description; these groups are added.
+    exposed: list[dict[str, float]] = []
+    for rank in ranks:
+        seconds: dict[str, float] = defaultdict(float)
+        for group in rank["groups"]:
+            seconds[_group_name(group)] += group["exposed_seconds"]
+        exposed.append(seconds)
     for group in dict.fromkeys(group for groups in exposed for group in groups):
         cells = [_format_share(groups.get(group), rank["seconds"]) for groups, rank in zip(exposed, ranks, strict=True)]
         rows.append([f"exposed communication of {group}", *cells])
     for family, name in FAMILY_NAMES.items():
         sums = [rank["families"].get(family) for rank in ranks]
         if any(sums):
-            rows.append([f"kernels: {name}", *map(_format_kernels, sums)])
+            cells = [
+                f"{format_seconds(total['seconds'])}  {total['count']:,} x" if total else UNKNOWN for total in sums
+            ]
+            rows.append([f"kernels: {name}", *cells])
     return rows
-
-
-def _exposed_by_group(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the exposed seconds of process groups by their names in text.
-
-    Ranks give the groups of one mesh axis different names and the same description. Groups of one description are
-    added.
-    """
-    exposed: dict[str, float] = {}
-    for group in groups:
-        name = _group_name(group)
-        exposed[name] = exposed.get(name, 0.0) + group["exposed_seconds"]
-    return exposed
 
 
 def _group_name(group: Mapping[str, Any]) -> str:
@@ -98,7 +95,3 @@ def _group_name(group: Mapping[str, Any]) -> str:
 
 def _format_share(seconds: float | None, step_seconds: float) -> str:
     return UNKNOWN if seconds is None else f"{format_seconds(seconds)}  {format_percent(seconds / step_seconds)}"
-
-
-def _format_kernels(kernels: Mapping[str, Any] | None) -> str:
-    return UNKNOWN if kernels is None else f"{format_seconds(kernels['seconds'])}  {kernels['count']:,} x"

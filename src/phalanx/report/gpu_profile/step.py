@@ -15,13 +15,20 @@ from phalanx.runs.gpu_profile import CollectiveSum, GpuProfile, GroupCommunicati
 def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile | None:
     """Return the figures of a step, or None if the GPU did nothing in it.
 
-    Args:
-        events: Events of one GPU, in the order of their starts.
-        window: Start and end of the step in seconds.
+    Events are those of one GPU, in the order of their starts; the window is start and end of the step in seconds.
     """
-    inside = clip_events(events, window)
+    first, last = window
+    # Events that overlap with the window, without their time outside it
+    inside = [
+        replace(event, start=max(event.start, first), end=min(event.end, last))
+        for event in events
+        if event.start < last and event.end > first
+    ]
     if not inside:
         return None
+    by_family: dict[str, list[GpuEvent]] = defaultdict(list)
+    for event in inside:
+        by_family[kernel_family(event.name) if event.category == KERNEL else "memory"].append(event)
     nccl = [event for event in inside if is_nccl(event)]
     compute = merged_times(event for event in inside if event.category == KERNEL and not is_nccl(event))
     communication = merged_times(nccl)
@@ -29,7 +36,7 @@ def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile
     kernels = merge_intervals([*compute, *communication])
     late = late_launches(inside, window)
     return {
-        "seconds": window[1] - window[0],
+        "seconds": last - first,
         "compute_seconds": total_length(compute),
         "communication_seconds": total_length(communication),
         "exposed_communication_seconds": total_length(subtract_intervals(communication, compute)),
@@ -38,19 +45,9 @@ def profile_gpu_step(events: Iterable[GpuEvent], window: Interval) -> GpuProfile
         "idle_seconds": total_length(subtract_intervals([window], merged_times(inside))),
         "late_launch_seconds": total_length(late),
         "late_launches": len(late),
-        "families": sum_families(inside),
+        "families": {family: sum_kernels(by_family[family]) for family in FAMILIES if family in by_family},
         "groups": communication_by_group(nccl, compute),
     }
-
-
-def clip_events(events: Iterable[GpuEvent], window: Interval) -> list[GpuEvent]:
-    """Return the events that overlap with a window, without their time outside it."""
-    first, last = window
-    return [
-        replace(event, start=max(event.start, first), end=min(event.end, last))
-        for event in events
-        if event.start < last and event.end > first
-    ]
 
 
 def is_nccl(event: GpuEvent) -> bool:
@@ -67,13 +64,11 @@ def late_launches(events: Sequence[GpuEvent], window: Interval) -> list[Interval
     """Return the idle times that the host caused, because it had not yet launched the next event.
 
     A gap is idle time between the end of all earlier events, or the start of the window, and the start of an event.
-    Its late part ends when the host's call that launched this event returns, or when the event starts. The rest of a
-    gap is the GPU's: the latency of a launch, and waits for other streams. The idle time after the last event is not a
-    gap.
+    Its late part ends when the host's call that launched this event returns, or when the event starts. The rest of
+    a gap is the GPU's: the latency of a launch, and waits for other streams. The idle time after the last event is
+    not a gap.
 
-    Args:
-        events: Events inside the window, in the order of their starts.
-        window: Start and end of the step in seconds.
+    Events lie inside the window (start and end of the step in seconds), in the order of their starts.
     """
     late = []
     busy_until = window[0]
@@ -89,20 +84,11 @@ def sum_kernels(events: Sequence[GpuEvent]) -> KernelSum:
     return {"count": len(events), "seconds": sum(event.end - event.start for event in events)}
 
 
-def sum_families(events: Iterable[GpuEvent]) -> dict[str, KernelSum]:
-    """Return the events of each family that occurs."""
-    by_family: dict[str, list[GpuEvent]] = defaultdict(list)
-    for event in events:
-        by_family[kernel_family(event.name) if event.category == KERNEL else "memory"].append(event)
-    return {family: sum_kernels(by_family[family]) for family in FAMILIES if family in by_family}
-
-
 def communication_by_group(nccl: Iterable[GpuEvent], compute: Sequence[Interval]) -> list[GroupCommunication]:
     """Return the communication of each process group, in the order of their first kernels.
 
-    Args:
-        nccl: Kernels of NCCL. They carry the fields of the operator `record_param_comms` that launched them.
-        compute: The merged times of compute kernels.
+    Kernels of NCCL carry the fields of the operator `record_param_comms` that launched them. `compute` has the
+    merged times of compute kernels.
     """
     by_group: dict[str, list[GpuEvent]] = defaultdict(list)
     for event in nccl:

@@ -72,12 +72,7 @@ def parse_gpu_trace(trace_events: Sequence[Mapping[str, Any]]) -> GpuTrace:
             launched_at = launch_ends.get(args.get("correlation"))
             events.append(
                 GpuEvent(
-                    name=event["name"],
-                    category=event["cat"],
-                    start=start,
-                    end=end,
-                    launched_at=launched_at,
-                    args=args,
+                    name=event["name"], category=event["cat"], start=start, end=end, launched_at=launched_at, args=args
                 )
             )
     return GpuTrace(

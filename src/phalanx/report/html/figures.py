@@ -19,7 +19,7 @@ HELD_OUT_SYMBOLS = ("diamond", "square", "triangle-up", "cross")
 """Markers of losses on different held-out texts."""
 RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Colors of runs that are compared (Okabe and Ito)."""
-WHERE = {
+STEP_PART_COLORS = {
     "compute": "compute",
     "communication": "data_parallel",
     "pipeline": "bubble",
@@ -46,34 +46,27 @@ ROUND_PART_COLORS = {
 }
 """Parts of a round of a swarm, in the same colors."""
 SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
-ROW = 26
-AROUND = 60
+ROW_HEIGHT = 26
+AXIS_HEIGHT = 60
 """Pixels of a row of bars, and of the axis below the rows."""
-TITLE = 1.3
+TITLE_ROWS = 1.3
 """Number of rows that the title of a timeline takes."""
 
 
 def make_figure(data: list[Figure], height: int, **layout: Any) -> Figure:
-    """Return a figure.
-
-    Args:
-        data: The traces.
-        height: The height in pixels.
-        layout: Further fields of plotly's layout.
-    """
+    """Return a figure of traces; `height` is in pixels, and `layout` has further fields of plotly's layout."""
     shape = {"height": height, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "showlegend": False}
     return {"data": data, "layout": shape | layout}
 
 
 def legend(figure: Figure) -> dict[str, str]:
     """Return the color of each name in a figure, in its order; the page's legend wraps like text."""
-    named = [trace for trace in figure["data"] if "name" in trace and trace.get("showlegend", True)]
-    return {trace["name"]: _trace_color(trace) for trace in named}
-
-
-def _trace_color(trace: Figure) -> str:
-    color = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
-    return str(color[0] if isinstance(color, list) else color)
+    colors = {}
+    for trace in figure["data"]:
+        if "name" in trace and trace.get("showlegend", True):
+            color = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
+            colors[trace["name"]] = str(color[0] if isinstance(color, list) else color)
+    return colors
 
 
 def make_axis(title: str = "", **more: Any) -> Figure:
@@ -104,18 +97,12 @@ def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Itera
     line = {"mode": "lines", "line": {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2}}
     if "loss" in curve:
         template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
-        yield (
-            _line_trace(curve["step"], curve["loss"], template)
-            | line
-            | {"name": "training text" if is_single else name}
-        )
+        trace = _line_trace(curve["step"], curve["loss"], template)
+        yield trace | line | {"name": "training text" if is_single else name}
     if "tokens_per_second" in curve:
         template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
-        yield (
-            _line_trace(curve["step"], curve["tokens_per_second"], template)
-            | line
-            | {"yaxis": "y2", "showlegend": False}
-        )
+        trace = _line_trace(curve["step"], curve["tokens_per_second"], template)
+        yield trace | line | {"yaxis": "y2", "showlegend": False}
     for number, held_out in enumerate(curve["held_out"], 1):
         steps, losses = map(list, zip(*held_out["loss"], strict=True))
         color = RUN_COLORS[(index + is_single * number) % len(RUN_COLORS)]
@@ -151,12 +138,12 @@ def ranks(facts: Facts) -> Figure | None:
             "customdata": [format_seconds(max(0.0, rank[part])) for rank in rank_facts],
             "hovertemplate": "%{y}: %{customdata}",
         }
-        for part, color in WHERE.items()
+        for part, color in STEP_PART_COLORS.items()
         if any(rank[part] > 0 for rank in rank_facts)
     ]
     return make_figure(
         data,
-        AROUND + ROW * len(names),
+        AXIS_HEIGHT + ROW_HEIGHT * len(names),
         barmode="stack",
         bargap=0.25,
         xaxis=make_axis("seconds", rangemode="tozero"),
@@ -183,18 +170,17 @@ def rounds(facts: Facts) -> Figure | None:
         )
     data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLORS, unit="s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
-        labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
-        line = _line_trace(
-            node_rounds["round"],
-            node_rounds["bytes"][direction],
-            f"round %{{x}}: %{{customdata}}<extra>{direction}</extra>",
-        )
+        values = node_rounds["bytes"][direction]
+        template = f"round %{{x}}: %{{customdata}}<extra>{direction}</extra>"
         style = {
             "mode": "lines",
             "line": {"color": step_breakdown.COLORS[ROUND_PART_COLORS[kind]], "width": 2},
             "showlegend": False,
+            "customdata": [format_bytes(value) for value in values],
+            "yaxis": "y2",
+            "name": direction,
         }
-        data.append(line | style | {"customdata": labels, "yaxis": "y2", "name": direction})
+        data.append(_line_trace(node_rounds["round"], values, template) | style)
     return make_figure(
         data,
         420,
@@ -278,16 +264,12 @@ def experts(facts: Facts) -> Figure | None:
     tokens = loads["tokens"]
     shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
     cells = _heatmap_trace(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
-    cells |= {
-        "colorbar": _color_bar() | {"ticksuffix": "x"},
-        "y": [str(layer) for layer in loads["layers"]],
-        "zmin": 0,
-    }
+    cells |= {"colorbar": _color_bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in loads["layers"]], "zmin": 0}
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
     return make_figure(
         [cells],
-        AROUND + max(90, ROW * len(tokens)),
+        AXIS_HEIGHT + max(90, ROW_HEIGHT * len(tokens)),
         xaxis=make_axis("expert", **_integer_ticks(len(tokens[0]))),
         yaxis=make_axis("layer", autorange="reversed", type="category"),
     )

@@ -40,11 +40,10 @@ A section without figures and placeholder is omitted.
 
 
 def page(report: Facts, every_seconds: float | None = None) -> str:
-    """Return the HTML page of one or several runs.
+    """Return the HTML page of one or several runs, whose facts are `report` (`compare_runs.report_data`).
 
-    Args:
-        report: The facts (`compare_runs.report_data`).
-        every_seconds: The interval at which a live page requests `main.html` from its server; None for a static page.
+    `every_seconds` is the interval at which a live page requests `main.html` from its server; None for a static
+    page.
     """
     folder = Path(__file__).parent
     css, plotly, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", PLOTLY, "page.js"))
@@ -67,13 +66,12 @@ def main(report: Facts) -> str:
     comparison = report["comparison"]
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
     figures_by_id: dict[str, Figure] = {}
-    parts = [_header(facts, name) for facts, name in zip(runs, names, strict=True)]
-    parts = [_run_columns(parts)]
+    parts = [_run_columns([_header(facts, name) for facts, name in zip(runs, names, strict=True)])]
     if comparison:
         parts.append(_comparison(comparison))
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
     parts.append(_section("Predicted and measured", names, [_table(facts) for facts in runs]))
-    parts += [_figure_section(section, runs, names, figures_by_id=figures_by_id) for section in ("ranks", "timeline")]
+    parts += [_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
     if any(facts["gpu"] for facts in runs):
         parts.append(_section("Step on the GPU", names, [_gpu_step(facts["gpu"]) for facts in runs]))
     if any(facts["gpu_samples"] for facts in runs):
@@ -84,8 +82,7 @@ def main(report: Facts) -> str:
         held_out = '<p class="quiet">Markers are held-out text.</p>' if comparison else ""
         parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_figure_slot('curves', curves)}</section>")
     parts += [
-        _figure_section(section, runs, names, figures_by_id=figures_by_id)
-        for section in ("rounds", "memory", "traffic", "experts")
+        _figure_section(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")
     ]
     css_class = ' class="several"' if comparison else ""
     scripts = f"{_json_script('facts', report)}\n{_json_script('figures', figures_by_id)}"
@@ -100,9 +97,10 @@ def _json_script(name: str, value: Any) -> str:
 
 def _figure_slot(name: str, figure: Figure) -> str:
     """Return the element for a figure, below its legend."""
+    # The names are already escaped for plotly.
     colors = "".join(
         f'<li><span style="background:{color}"></span>{label}</li>' for label, color in figures.legend(figure).items()
-    )  # the names are already escaped for plotly
+    )
     legend_list = f'<ul class="legend">{colors}</ul>' if colors else ""
     max_width = f";max-width:{figure['widest']}px" if "widest" in figure else ""
     return (
@@ -147,12 +145,11 @@ def _figure_note(section: str, facts: Facts) -> str:
         case "timeline":
             error = facts["run"]["clock_error_seconds"]
             clocks = f" Clocks of ranks are within {format_seconds(error)} of each other." if error else ""
-            simulated = facts["timeline"].get("simulated")
-            simulated_note = (
-                " The simulation excludes sends, so the measured step also contains sends and waits for them."
-                if simulated
-                else ""
-            )
+            simulated_note = ""
+            if facts["timeline"].get("simulated"):
+                simulated_note = (
+                    " The simulation excludes sends, so the measured step also contains sends and waits for them."
+                )
             metered_note = ", which took longer because of its memory samples" if facts["timeline"]["metered"] else ""
             return f"Step {facts['timeline']['step']}{metered_note}; numbers are micro-batches.{simulated_note}{clocks}"
         case "memory":
@@ -179,61 +176,47 @@ def _header(facts: Facts, name: str) -> str:
 
 
 def _tiles(facts: Facts) -> str:
-    """Return the most important numbers."""
+    """Return the most important numbers; the held-out loss has its tokens if the run evaluated several texts."""
     tiles = []
     for name, title in TILES.items():
         row = formatting.measured_row(facts, name)
         if row and row["measured"] is not None:
-            detail = (
-                f"predicted {formatting.format_number(row['predicted'], row['unit'])}"
-                if row["predicted"] is not None
-                else ""
-            )
+            predicted = formatting.format_number(row["predicted"], row["unit"])
+            detail = f"predicted {predicted}" if row["predicted"] is not None else ""
             tiles.append((title, formatting.format_number(row["measured"], row["unit"]), detail))
     loss = formatting.last_value(facts["curves"].get("loss"))
     if loss is not None:
-        tiles.append(("loss", f"{loss:.3f}", _held_out_detail(facts["curves"]["held_out"])))
+        held_out = facts["curves"]["held_out"]
+        held_out_loss = held_out[-1]["loss"][-1][1] if held_out else None
+        text = f" over {formatting.format_tokens(held_out[-1]['held_out_tokens'])}" if len(held_out) > 1 else ""
+        detail = "" if held_out_loss is None else f"held out {held_out_loss:.3f}{text}"
+        tiles.append(("loss", f"{loss:.3f}", detail))
     tiles += formatting.round_totals(facts)
     return "".join(
         f"<div><dt>{title}</dt><dd>{value}<small>{detail}</small></dd></div>" for title, value, detail in tiles
     )
 
 
-def _held_out_detail(curves: Sequence[Facts]) -> str:
-    """Return the last held-out loss, with the number of tokens if the run evaluated several texts."""
-    loss = curves[-1]["loss"][-1][1] if curves else None
-    if loss is None:
-        return ""
-    text = f" over {formatting.format_tokens(curves[-1]['held_out_tokens'])}" if len(curves) > 1 else ""
-    return f"held out {loss:.3f}{text}"
-
-
 def _verdict(facts: Facts) -> str:
     """Return the main bottleneck with its reason and the first change to try, then the others."""
     verdict = facts["verdict"]
-    other_findings = facts["findings"][1:]
     if verdict is None and "swarm" in facts:
         return ""
     if verdict is None:
         return '<p class="quiet">No verdict is possible: too few steps were recorded.</p>'
-    items = "".join(f"<li>{_format_finding(finding)}</li>" for finding in other_findings)
-    details = (
-        f'<details><summary>{len(other_findings)} more</summary><ul class="findings">{items}</ul></details>'
-        if other_findings
-        else ""
-    )
+    items = [
+        f"<li><b>{escape(formatting.bottleneck_headline(finding))}.</b> "
+        f"{escape(formatting.as_sentence(finding['evidence']))} "
+        f"<span class='quiet'>{escape(finding['suggestion'])}.</span></li>"
+        for finding in facts["findings"][1:]
+    ]
+    details = ""
+    if items:
+        details = f'<details><summary>{len(items)} more</summary><ul class="findings">{"".join(items)}</ul></details>'
     return (
         f'<div class="verdict"><h2>{escape(formatting.bottleneck_headline(verdict))}</h2>'
         f"<p>{escape(formatting.as_sentence(verdict['evidence']))}</p>"
         f"<p><b>First change to try:</b> {escape(verdict['suggestion'])}.</p>{details}</div>"
-    )
-
-
-def _format_finding(finding: Facts) -> str:
-    evidence = escape(formatting.as_sentence(finding["evidence"]))
-    return (
-        f"<b>{escape(formatting.bottleneck_headline(finding))}.</b> {evidence} "
-        f"<span class='quiet'>{escape(finding['suggestion'])}.</span>"
     )
 
 
@@ -252,14 +235,10 @@ def _table(facts: Facts) -> str:
 
 
 def _row(row: Mapping[str, Any]) -> str:
-    predicted, measured = (formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured"))
-    low = row.get("low")
-    high = row.get("high")
-    band = (
-        f"<small>{formatting.format_number(low, row['unit'])} to {formatting.format_number(high, row['unit'])}</small>"
-        if low
-        else ""
+    predicted, measured, low, high = (
+        formatting.format_number(row.get(name), row["unit"]) for name in ("predicted", "measured", "low", "high")
     )
+    band = f"<small>{low} to {high}</small>" if row.get("low") else ""
     css_class = ' class="off"' if formatting.is_off(row["ratio"]) else ""
     return (
         f"<tr><td>{escape(formatting.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.report.drawing import schedule
-from phalanx.report.html.figures import AROUND, ROW, TITLE, Figure, make_axis, make_figure
+from phalanx.report.html.figures import AXIS_HEIGHT, ROW_HEIGHT, TITLE_ROWS, Figure, make_axis, make_figure
 from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_seconds
 
@@ -15,8 +15,6 @@ TIMELINES = {
     "simulated": "simulated with measured times, by pipeline rank",
     "measured": "measured, by rank",
 }
-
-
 MAX_LABELED_PASSES = 400
 """Maximum number of passes in a timeline that are labeled with their micro-batch."""
 
@@ -28,25 +26,15 @@ def passes(facts: Facts) -> Figure | None:
         return None
     shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
     rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
-    num_rows = sum(map(len, rows.values())) + TITLE * len(rows)
+    num_rows = sum(map(len, rows.values())) + TITLE_ROWS * len(rows)
     top = 1.0
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
     for index, (title, spans) in enumerate(shown.items(), 1):
         axis = str(index) if index > 1 else ""
-        top -= TITLE / num_rows
-        layout["annotations"].append(
-            {
-                "text": title,
-                "xref": "paper",
-                "yref": "paper",
-                "x": 0,
-                "y": top,
-                "xanchor": "left",
-                "yanchor": "bottom",
-                "showarrow": False,
-            }
-        )
+        top -= TITLE_ROWS / num_rows
+        position = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom"}
+        layout["annotations"].append({"text": title, **position, "showarrow": False})
         domain = [max(0.0, top - len(rows[title]) / num_rows), top]
         layout[f"yaxis{axis}"] = make_axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
         data += _pass_traces(spans, f"y{axis}")
@@ -54,7 +42,7 @@ def passes(facts: Facts) -> Figure | None:
     seconds = make_axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return make_figure(
         data,
-        AROUND + round(ROW * num_rows),
+        AXIS_HEIGHT + round(ROW_HEIGHT * num_rows),
         xaxis=seconds,
         bargap=0.15,
         barmode="overlay",
@@ -70,29 +58,24 @@ def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     for rank, _, stage, *_ in spans:
         first_stage[rank] = min(stage, first_stage.get(rank, stage))
     for kind, label in schedule.LEGEND.items():
-        kind_spans = sorted(
-            (span for span in spans if span[1] == kind), key=lambda span: span[2] != first_stage[span[0]]
-        )
-        if kind_spans:
-            yield {
-                "type": "bar",
-                "orientation": "h",
-                "name": label,
-                "yaxis": axis,
-                "y": [rank for rank, *_ in kind_spans],
-                "base": [start for *_, start, _ in kind_spans],
-                "x": [finish - start for *_, start, finish in kind_spans],
-                "marker": {
-                    "color": [
-                        schedule.COLORS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
-                    ]
-                },
-                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= MAX_LABELED_PASSES else None,
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "customdata": [
-                    [stage, micro, format_seconds(end - start)] for _, _, stage, micro, start, end in kind_spans
-                ],
-                "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: "
-                "%{customdata[2]}<extra></extra>",
-            }
+        kind_spans = [span for span in spans if span[1] == kind]
+        kind_spans.sort(key=lambda span: span[2] != first_stage[span[0]])
+        if not kind_spans:
+            continue
+        colors = [schedule.COLORS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans]
+        yield {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "yaxis": axis,
+            "y": [rank for rank, *_ in kind_spans],
+            "base": [start for *_, start, _ in kind_spans],
+            "x": [end - start for *_, start, end in kind_spans],
+            "marker": {"color": colors},
+            "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= MAX_LABELED_PASSES else None,
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "customdata": [[stage, micro, format_seconds(end - start)] for *_, stage, micro, start, end in kind_spans],
+            "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: "
+            "%{customdata[2]}<extra></extra>",
+        }
